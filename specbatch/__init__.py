@@ -1,0 +1,38 @@
+"""specbatch: offline batch inference and evaluation for speculative decoding."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_checkout = Path(__file__).resolve().parent.parent
+if (_checkout / "pyproject.toml").is_file():  # a source tree: kernels/, evals/ and sweeps/ lie beside this folder
+    __path__.append(str(_checkout))
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig, Graphs, Speculation
+    from specbatch.engine import Engine
+    from specbatch.errors import SpecbatchError
+    from specbatch.request import Completion, SamplingParams
+
+# Names resolve on first use, so that `import specbatch` (and `specbatch --help`) does not import torch.
+_HOME = {
+    "Completion": "specbatch.request",
+    "Engine": "specbatch.engine",
+    "EngineConfig": "specbatch.config",
+    "Graphs": "specbatch.config",
+    "SamplingParams": "specbatch.request",
+    "SpecbatchError": "specbatch.errors",
+    "Speculation": "specbatch.config",
+}
+
+__all__ = ["Completion", "Engine", "EngineConfig", "Graphs", "SamplingParams", "SpecbatchError", "Speculation"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'specbatch' has no attribute {name!r}")

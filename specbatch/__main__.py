@@ -1,0 +1,6 @@
+"""`python -m specbatch`: the same as the console script."""
+
+from specbatch.cli import main
+
+if __name__ == "__main__":
+    main()

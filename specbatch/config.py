@@ -1,0 +1,148 @@
+"""What an engine is asked to be. Every illegal combination is refused here, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from specbatch.drafters import ALGORITHMS
+from specbatch.errors import refuse
+
+SCHEDULES = ("v1", "v2")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+def _choice(setting: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise refuse(setting, value, f"use one of {', '.join(allowed)}")
+
+
+def _at_least(setting: str, value: int | None, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise refuse(setting, value, f"use a whole number of at least {least}")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How tokens are drafted and when the host learns of them.
+
+    algorithm     "none" is plain decoding: the same iteration with zero drafted tokens
+    schedule      "v1" waits for each result before it plans the next iteration, "v2" handles it one step late
+    draft         for "standalone": a model of the same vocabulary, or "self:skip=12-15", the target without
+                  those layers (inclusive ranges, comma separated), sharing its weights
+    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows)
+    draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
+    draft_topk    children per drafted node; 1 is a chain
+    ngram_min/max lengths of the suffix that "ngram" looks up, longest first
+    """
+
+    algorithm: str = "none"
+    schedule: str = "v2"
+    draft: str | None = None
+    draft_tokens: int = 4
+    draft_steps: int | None = None
+    draft_topk: int = 1
+    ngram_min: int = 2
+    ngram_max: int = 4
+
+    def __post_init__(self) -> None:
+        _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
+        _choice("schedule", self.schedule, SCHEDULES)
+        _at_least("draft_tokens", self.draft_tokens, 1)
+        if self.draft_tokens > 63:
+            raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
+        if self.draft_topk != 1:
+            raise refuse("draft_topk", self.draft_topk, "only chains are drafted by this version; use 1")
+        if self.draft_steps not in (None, self.draft_tokens):
+            raise refuse(
+                "draft_steps",
+                self.draft_steps,
+                f"a chain of draft_tokens={self.draft_tokens} takes {self.draft_tokens} steps (the root is not "
+                "counted); leave it out or set both to the same number",
+            )
+        if self.algorithm == "standalone" and not self.draft:
+            raise refuse("draft", self.draft, "algorithm 'standalone' needs a draft model or 'self:skip=FIRST-LAST'")
+        if self.algorithm != "standalone" and self.draft:
+            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft model; use 'standalone'")
+        _at_least("ngram_min", self.ngram_min, 1)
+        _at_least("ngram_max", self.ngram_max, 1)
+        if self.ngram_max < self.ngram_min or self.ngram_max > 16:
+            raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted per verify; 0 for the baseline."""
+        return 0 if self.algorithm == "none" else self.draft_tokens
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """CUDA graphs: `decode` captures whole iterations, `prefill` the pieces between attention layers."""
+
+    decode: str = "off"
+    prefill: str = "off"
+
+    def __post_init__(self) -> None:
+        for name in ("decode", "prefill"):
+            if getattr(self, name) != "off":
+                raise refuse(f"graphs.{name}", getattr(self, name), "this version runs eagerly only; use 'off'")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an `Engine` is built from.
+
+    model          a bundled name ("smollm2-135m"), a hub id, a folder, a .gguf file or, with load_format
+                   "dummy", a named shape or a config.json
+    device         "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"
+    dtype          "auto" is float32 on a CPU and the checkpoint's own type on a GPU
+    tokenizer      folder or hub id to use in place of the model's own tokenizer
+    max_running    requests that decode at the same time
+    max_model_len  longest prompt + output in tokens; default what the model was made for
+    page_size      tokens per KV page
+    kv_pages       size of the KV pool; default what max_running and max_model_len can need, within memory
+    memory_fraction  share of the free memory of the device that weights and KV may take
+    prefill_chunk  most prompt tokens computed in one step
+    seed           for requests without a seed of their own, and for dummy weights
+    """
+
+    model: str = "smollm2-135m"
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    tokenizer: str | None = None
+    max_running: int = 32
+    max_model_len: int | None = None
+    page_size: int = 16
+    kv_pages: int | None = None
+    memory_fraction: float = 0.8
+    prefill_chunk: int = 2048
+    prefix_cache: bool = True
+    seed: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
+    graphs: Graphs = field(default_factory=Graphs)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise refuse("model", self.model, "name a model, for example smollm2-135m")
+        if self.device not in ("auto", "cpu", "cuda") and not (
+            self.device.startswith("cuda:") and self.device[5:].isdigit()
+        ):
+            raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        _at_least("max_running", self.max_running, 1)
+        _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("page_size", self.page_size, 1)
+        _at_least("kv_pages", self.kv_pages, 2)
+        _at_least("prefill_chunk", self.prefill_chunk, 1)
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise refuse("memory_fraction", self.memory_fraction, "use a share above 0 and up to 1")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        return tuple(item.name for item in fields(cls))

@@ -1,0 +1,183 @@
+"""Every number's definition, and the record that tables and plots are made from.
+
+* accept length: tokens emitted per verify, bonus included = sum of emitted / sum of verifies over the run. The first
+  token (made by prefill), tokens trimmed past a stop and verifies that left nothing count in neither.
+* accept rate: correct drafts / drafted tokens.
+* TTFT: first token ready on the host - request submitted; queue: the part of it before the request was admitted.
+* TPOT: (last - first token) / (tokens - 1). ITL: gap between arrivals / tokens in the arrival, once per token.
+* E2E: last token - submitted. Times are seconds.
+* throughput: requests, input tokens, output tokens per second of the measured window (first submission to last
+  token); per user: output / concurrency; peak: tokens in the fullest whole second.
+* step time: mean seconds of one iteration (launch to result), where the schedule waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from specbatch.request import Completion
+
+SCHEMA = 1
+_PERCENTILES = {"ttft_s": (50, 90, 95, 99), "tpot_s": (50, 90, 95, 99), "itl_s": (50, 90, 95, 99), "e2e_s": (50, 90, 99)}
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Linear interpolation between order statistics (numpy's default). `values` must not be empty."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float | None]:
+    """mean_, median_, p90_ ... and max_ of `name`; None where nothing was measured."""
+    out: dict[str, float | None] = {f"mean_{name}": sum(values) / len(values) if values else None}
+    for percent in _PERCENTILES.get(name, (50, 99)):
+        label = "median" if percent == 50 else f"p{percent}"
+        out[f"{label}_{name}"] = percentile(values, percent) if values else None
+    out[f"max_{name}"] = max(values) if values else None
+    return out
+
+
+def summarize(completions: Iterable[Completion], duration_s: float, concurrency: int | None = None) -> dict[str, float | None]:
+    """All numbers of a run of finished requests over a window of `duration_s`; aborted requests count nowhere."""
+    done = [item for item in completions if item.finish_reason != "abort"]
+    rows = [item.metrics for item in done]
+    verifies = sum(row.verify_steps for row in rows)
+    emitted = sum(row.emitted for row in rows)
+    drafted = sum(row.drafted for row in rows)
+    outputs = sum(row.output_tokens for row in rows)
+    inputs = sum(row.prompt_tokens for row in rows)
+    window = duration_s if duration_s > 0 else None
+
+    def rate(amount: float) -> float | None:
+        return amount / window if window else None
+
+    numbers: dict[str, float | None] = {
+        "requests": len(rows),
+        "duration_s": duration_s,
+        "input_tokens": inputs,
+        "cached_tokens": sum(row.cached_tokens for row in rows),
+        "output_tokens": outputs,
+        "request_throughput": rate(len(rows)),
+        "input_throughput": rate(inputs),
+        "output_throughput": rate(outputs),
+        "total_throughput": rate(inputs + outputs),
+        "per_user_throughput": outputs / window / concurrency if window and concurrency else None,
+        "accept_length": emitted / verifies if verifies else None,
+        "accept_rate": sum(row.accepted for row in rows) / drafted if drafted else None,
+        "verify_steps": verifies,
+        "drafted_tokens": drafted,
+        "accepted_tokens": sum(row.accepted for row in rows),
+        "retractions": sum(row.retractions for row in rows),
+    }
+    numbers |= _spread("ttft_s", [row.ttft_s for row in rows if row.ttft_s is not None])
+    numbers |= _spread("queue_s", [row.queue_s for row in rows])
+    numbers |= _spread("tpot_s", [row.tpot_s for row in rows if row.tpot_s is not None])
+    numbers |= _spread("itl_s", [gap for row in rows for gap in row.itl_s])
+    numbers |= _spread("e2e_s", [row.e2e_s for row in rows])
+    return numbers
+
+
+def emitted_histogram(completions: Iterable[Completion]) -> list[int]:
+    """How many verifies left 0, 1, 2, ... tokens (index = tokens, bonus included)."""
+    total: list[int] = []
+    for item in completions:
+        counts = item.metrics.emitted_histogram
+        total += [0] * (len(counts) - len(total))
+        for place, count in enumerate(counts):
+            total[place] += count
+    return total
+
+
+@dataclass
+class RunRecord:
+    """Everything needed to remake a table or to rerun what it shows. `workload` is filled in by the command."""
+
+    config: dict[str, Any]
+    caps: dict[str, Any]
+    metrics: dict[str, float | None]
+    counters: dict[str, Any]
+    requests: list[dict[str, Any]]
+    workload: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    hardware: dict[str, Any] = field(default_factory=lambda: hardware())
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    schema: int = SCHEMA
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def save(self, folder: Path) -> None:
+        """Write `record.json` (without the raw rows) and `requests.jsonl` into `folder`, each atomically."""
+        body = self.as_dict()
+        rows = body.pop("requests")
+        write_atomic(folder / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_atomic(folder / "record.json", json.dumps(body, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        body = json.loads((folder / "record.json").read_text())
+        rows = folder / "requests.jsonl"
+        body["requests"] = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+        return cls(**body)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file so that it is either the old one or the whole new one, never half."""
+    part = path.with_name(f"{path.name}.part{os.getpid()}")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a number depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("specbatch", "torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, memory and, where torch is already loaded and sees one, the GPU."""
+    import psutil
+
+    found: dict[str, Any] = {
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cpu": _cpu_name(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch_threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            found["gpu"] = properties.name
+            found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+            found["cuda"] = torch.version.cuda
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

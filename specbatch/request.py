@@ -1,0 +1,249 @@
+"""A request's life: parameters, tokens so far, the one trimming function, and the finished completion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specbatch.errors import refuse
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is continued.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off; they apply in the order temperature, top-k,
+    top-p, min-p. `stop` strings end the output and are not part of the text; `stop_token_ids` end it like the
+    model's own end tokens, which `ignore_eos` switches off. `seed` None derives one from the engine's seed and
+    the request's index. `logprobs` asks for the log-probability of each emitted token under the model's own
+    distribution (before temperature and truncation).
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise refuse("temperature", self.temperature, "use 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise refuse("top_p", self.top_p, "use a value above 0 and up to 1 (1 is off)")
+        if self.top_k < 0:
+            raise refuse("top_k", self.top_k, "use 0 (off) or a positive whole number")
+        if not 0 <= self.min_p <= 1:
+            raise refuse("min_p", self.min_p, "use a value from 0 (off) to 1")
+        if self.max_new_tokens < 1:
+            raise refuse("max_new_tokens", self.max_new_tokens, "use at least 1")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if any(not text for text in self.stop):
+            raise refuse("stop", self.stop, "a stop string must not be empty")
+
+
+@dataclass
+class RequestMetrics:
+    """Times in seconds, counts in tokens. Definitions: see `specbatch.metrics`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float = 0.0
+    verify_steps: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accept_length: float | None = None
+    emitted_histogram: list[int] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    retractions: int = 0
+
+
+@dataclass
+class Completion:
+    """What became of one prompt. `finish_reason` is "stop", "length" or "abort"; `index` is its place in the input."""
+
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    metrics: RequestMetrics
+    logprobs: list[float] | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        """The raw per-request row of a record: the numbers, not the tokens."""
+        row = asdict(self.metrics)
+        return {"index": self.index, "finish_reason": self.finish_reason, **row}
+
+
+class IncrementalText:
+    """Text of a growing token list, one push per token, never splitting a character.
+
+    Byte-level tokens can end in the middle of a character; such text is held back until it is whole. Only the last
+    few tokens are decoded again on each push.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._start = 0  # decoding starts here, so that joining rules (leading spaces) see the token before
+        self._done = 0  # tokens whose text has been handed out
+        self.text = ""
+
+    def push(self, token: int) -> str:
+        """Add a token and return the new text (may be empty)."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._start : self._done])
+        after = self._decode(self._tokens[self._start :])
+        if len(after) <= len(before) or after.endswith("\ufffd"):
+            return ""
+        new = after[len(before) :]
+        self._start, self._done = self._done, len(self._tokens)
+        self.text += new
+        return new
+
+
+class Request:
+    """One prompt on its way through the engine. Host only: knows nothing of torch or of the device."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        end_tokens: frozenset[int],
+        decode: Decode,
+        submitted: float,
+    ) -> None:
+        self.index = index
+        self.params = params
+        self.tokens = list(prompt)  # prompt and output
+        self.prompt_len = len(prompt)
+        self.finish_reason: str | None = None
+        self.logprobs: list[float] = []
+        self._decode = decode
+        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
+        self._text = IncrementalText(decode) if params.stop else None
+        self._cut: int | None = None  # characters before the stop string
+
+        # Owned by the scheduler while the request runs.
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.prefilled = 0  # tokens whose KV exists or is on its way (prefill)
+        self.committed = 0  # KV length that the last handled result told of
+        self.epoch = 0  # raised by each retraction: results launched before it are void
+
+        self.submitted = submitted
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.metrics = RequestMetrics(prompt_tokens=self.prompt_len)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, tokens: list[int], now: float, logprobs: list[float] | None = None) -> int:
+        """Add a run of emitted tokens, cut at the first stop token, stop string or the length limit.
+
+        The only place where a run is trimmed. Inside the budget a stop beats the limit. Returns how many were kept.
+        """
+        kept = 0
+        for token in tokens[: self.params.max_new_tokens - self.generated]:
+            self.tokens.append(token)
+            kept += 1
+            if token in self._ends or self._hits_stop_string(token):
+                self.finish_reason = "stop"
+                break
+        if self.finish_reason is None and self.generated >= self.params.max_new_tokens:
+            self.finish_reason = "length"
+        if logprobs is not None:
+            self.logprobs.extend(logprobs[:kept])
+        if kept:
+            if self.last_token is None:
+                self.first_token = now
+            else:
+                self.metrics.itl_s.extend([(now - self.last_token) / kept] * kept)
+            self.last_token = now
+        return kept
+
+    def count_verify(self, kept: int, drafted: int, accepted: int, rows: int) -> None:
+        """Book one verify of `rows` rows that left `kept` tokens; a verify that left none is booked nowhere."""
+        if not kept:
+            return
+        metrics = self.metrics
+        if not metrics.emitted_histogram:
+            metrics.emitted_histogram = [0] * (rows + 1)
+        metrics.verify_steps += 1
+        metrics.emitted += kept
+        metrics.drafted += drafted
+        metrics.accepted += min(accepted, kept)
+        metrics.emitted_histogram[kept] += 1
+
+    def _hits_stop_string(self, token: int) -> bool:
+        if self._text is None:
+            return False
+        new = self._text.push(token)
+        if not new:
+            return False
+        text = self._text.text
+        start = max(0, len(text) - len(new) - max(map(len, self.params.stop)))
+        found = [at for at in (text.find(stop, start) for stop in self.params.stop) if at >= 0]
+        if found:
+            self._cut = min(found)
+        return bool(found)
+
+    def completion(self, now: float) -> Completion:
+        """The finished request as its user sees it."""
+        assert self.finish_reason is not None
+        metrics, output = self.metrics, self.output
+        metrics.output_tokens = len(output)
+        metrics.e2e_s = (self.last_token or now) - self.submitted
+        metrics.queue_s = (self.admitted if self.admitted is not None else now) - self.submitted
+        if self.first_token is not None and self.last_token is not None:
+            metrics.ttft_s = self.first_token - self.submitted
+            if len(output) > 1:
+                metrics.tpot_s = (self.last_token - self.first_token) / (len(output) - 1)
+        if metrics.verify_steps:
+            metrics.accept_length = metrics.emitted / metrics.verify_steps
+        text = self._text.text[: self._cut] if self._text is not None and self._cut is not None else None
+        if text is None:
+            shown = output
+            if self.finish_reason == "stop" and self.params.skip_special_tokens and output and output[-1] in self._ends:
+                shown = output[:-1]
+            text = self._decode(shown)
+        return Completion(
+            index=self.index,
+            prompt_token_ids=self.tokens[: self.prompt_len],
+            token_ids=output,
+            text=text,
+            finish_reason=self.finish_reason,
+            metrics=metrics,
+            logprobs=list(self.logprobs) if self.params.logprobs else None,
+        )
