@@ -18,9 +18,7 @@ def write_kv_ref(
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
-def visible(
-    lengths: torch.Tensor, rows: int, keys: int, ancestors: torch.Tensor | None = None
-) -> torch.Tensor:
+def visible(lengths: torch.Tensor, rows: int, keys: int, ancestors: torch.Tensor | None = None) -> torch.Tensor:
     """Which keys each query row of a verify sees: bool [B, rows, keys].
 
     lengths [B] is the KV length before the verify; row i stands at key lengths + i. `ancestors` int64 [rows] or

@@ -76,7 +76,9 @@ class Engine:
             rows=rows,
         )
         rope = target.config.rope
-        say(f"model: {target.name} ({target.origin}), {dtype}, on {self.device}; rope theta {rope.theta:g} ({rope.source})")
+        say(
+            f"model: {target.name} ({target.origin}), {dtype}, on {self.device}; rope theta {rope.theta:g} ({rope.source})"
+        )
         if draft:
             theirs = draft.config.rope
             say(f"draft: {draft.name} ({draft.origin}); rope theta {theirs.theta:g} ({theirs.source})")
@@ -125,6 +127,7 @@ class Engine:
         }
         self._active: dict[int, Request] = {}
         self._events: list[StreamEvent] = []
+        self._trusted = True
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
 
@@ -168,26 +171,30 @@ class Engine:
             self._check(index, ids, setting)
         return self._work(tokens, settings, concurrency or len(tokens))
 
-    def _work(
-        self, tokens: list[list[int]], settings: list[SamplingParams], concurrency: int
-    ) -> Iterator[StreamEvent]:
+    def _work(self, tokens: list[list[int]], settings: list[SamplingParams], concurrency: int) -> Iterator[StreamEvent]:
         waiting = deque(range(len(tokens)))
         try:
-            while waiting or self._active:
+            while waiting or self._active or self._events:
                 while waiting and len(self._active) < concurrency:
                     index = waiting.popleft()
                     self._submit(index, tokens[index], settings[index])
-                if not self._schedule.step() and not self._events and self._active:
+                if self._active and not self._schedule.step() and not self._events:
                     raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
                 events, self._events = self._events, []
                 yield from events
             while self._schedule.step():  # what v2 still has in flight: void rows of requests that have ended
                 pass
+        except (Exception, KeyboardInterrupt):
+            self._trusted = False
+            raise
         finally:
             for request in list(self._active.values()):
                 self._end(request, "abort")
             self._schedule.drop()
             self._events.clear()
+            if not self._trusted:  # a pass that was planned may not have run: its pages hold anything
+                self._scheduler.forget_prefixes()
+                self._trusted = True
 
     def abort(self, index: int) -> None:
         """End the running request of that prompt; its completion so far follows with finish_reason "abort"."""
@@ -246,7 +253,9 @@ class Engine:
         draft = open_checkpoint(name, load_format, seed=self.config.seed + 1)
         difference = vocabulary_difference(self.tokenizer, draft.tokenizer())
         if difference:
-            raise refuse("draft", name, f"its vocabulary differs from the target's: {difference}; use one of the same family")
+            raise refuse(
+                "draft", name, f"its vocabulary differs from the target's: {difference}; use one of the same family"
+            )
         return frozenset(), draft
 
     def _drafter(

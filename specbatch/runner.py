@@ -123,9 +123,7 @@ class Runner:
                 continue
             self._book(request, values[index], logprobs[0][index] if logprobs else None, launched.first, now)
 
-    def _book(
-        self, request: Request, values: list[int], logprobs: list[float] | None, first: bool, now: float
-    ) -> None:
+    def _book(self, request: Request, values: list[int], logprobs: list[float] | None, first: bool, now: float) -> None:
         request.pending -= 1
         if first:
             tokens, sound = values[:1], values[1]

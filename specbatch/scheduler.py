@@ -121,7 +121,7 @@ class Scheduler:
         return plan if plan.chunks else None
 
     def _admit(self, request: Request, now: float) -> bool:
-        shared = self._cache.match(request.tokens) if self._cache else []
+        shared = self._cache.match(request.tokens) if self._cache is not None else []
         # One spare page per running request: admitting must not force a retraction in the very next step.
         spare = len(self._running) + len(self._prefilling)
         need = self._pages_for(len(request.tokens) + 2 * self._rows) - len(shared)
@@ -145,7 +145,7 @@ class Scheduler:
         last = end == len(request.tokens)
         plan.chunks.append(Chunk(request, request.epoch, request.prefilled, end, last))
         request.prefilled = end
-        if self._cache:
+        if self._cache is not None:
             self._cache.insert(request.tokens, end, request.pages)
         if last:
             request.committed = end
@@ -201,11 +201,16 @@ class Scheduler:
             if request in self._waiting:
                 self._waiting.remove(request)
             return
-        if self._cache and request.committed:
+        if self._cache is not None and request.committed:
             # The newest committed position is left out: a drafter may not have written its own KV there yet.
             known = min(len(request.tokens), request.committed) - 1
             self._cache.insert(request.tokens, known, request.pages)
         self._vacate(request)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, as far as no request holds its pages."""
+        if self._cache is not None:
+            self._cache.evict(len(self._cache))
 
     def _retract(self, request: Request) -> None:
         """Take a running request's memory; it waits at the front and is computed again from its tokens."""
@@ -229,7 +234,7 @@ class Scheduler:
     def _make_free(self, count: int) -> bool:
         """Are `count` pages free, after evicting cached ones if need be?"""
         missing = count - self._pool.free
-        if missing > 0 and self._cache:
+        if missing > 0 and self._cache is not None:
             missing -= self._cache.evict(missing)
         return missing <= 0
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 
-def upload(values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def upload(
+    values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
     """A small table for the device, sent through pinned memory in stream order."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cpu":
