@@ -28,7 +28,7 @@ def uniform_ref(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> to
     seeds and positions: int64, broadcast together. A token's randomness is thus the same in every schedule, batch
     and algorithm.
     """
-    key = _mix(seeds + _GOLDEN * (stream + 1))
+    key = _mix(seeds + _signed(_GOLDEN * (stream + 1) % (1 << 64)))
     bits = _mix(key + positions * _GOLDEN) >> 11
     return (bits & ((1 << 53) - 1)).double() * 2.0**-53
 
