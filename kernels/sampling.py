@@ -49,7 +49,7 @@ def probabilities_ref(
     logits = logits.float()
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
     if top_k is not None and top_p is not None and min_p is not None:
-        ordered, order = scaled.sort(-1, descending=True, stable=True)
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(logits.shape[-1], device=logits.device)
         ordered = ordered.masked_fill((top_k > 0)[:, None] & (rank >= top_k[:, None]), -torch.inf)
         p = ordered.softmax(-1)
