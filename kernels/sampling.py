@@ -47,7 +47,8 @@ def probabilities_ref(
     """
     greedy = temperature <= 0
     logits = logits.float()
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    # A colder or hotter one would give the same law, but overflow on the way.
+    scaled = logits / temperature.clamp(1e-30, 1e30)[:, None]
     if top_k is not None and top_p is not None and min_p is not None:
         ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(logits.shape[-1], device=logits.device)

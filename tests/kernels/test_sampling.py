@@ -203,6 +203,21 @@ def test_ties_at_a_cut_go_to_the_lower_ids() -> None:
     assert probabilities_ref(tied, *of(1.0, 0, 1.0, 1.0))[0].tolist() == pytest.approx([1 / 6] * 6)
 
 
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-38, 1e-45])
+def test_the_smallest_temperatures_leave_the_likeliest_tokens(temperature: float, cut: bool) -> None:
+    logits = torch.tensor([[1.0, 30.0, -torch.inf, 30.0, 29.0], [-900.0, -800.0, 0.0, -torch.inf, -1e4]])
+    off = (torch.tensor([0, 0]), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 0.0])) if cut else ()
+    p = probabilities_ref(logits, torch.tensor([temperature] * 2), *off)
+    assert p.tolist() == [[0, 0.5, 0, 0.5, 0], [0, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("temperature", [1e20, 1e38, torch.inf])
+def test_the_largest_temperatures_make_possible_tokens_equally_likely(temperature: float) -> None:
+    p = probabilities_ref(torch.tensor([[1.0, 30.0, -torch.inf, -80.0, 0.0]]), torch.tensor([temperature]))
+    assert p.tolist() == [[0.25, 0.25, 0, 0.25, 0.25]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_normalised_in_float32(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
