@@ -1,8 +1,8 @@
 """Text to token ids and back, chat templates, and the ids that end an answer.
 
-Built from a folder's `tokenizer.json` as it is written. transformers rebuilds the splitting rule from the class
-that `tokenizer_config.json` names, which changes some models' tokens (SmolLM2's digits), so it is asked only for
-folders that have no `tokenizer.json`.
+Built from a folder's `tokenizer.json` as it is written. transformers 5 rebuilds the splitting rule from the
+class that `tokenizer_config.json` names, which changes some models' tokens (SmolLM2's digits), so it is asked
+only for folders that have no `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str | None = None) -> Tokenizer:
-        """Read a model's or a tokenizer's folder. Raises SpecbatchError where it holds no readable tokenizer."""
+        """Read a model's or a tokenizer's folder. Raises SpecbatchError where none can be read."""
         backend = _read_backend(folder)
         described = _read_json(folder / "tokenizer_config.json")
-        special = {key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        special = {
+            key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
         tokens = {key: text for key, text in special.items() if text is not None}
         ends = token_ids(_read_json(folder / "config.json"), "eos_token_id")
         ends += token_ids(_read_json(folder / "generation_config.json"), "eos_token_id")
@@ -103,7 +105,9 @@ class Tokenizer:
         import jinja2
 
         if self._chat_template is None:
-            raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template or plain prompts")
+            raise refuse(
+                "chat_template", None, f"{self.name} has none; use --no-chat-template or plain prompts"
+            )
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
@@ -127,7 +131,9 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, ensure_ascii=False, **options
+        )
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         assert self._chat_template is not None
@@ -142,7 +148,9 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size <= BYTE_EOS:
-            raise refuse("vocab_size", vocab_size, f"a model without a tokenizer needs at least {BYTE_EOS + 1}")
+            raise refuse(
+                "vocab_size", vocab_size, f"a model without a tokenizer needs at least {BYTE_EOS + 1}"
+            )
         self.name = "bytes"
         self.vocab_size = vocab_size
         self.eos_ids = frozenset({BYTE_EOS})
@@ -192,6 +200,9 @@ def _without_padding(tokens: list[str]) -> list[str]:
 
 def _read_backend(folder: Path) -> Any:
     path = folder / "tokenizer.json"
+    works = "give a folder with tokenizer.json as tokenizer="
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise refuse("tokenizer", str(folder), f"the folder holds none; {works}")
     try:
         if path.is_file():
             from tokenizers import Tokenizer as Backend
@@ -202,8 +213,7 @@ def _read_backend(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder).backend_tokenizer
     except Exception as error:  # both libraries raise plain Exception and much else for a bad file
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        works = f"it holds no tokenizer that can be read ({lines[0]}); pass tokenizer=FOLDER"
-        raise refuse("tokenizer", str(folder), works) from None
+        raise refuse("tokenizer", str(folder), f"it cannot be read ({lines[0]}); {works}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

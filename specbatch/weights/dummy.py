@@ -132,7 +132,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 class DummyCheckpoint:
     """Seeded random weights of a given config. Each tensor depends on the seed and its own name only.
 
-    Matrices are normal with variance 1 / inputs and norms lie near 1, so activations keep their size with depth.
+    Matrices are normal with variance 1 / inputs and norms lie near 1, so that activations keep their size.
     """
 
     def __init__(self, config: ModelConfig, *, name: str, seed: int, tokenizer: Tokenizer | None) -> None:

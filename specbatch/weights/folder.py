@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_LM_HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 
 
 class FolderCheckpoint:
-    """A folder whose headers have been read: every tensor is there, in shape, in files that are not cut short."""
+    """A folder whose headers were read: every tensor is there, in its shape, in files that are whole."""
 
     def __init__(self, folder: Path, *, name: str, origin: str, tokenizer: Tokenizer | None = None) -> None:
         self.folder = folder
@@ -34,13 +34,13 @@ class FolderCheckpoint:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.bytes = 0
         self._open_files()
-        if _LM_HEAD in self._files and self.config.tie_embeddings:
+        if LM_HEAD in self._files and self.config.tie_embeddings:
             # The file says more than the switch: an output matrix of its own is the one to use.
             self.config = replace(self.config, tie_embeddings=False)
-        self._check()
+        check_tensors(self.config, self._shapes, folder)
 
     def names(self) -> list[str]:
-        return list(self._shapes)
+        return [name for name in self._shapes if not _is_table(name)]
 
     def tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._files[name].get_tensor(name)
@@ -56,32 +56,39 @@ class FolderCheckpoint:
     def _open_files(self) -> None:
         for path, expected in _weight_files(self.folder).items():
             file = _open_file(path)
-            held = set(file.keys())
-            for name in sorted(expected - held):
+            held = list(file.keys())
+            for name in sorted(expected - set(held)):
                 raise _damaged(path, f"the index says that it holds {name}, and it does not")
-            self._files |= dict.fromkeys(expected or held, file)
+            for name in held:
+                if expected and name not in expected:
+                    continue
+                view = file.get_slice(name)
+                if view.get_dtype() not in _BYTES:
+                    works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
+                    raise _damaged(path, works)
+                self._files[name] = file
+                self._shapes[name] = tuple(view.get_shape())
+                self.bytes += math.prod(view.get_shape()) * _BYTES[view.get_dtype()]
 
-    def _check(self) -> None:
-        """Names, shapes and types against the config."""
-        wanted = self.config.tensor_shapes()
-        for name, shape in wanted.items():
-            if name not in self._files:
-                works = f"tensor {name} is missing"
-                if name == _LM_HEAD:
-                    works += "; if the model has none, config.json must say tie_word_embeddings: true"
-                raise _damaged(self.folder, works)
-            found = self._files[name].get_slice(name)
-            if tuple(found.get_shape()) != shape:
-                works = f"tensor {name} has shape {list(found.get_shape())} and config.json asks for {list(shape)}"
-                raise _damaged(self.folder, works)
-            if found.get_dtype() not in _BYTES:
-                raise _damaged(self.folder, f"tensor {name} is {found.get_dtype()}; supported are {', '.join(_BYTES)}")
-            self.bytes += math.prod(shape) * _BYTES[found.get_dtype()]
-        for name in self._files:
-            # Leaving a tensor out would compute another model. Old files carry rope tables, which are not weights.
-            if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
-                raise _damaged(self.folder, f"config.json describes no tensor {name}, which the files hold")
-        self._shapes = {name: wanted[name] for name in self._files if name in wanted}
+
+def check_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]], where: Path) -> None:
+    """Refuse a model whose tensors (name -> shape) are not those that its config describes."""
+    wanted = config.tensor_shapes()
+    for name, shape in wanted.items():
+        if name not in found:
+            hint = "; is tie_word_embeddings missing in its config?" if name == LM_HEAD else ""
+            raise _damaged(where, f"tensor {name} is missing{hint}")
+        if found[name] != shape:
+            raise _damaged(where, f"tensor {name} is {list(found[name])}; its config asks for {list(shape)}")
+    for name in found:
+        if name not in wanted and not _is_table(name):
+            # Leaving it out would compute another model.
+            raise _damaged(where, f"its config describes no tensor {name}, which is there")
+
+
+def _is_table(name: str) -> bool:
+    """Old files carry the rope's frequencies, which are no weights."""
+    return name.endswith("rotary_emb.inv_freq")
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str]]:

@@ -1,4 +1,4 @@
-"""GGUF files: read once, written to the cache as an ordinary checkpoint folder, and opened from there ever after.
+"""GGUF files: converted once to an ordinary checkpoint folder in the cache, and opened from there ever after.
 
 The folder is keyed by the sha256 of the whole file. Quantised tensors are stored as float32, which holds the
 dequantised values exactly; float32, float16 and bfloat16 tensors are stored as they are.
@@ -7,7 +7,6 @@ dequantised values exactly; float32, float16 and bfloat16 tensors are stored as 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +17,13 @@ import numpy as np
 from specbatch.errors import refuse
 from specbatch.models.config import FAMILIES, ModelConfig
 from specbatch.tokenizer import Tokenizer
+from specbatch.weights import Log
 from specbatch.weights.bundled import file_hash
 from specbatch.weights.cache import cache_folder, keep, staging
-from specbatch.weights.folder import FolderCheckpoint
+from specbatch.weights.folder import FolderCheckpoint, check_tensors
 
 if TYPE_CHECKING:
     import torch
-
-Log = Callable[[str], None]
 
 SHARD_BYTES = 1 << 30  # converted weights are written in files of about this size, to bound the memory in use
 FORMAT = "gguf-1"  # the cache's subfolder; raise the number when the conversion changes
@@ -70,9 +68,13 @@ class GgufFile:
             works = f"it is not a whole GGUF file ({reason}); download it again"
             raise refuse("model", str(path), works) from None
         if self._reader.byte_order == "S":
-            raise refuse("model", str(path), "big-endian GGUF files are not supported; use the little-endian one")
+            raise refuse(
+                "model", str(path), "big-endian GGUF files are not supported; use the little-endian one"
+            )
         if self.metadata("split.count", 1) > 1:
-            raise refuse("model", str(path), "it is one part of several; merge them with llama-gguf-split --merge")
+            raise refuse(
+                "model", str(path), "it is one part of several; merge them with llama-gguf-split --merge"
+            )
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def metadata(self, key: str, default: Any = None) -> Any:
@@ -93,7 +95,13 @@ class GgufCheckpoint(FolderCheckpoint):
     """A GGUF file, opened through its converted folder in the cache."""
 
     def __init__(
-        self, path: Path, *, name: str, origin: str, tokenizer: Tokenizer | None = None, log: Log | None = None
+        self,
+        path: Path,
+        *,
+        name: str,
+        origin: str,
+        tokenizer: Tokenizer | None = None,
+        log: Log | None = None,
     ) -> None:
         super().__init__(convert(path, log), name=name, origin=origin, tokenizer=tokenizer)
         self.path = path
@@ -118,14 +126,16 @@ def convert(path: Path, log: Log | None = None) -> Path:
         return target
     file = GgufFile(path)
     config = read_config(file)
-    ModelConfig.from_dict(config)  # refuse before the long work
-    size = sum(4 * tensor.n_elements for tensor in file.tensors.values())
+    tensors = rename(file)
+    shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
+    check_tensors(ModelConfig.from_dict(config), shapes, path)
+    size = sum(4 * tensor.n_elements for tensor in tensors.values())
     if log:
         log(f"dequantising {path.name} once, to {size / 2**30:.1f} GiB in {target}")
     with staging(size) as scratch:
         folder = scratch / "model"
         folder.mkdir()
-        _write(folder, file, config)
+        _write(folder, tensors, config)
         keep(folder, target)
     return target
 
@@ -137,7 +147,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if architecture is None:
         raise refuse("general.architecture", arch, f"supported GGUF files are {', '.join(FAMILIES.values())}")
     if file.metadata(f"{arch}.expert_count", 0):
-        raise refuse(f"{arch}.expert_count", file.metadata(f"{arch}.expert_count"), "only dense models are supported")
+        raise refuse(
+            f"{arch}.expert_count", file.metadata(f"{arch}.expert_count"), "only dense models are supported"
+        )
 
     heads = _same_in_all_layers(f"{arch}.attention.head_count", file.required(f"{arch}.attention.head_count"))
     key = f"{arch}.attention.head_count_kv"
@@ -145,7 +157,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     head_dim = file.metadata(f"{arch}.attention.key_length", hidden // heads)
     for other in ("attention.value_length", "rope.dimension_count"):
         if file.metadata(f"{arch}.{other}", head_dim) != head_dim:
-            raise refuse(f"{arch}.{other}", file.metadata(f"{arch}.{other}"), f"it must be the head size, {head_dim}")
+            raise refuse(
+                f"{arch}.{other}", file.metadata(f"{arch}.{other}"), f"it must be the head size, {head_dim}"
+            )
     key_inner = f"{arch}.feed_forward_length"
     config = {
         "architectures": [architecture],
@@ -175,7 +189,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
 def _rope(file: GgufFile, arch: str) -> dict[str, Any]:
     for key in file.keys(f"{arch}.rope."):
         if key not in _ROPE_KEYS:
-            raise refuse(f"{arch}.rope.{key}", file.metadata(f"{arch}.rope.{key}"), "this rope is not supported")
+            raise refuse(
+                f"{arch}.rope.{key}", file.metadata(f"{arch}.rope.{key}"), "this rope is not supported"
+            )
     rope: dict[str, Any] = {"rope_type": "default"}
     theta = file.metadata(f"{arch}.rope.freq_base")
     if theta is not None:
@@ -242,17 +258,16 @@ def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _write(folder: Path, file: GgufFile, config: dict[str, Any]) -> None:
-    """Write the tensors as safetensors files of about SHARD_BYTES, dequantised on a few threads, and an index."""
+def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write config, index and the tensors in files of about SHARD_BYTES, dequantised on a few threads."""
     from safetensors.torch import save_file
 
     permuted = {}
     if config["model_type"] == "llama":  # only these files store q and k for the other pairing of rope
         permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    tensors = rename(file)
 
     def converted(name: str) -> torch.Tensor:
-        return _dequantise(file, tensors[name], permuted.get(name.split(".")[-2]))
+        return _dequantise(tensors[name], permuted.get(name.split(".")[-2]))
 
     weight_map: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -278,7 +293,7 @@ def _shards(tensors: dict[str, Any]) -> list[list[str]]:
     return shards
 
 
-def _dequantise(file: GgufFile, tensor: Any, permuted_heads: int | None) -> torch.Tensor:
+def _dequantise(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
     """One tensor in its own type or float32, its rows in the order of the checkpoint."""
     import torch
     from gguf import GGMLQuantizationType
@@ -291,8 +306,7 @@ def _dequantise(file: GgufFile, tensor: Any, permuted_heads: int | None) -> torc
         try:
             values = dequantize(values, kind)
         except NotImplementedError:
-            works = f"its tensor {tensor.name} is {kind.name}, which is not supported; Q4_K_M, Q8_0 and F16 files are"
-            raise refuse("model", str(file.path), works) from None
+            raise refuse(tensor.name, kind.name, "use a file in Q4_K_M, Q8_0, F16 or another") from None
     if permuted_heads is not None:
         values = unpermute(values, permuted_heads)
     stored = torch.from_numpy(np.array(values))  # a copy: the file's own memory must not be written to

@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer as `tokenizer.json` and its companions, built from the metadata alone.
 
-Which text is split before merging is named, not stored, in a GGUF file (`tokenizer.ggml.pre`). Guessing it gives
-a tokenizer that is right on most texts and wrong on some, so an unknown name is refused.
+How text is split before merging is named, not stored, in a GGUF file (`tokenizer.ggml.pre`). Guessing it
+gives a tokenizer that is right on most texts and wrong on some, so an unknown name is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LLAMA3_SPLIT = _SPLIT.replace("DIGITS", r"\p{N}{1,3}")
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write `tokenizer_config.json`, `generation_config.json` and `tokenizer.json` of a GGUF file into `folder`.
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json of a GGUF file into `folder`.
 
     Raises SpecbatchError for a tokenizer or pre-tokenizer that is not known.
     """
@@ -37,7 +37,9 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     tokens, types = file.required("tokenizer.ggml.tokens"), file.required("tokenizer.ggml.token_type")
     backend = _backend(file, tokens, types)
     ends = [file.metadata(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
-    ends += [tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL]
+    ends += [
+        tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL
+    ]
 
     def token(key: str) -> str | None:
         found = file.metadata(f"tokenizer.ggml.{key}_token_id")
@@ -62,7 +64,9 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
 
     kind = file.required("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise refuse("tokenizer.ggml.model", kind, "only 'gpt2' is built; pass tokenizer=FOLDER of the original")
+        raise refuse(
+            "tokenizer.ggml.model", kind, "only 'gpt2' is built; pass tokenizer=FOLDER of the original"
+        )
     pre = file.required("tokenizer.ggml.pre")
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in file.required("tokenizer.ggml.merges")]

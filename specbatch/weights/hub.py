@@ -31,5 +31,7 @@ def snapshot(
         )
     except Exception as error:  # the hub's, the network's and the disk's errors have no common kind
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise refuse(setting, name, f"the model hub did not give it ({lines[0].rstrip('.')}); {works}") from None
+        raise refuse(
+            setting, name, f"the model hub did not give it ({lines[0].rstrip('.')}); {works}"
+        ) from None
     return Path(found)
