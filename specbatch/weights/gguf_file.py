@@ -151,7 +151,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
             f"{arch}.expert_count", file.metadata(f"{arch}.expert_count"), "only dense models are supported"
         )
 
-    heads = _same_in_all_layers(f"{arch}.attention.head_count", file.required(f"{arch}.attention.head_count"))
+    heads = same_in_all_layers(f"{arch}.attention.head_count", file.required(f"{arch}.attention.head_count"))
     key = f"{arch}.attention.head_count_kv"
     hidden = file.required(f"{arch}.embedding_length")
     head_dim = file.metadata(f"{arch}.attention.key_length", hidden // heads)
@@ -166,10 +166,10 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "model_type": arch,
         "vocab_size": int(_tensor(file, "token_embd.weight").shape[-1]),
         "hidden_size": hidden,
-        "intermediate_size": _same_in_all_layers(key_inner, file.required(key_inner)),
+        "intermediate_size": same_in_all_layers(key_inner, file.required(key_inner)),
         "num_hidden_layers": file.required(f"{arch}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _same_in_all_layers(key, file.metadata(key, heads)),
+        "num_key_value_heads": same_in_all_layers(key, file.metadata(key, heads)),
         "head_dim": head_dim,
         "max_position_embeddings": file.required(f"{arch}.context_length"),
         "rms_norm_eps": _short(file.required(f"{arch}.attention.layer_norm_rms_epsilon")),
@@ -220,7 +220,7 @@ def _tensor(file: GgufFile, name: str) -> Any:
     return file.tensors[name]
 
 
-def _same_in_all_layers(key: str, value: int | list[int]) -> int:
+def same_in_all_layers(key: str, value: int | list[int]) -> int:
     """The one value of a key that may be a list with an entry per layer."""
     if isinstance(value, int):
         return value
@@ -267,7 +267,7 @@ def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> Non
         permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def converted(name: str) -> torch.Tensor:
-        return _dequantise(tensors[name], permuted.get(name.split(".")[-2]))
+        return dequantise(tensors[name], permuted.get(name.split(".")[-2]))
 
     weight_map: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -293,7 +293,7 @@ def _shards(tensors: dict[str, Any]) -> list[list[str]]:
     return shards
 
 
-def _dequantise(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
+def dequantise(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
     """One tensor in its own type or float32, its rows in the order of the checkpoint."""
     import torch
     from gguf import GGMLQuantizationType
