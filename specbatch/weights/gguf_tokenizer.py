@@ -74,7 +74,7 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _pre_tokenizer(pre)
+    backend.pre_tokenizer = pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
     for token, type_ in zip(tokens, types, strict=True):
         if type_ in (CONTROL, USER_DEFINED):
@@ -83,7 +83,7 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     return backend
 
 
-def _pre_tokenizer(name: str) -> Any:
+def pre_tokenizer(name: str) -> Any:
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 

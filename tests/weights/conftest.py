@@ -94,7 +94,11 @@ def save(tmp_path: Path, backend: Tokenizer) -> Callable[..., Path]:
         folder = tmp_path / name
         model.save_pretrained(folder, max_shard_size=shard)
         backend.save(str(folder / "tokenizer.json"))
-        described = {"eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}, "chat_template": TEMPLATE}
+        described = {
+            "eos_token": "<|im_end|>",
+            "bos_token": {"content": "<|im_start|>"},
+            "chat_template": TEMPLATE,
+        }
         (folder / "tokenizer_config.json").write_text(json.dumps(described))
         if old:
             config = json.loads((folder / "config.json").read_text())
@@ -165,7 +169,9 @@ def _write_gguf(
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    tokens = [token for token, _ in vocabulary] + [f"[PAD{n}]" for n in range(len(vocabulary), config.vocab_size)]
+    tokens = [token for token, _ in vocabulary] + [
+        f"[PAD{n}]" for n in range(len(vocabulary), config.vocab_size)
+    ]
     types = [3 if token in SPECIAL else 5 if token.startswith("[PAD") else 1 for token in tokens]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)

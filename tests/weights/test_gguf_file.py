@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer as Backend
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
@@ -63,7 +63,9 @@ def test_types_are_kept_or_dequantised_exactly(
 ) -> None:
     quantised = GGMLQuantizationType[kind]
     model = tiny_model("llama")
-    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", model, backend, quantised=quantised)))
+    checkpoint = open_checkpoint(
+        str(write_gguf(tmp_path / "model.gguf", model, backend, quantised=quantised))
+    )
     kept = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
     for name, tensor in model.state_dict().items():
         found = checkpoint.tensor(name)
@@ -95,7 +97,12 @@ def test_k_quants_are_dequantised_as_gguf_does(tmp_path: Path) -> None:
 
 
 def test_it_is_converted_once_in_bounded_files(
-    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, monkeypatch: pytest.MonkeyPatch, cache: Path
+    tmp_path: Path,
+    tiny_model: Make,
+    write_gguf: Make,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
 ) -> None:
     monkeypatch.setattr(gguf_file, "SHARD_BYTES", 20_000)
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
@@ -111,7 +118,9 @@ def test_it_is_converted_once_in_bounded_files(
     assert not list(cache.glob(".part-*"))
 
 
-def test_scaled_rope_comes_along(tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend) -> None:
+def test_scaled_rope_comes_along(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
+) -> None:
     llama3 = {
         "rope_theta": 5e5,
         "rope_type": "llama3",
@@ -150,7 +159,9 @@ def test_a_value_per_layer_is_read_when_all_are_equal(
     assert heads("head_count_kv", [2, 2]) == 2
     with pytest.raises(SpecbatchError, match=r"head_count_kv=\[2, 0\]"):
         heads("head_count_kv", [2, 0])
-    path = write_gguf(tmp_path / "window.gguf", model, backend, metadata={"llama.attention.sliding_window": 128})
+    path = write_gguf(
+        tmp_path / "window.gguf", model, backend, metadata={"llama.attention.sliding_window": 128}
+    )
     with pytest.raises(SpecbatchError, match="sliding_window=128"):
         open_checkpoint(str(path))
 
@@ -220,6 +231,27 @@ def test_the_tokenizer_is_the_files_own(
     message = [{"role": "user", "content": "hi"}]
     assert ours.apply_chat_template(message) == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
     assert json.loads((open_checkpoint(str(path)).folder / "config.json").read_text())["vocab_size"] == 310
+
+
+def test_rules_that_go_with_a_pre_tokenizer(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str]
+) -> None:
+    model = json.loads(backend.to_str())["model"]
+    qwen = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+    path = write_gguf(tmp_path / "qwen.gguf", tiny_model("qwen2"), backend, pre="qwen2")
+    tokenizer = open_checkpoint(str(path)).tokenizer()
+    for text in texts:
+        assert tokenizer.encode(text) == qwen.encode(text)
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+
+    # Llama 3 starts every text with its first token unless the file says otherwise.
+    path = write_gguf(tmp_path / "llama.gguf", tiny_model("llama"), backend, pre="llama-bpe")
+    tokenizer = open_checkpoint(str(path)).tokenizer()
+    assert tokenizer.encode("Tom")[0] == 298
+    assert tokenizer.encode("e\u0301") != tokenizer.encode("\u00e9")
+    never = {"tokenizer.ggml.add_bos_token": False}
+    path = write_gguf(tmp_path / "never.gguf", tiny_model("llama"), backend, pre="llama-bpe", metadata=never)
+    assert 298 not in open_checkpoint(str(path)).tokenizer().encode("Tom")
 
 
 def test_an_unknown_pre_tokenizer_is_refused_but_may_be_replaced(
