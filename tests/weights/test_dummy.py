@@ -59,7 +59,7 @@ def test_activations_keep_their_size(tmp_path: Path) -> None:
 
 
 def test_what_a_dummy_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(SpecbatchError, match="model='gpt-7'.*toy, smollm2-135m"):
+    with pytest.raises(SpecbatchError, match=r"model='gpt-7'.*toy, smollm2-135m"):
         open_checkpoint("gpt-7", "dummy")
     small = {**SHAPES["toy"], "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(small))

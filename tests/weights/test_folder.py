@@ -171,7 +171,7 @@ def test_the_tokenizer_must_fit_the_model(tiny_model: Make, save: Make) -> None:
     other = save(tiny_model("llama"), name="other")
     replaced = open_checkpoint(str(save(tiny_model("llama"), name="third")), tokenizer=str(other)).tokenizer()
     assert replaced.name == str(other)
-    with pytest.raises(SpecbatchError, match="tokenizer='./nothing'"):
+    with pytest.raises(SpecbatchError, match=r"tokenizer='./nothing'"):
         open_checkpoint(str(other), tokenizer="./nothing")
 
 

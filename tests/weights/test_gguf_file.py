@@ -259,7 +259,7 @@ def test_an_unknown_pre_tokenizer_is_refused_but_may_be_replaced(
 ) -> None:
     model = tiny_model("llama")
     path = write_gguf(tmp_path / "model.gguf", model, backend, pre="newfangled")
-    with pytest.raises(SpecbatchError, match="tokenizer.ggml.pre='newfangled'"):
+    with pytest.raises(SpecbatchError, match=r"tokenizer.ggml.pre='newfangled'"):
         open_checkpoint(str(path)).tokenizer()
     replaced = open_checkpoint(str(path), tokenizer=str(save(model))).tokenizer()
     assert replaced.encode("hi") == backend.encode("hi").ids

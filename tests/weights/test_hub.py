@@ -24,7 +24,7 @@ def test_without_the_hub_the_error_says_what_to_type(monkeypatch: pytest.MonkeyP
     assert "\n" not in told
     for wanted in ("Cannot reach the hub", "smollm2-135m", "folder", "specbatch models pull smollm2-135m"):
         assert wanted in told
-    with pytest.raises(SpecbatchError, match="tokenizer='Qwen/Qwen2.5-0.5B'.*tokenizer.json"):
+    with pytest.raises(SpecbatchError, match=r"tokenizer='Qwen/Qwen2.5-0.5B'.*tokenizer.json"):
         open_checkpoint("toy", "dummy", tokenizer="Qwen/Qwen2.5-0.5B")
 
 
