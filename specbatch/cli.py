@@ -1,7 +1,7 @@
 """The `specbatch` command. Each command parses, calls one function, prints.
 
-Nothing heavy is imported before a command runs, so that `specbatch --help` answers at once. A user's mistake is one line
-on standard error and exit status 2; Ctrl-C says what was kept and exits with 130.
+Nothing heavy is imported before a command runs, so that `specbatch --help` answers at once. A user's mistake
+is one line on standard error and exit status 2; Ctrl-C says what was kept and exits with 130.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tab
 Concurrency = Annotated[
     int | None, Option(help="Keep at most this many requests unfinished; also sets --max-running.")
 ]
-ChatTemplate = Annotated[bool, Option("--chat-template/--no-chat-template", help="Render messages by the model's template.")]
+ChatTemplate = Annotated[
+    bool, Option("--chat-template/--no-chat-template", help="Render messages by the model's template.")
+]
 
 
 @app.callback(invoke_without_command=True)
-def specbatch(version: Annotated[bool, Option("--version", help="Print the version and stop.")] = False) -> None:
+def specbatch(
+    version: Annotated[bool, Option("--version", help="Print the version and stop.")] = False,
+) -> None:
     """Offline batch inference and evaluation for speculative decoding.
 
     Does it still answer correctly?  specbatch eval one_digit_sums --spec v2
@@ -66,14 +70,22 @@ def specbatch(version: Annotated[bool, Option("--version", help="Print the versi
 @app.command("eval")
 @takes_engine()
 def evaluate(
-    task: Annotated[str, Argument(help="one_digit_sums, gsm8k, gsm8k_platinum or another generating lm-eval task.")],
+    task: Annotated[
+        str, Argument(help="one_digit_sums, gsm8k, gsm8k_platinum or another generating lm-eval task.")
+    ],
     engine: EngineOptions,
     limit: Annotated[int | None, Option(help="Only the first N questions.")] = None,
-    num_fewshot: Annotated[int | None, Option(help="Worked examples before each question. Default: the task's.")] = None,
+    num_fewshot: Annotated[
+        int | None, Option(help="Worked examples before each question. Default: the task's.")
+    ] = None,
     data: Annotated[Path | None, Option(help="JSONL of question and answer to be scored.")] = None,
     fewshot_data: Annotated[Path | None, Option(help="JSONL to take the worked examples from.")] = None,
-    chat_template: Annotated[bool, Option("--chat-template/--no-chat-template", help="Ask as a chat message.")] = False,
-    max_new_tokens: Annotated[int | None, Option(help="Longest answer. Default: the task's, else 512.")] = None,
+    chat_template: Annotated[
+        bool, Option("--chat-template/--no-chat-template", help="Ask as a chat message.")
+    ] = False,
+    max_new_tokens: Annotated[
+        int | None, Option(help="Longest answer. Default: the task's, else 512.")
+    ] = None,
     concurrency: Concurrency = None,
     output: Annotated[Path | None, Option(help="New folder for the results. Default: out/eval-TIME.")] = None,
     as_json: Json = False,
@@ -106,22 +118,30 @@ def evaluate(
     with Engine(config, log=say) as running, progress(f"eval {task}") as report:
         result = run_eval(running, options, progress=report)
     result.save(folder)
-    show(f"{result.table()}\n\nresults: {folder}", {**result.as_dict(), "output": str(folder)}, as_json=as_json)
+    show(
+        f"{result.table()}\n\nresults: {folder}", {**result.as_dict(), "output": str(folder)}, as_json=as_json
+    )
 
 
 @app.command()
 @takes_engine(without=("spec",))
 def sweep(
     engine: EngineOptions,
-    concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
+    concurrency: Annotated[
+        str, Option(help="Comma-separated numbers of requests kept unfinished.")
+    ] = "1,8,32,128",
     configs: Annotated[str, Option(help="Some of baseline, v1, v2.")] = "baseline,v1,v2",
     dataset: Annotated[str, Option(help="random, gsm8k or FILE.jsonl.")] = "random",
     data: Annotated[Path | None, Option(help="The GSM8K file, for --dataset gsm8k.")] = None,
     input_len: Annotated[int, Option(help="Tokens per random prompt.")] = 128,
     output_len: Annotated[int, Option(help="Tokens per answer; the most, for datasets of text.")] = 128,
-    prompts_per_concurrency: Annotated[int, Option(help="A point runs this many times its concurrency (4 at least).")] = 4,
+    prompts_per_concurrency: Annotated[
+        int, Option(help="A point runs this many times its concurrency (4 at least).")
+    ] = 4,
     repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
-    output: Annotated[Path | None, Option(help="New folder for the results. Default: out/sweep-TIME.")] = None,
+    output: Annotated[
+        Path | None, Option(help="New folder for the results. Default: out/sweep-TIME.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare configurations at several concurrencies, in one process, on the same prompts.
@@ -148,13 +168,19 @@ def sweep(
     folder = fresh_folder(output, "sweep")
     with progress("sweep") as report:
         summary = run_sweep(config, options, folder, log=say, report=report)
-    show(f"{summary}\nresults: {folder}", {"output": str(folder), "rows": summary_rows(folder)}, as_json=as_json)
+    show(
+        f"{summary}\nresults: {folder}",
+        {"output": str(folder), "rows": summary_rows(folder)},
+        as_json=as_json,
+    )
 
 
 @app.command()
 @takes_engine()
 def generate(
-    source: Annotated[Path, Argument(metavar="IN.jsonl", help="One prompt, question or messages object a line.")],
+    source: Annotated[
+        Path, Argument(metavar="IN.jsonl", help="One prompt, question or messages object a line.")
+    ],
     engine: EngineOptions,
     output: Annotated[Path, Option("--output", "-o", metavar="OUT.jsonl", help="Appears when all is done.")],
     temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
@@ -162,8 +188,12 @@ def generate(
     top_k: Annotated[int, Option(help="0 is off.")] = 0,
     min_p: Annotated[float, Option(help="0 is off.")] = 0.0,
     max_new_tokens: Annotated[int, Option(help="Longest answer.")] = 128,
-    stop: Annotated[list[str] | None, Option(help="End an answer before this text; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the model's own end tokens.")] = False,
+    stop: Annotated[
+        list[str] | None, Option(help="End an answer before this text; may be given several times.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, Option("--ignore-eos", help="Go on past the model's own end tokens.")
+    ] = False,
     chat_template: ChatTemplate = True,
     concurrency: Concurrency = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Throw an existing output away.")] = False,
@@ -249,7 +279,9 @@ def list_models(as_json: Json = False) -> None:
 
 
 @models.command("pull")
-def pull_model(name: Annotated[str, Argument(help="For example smollm2-135m.")], as_json: Json = False) -> None:
+def pull_model(
+    name: Annotated[str, Argument(help="For example smollm2-135m.")], as_json: Json = False
+) -> None:
     """Download a bundled model into the user's cache, checked by its hash.
 
     specbatch models pull smollm2-135m
@@ -273,7 +305,9 @@ def _whole_numbers(setting: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise refuse(setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128") from None
+        raise refuse(
+            setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128"
+        ) from None
 
 
 def _write_through(text: str) -> None:

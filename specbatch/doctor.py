@@ -44,7 +44,11 @@ def examine(*, ask_hub: bool = True) -> dict[str, Any]:
                 for row in models
             ),
             _feature("models and data of the hub", _no_hub(ask_hub), f"{HUB[0]} answers"),
-            _feature("eval (lm-eval tasks)", _no_module("lm_eval"), "one_digit_sums needs no data; gsm8k takes --data"),
+            _feature(
+                "eval (lm-eval tasks)",
+                _no_module("lm_eval"),
+                "one_digit_sums needs no data; gsm8k takes --data",
+            ),
             _feature(
                 "reasoning-gym tasks",
                 None if find_spec("reasoning_gym") else "not installed; pip install 'specbatch[reasoning]'",
@@ -120,4 +124,3 @@ def _no_hub(ask: bool) -> str | None:
     except OSError as error:
         return f"cannot connect to {HUB[0]} ({error}); bundled models and local files work"
     return None
-

@@ -4,8 +4,8 @@
     with Engine(config) as engine:
         job.run(engine)
 
-Finished rows are appended to `out.jsonl.partial`, whose first line says what they were made from. Running the same job
-again continues it; a job that differs (input, model, sampling ...) is refused with what differs.
+Finished rows are appended to `out.jsonl.partial`, whose first line says what they were made from. Running the
+same job again continues it; a job that differs (input, model, sampling ...) is refused with what differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 SECONDS_BETWEEN_SYNCS = 5.0
-_MAKES_TOKENS = ("model", "dtype", "load_format", "tokenizer", "seed", "speculation")  # settings a resume must share
+_MAKES_TOKENS = (
+    "model",
+    "dtype",
+    "load_format",
+    "tokenizer",
+    "seed",
+    "speculation",
+)  # settings a resume must share
 
 
 @dataclass
@@ -60,8 +67,8 @@ class BatchJob:
     ) -> BatchJob:
         """Read the input and what an interrupted run left.
 
-        `overwrite` throws an existing output, finished or not, away. Refused: a malformed line, an output that exists,
-        a partial output of another job, a place that cannot be written.
+        `overwrite` throws an existing output, finished or not, away. Refused: a malformed line, an output
+        that exists, a partial output of another job, a place that cannot be written.
         """
         prompts = read_prompts(source)
         if output.is_dir():
@@ -85,14 +92,18 @@ class BatchJob:
                 job.partial.unlink(missing_ok=True)
             job._resume()
         except OSError as error:
-            raise refuse("output", str(output), f"cannot be written ({error.strerror}); name another file") from error
+            raise refuse(
+                "output", str(output), f"cannot be written ({error.strerror}); name another file"
+            ) from error
         return job
 
     @property
     def partial(self) -> Path:
         return self.output.with_name(f"{self.output.name}.partial")
 
-    def run(self, engine: Engine, *, concurrency: int | None = None, report: Report | None = None) -> list[dict[str, Any]]:
+    def run(
+        self, engine: Engine, *, concurrency: int | None = None, report: Report | None = None
+    ) -> list[dict[str, Any]]:
         """Generate what is missing and write the output; return its rows in input order.
 
         KeyboardInterrupt and errors leave the finished rows in the partial file.
@@ -178,13 +189,15 @@ class BatchJob:
             differs = [name for name in self.header if header.get(name) != self.header[name]]
             self.finished = {row["index"]: row for row in rows}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise refuse("output", str(self.partial), "is not a partial output; pass --overwrite to start anew") from error
+            raise refuse(
+                "output", str(self.partial), "is not a partial output; pass --overwrite to start anew"
+            ) from error
         if differs:
             raise refuse(
                 "output",
                 str(self.partial),
-                f"was made with another {_difference(header, self.header, differs)}; finish that job, name another "
-                "output or pass --overwrite",
+                f"was made with another {_difference(header, self.header, differs)}; finish that job, name "
+                "another output or pass --overwrite",
             )
         if len(whole) < len(text):
             write_atomic(self.partial, whole)
@@ -202,4 +215,3 @@ def _difference(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) 
         else:
             parts.append(f"{name} ({before!r} there, {after!r} now)")
     return ", ".join(parts)
-

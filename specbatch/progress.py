@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a bar with the time left on a terminal, else a line now and then."""
+"""Progress on standard error: a bar with the time left or, without a terminal, a line now and then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ def progress(label: str) -> Iterator[Report]:
         yield _lines(label)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),

@@ -22,7 +22,12 @@ PROMPT = '''def word_counts(text: str) -> dict[str, int]:
 def letter_counts(text: str) -> dict[str, int]:
     """Count how often each letter occurs in the text, ignoring case."""
 '''
-HEADERS = {"latency_s": "Latency (s)", "tokens": "Tokens", "accept_length": "Acc Length", "speed": "Speed (token/s)"}
+HEADERS = {
+    "latency_s": "Latency (s)",
+    "tokens": "Tokens",
+    "accept_length": "Acc Length",
+    "speed": "Speed (token/s)",
+}
 WARM_UP_TOKENS = 8
 
 
@@ -31,8 +36,8 @@ def send_one(
 ) -> dict[str, Any]:
     """Run `prompt` once, after a short warm-up of the same prompt; `write` gets the text as it arrives.
 
-    Returns latency_s (submission to last token), tokens, accept_length (1 where nothing was verified), speed (tokens
-    per second of latency), text and finish_reason.
+    Returns latency_s (submission to last token), tokens, accept_length (1 where nothing was verified), speed
+    (tokens per second of latency), text and finish_reason.
     """
     engine.generate([prompt], replace(params, max_new_tokens=min(params.max_new_tokens, WARM_UP_TOKENS)))
     if write is None:

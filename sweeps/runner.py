@@ -2,8 +2,8 @@
 
     folder/<configuration>/c<concurrency>/r<repeat>/record.json, requests.jsonl
 
-All engines stay loaded, so that repeat 1 of A, B, C is followed by repeat 2 of A, B, C: a machine that slows down slows
-all of them down. Each configuration is warmed up at each concurrency; the warm-up is in no number.
+All engines stay loaded, so that repeat 1 of A, B, C is followed by repeat 2 of A, B, C: a machine that slows
+down slows all of them down. Each configuration is warmed up at each concurrency; that is in no number.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from specbatch.sweeps.tables import write_summary
+from specbatch.sweeps.workloads import Workload, sha256_of
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
-from specbatch.sweeps.tables import write_summary
-from specbatch.sweeps.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
 
-# name -> what it makes of the speculation asked for. The baseline drafts nothing and runs under the overlapped schedule.
+# name -> what it makes of the speculation asked for. The baseline drafts nothing, under schedule v2.
 CONFIGURATIONS: dict[str, Callable[[Speculation], Speculation]] = {
     "baseline": lambda asked: Speculation(algorithm="none", schedule="v2"),
     "v1": lambda asked: replace(asked, schedule="v1"),
@@ -69,25 +70,34 @@ def run_sweep(
 ) -> str:
     """Run every point, write its record as soon as it is done, and return the Markdown summary.
 
-    `base` is the engine with the speculation of v1 and v2; `folder` exists. On an error or Ctrl-C the summary of what
-    is finished is written first. Errors: a concurrency that an engine cannot hold, whatever `Engine` refuses.
+    `base` is the engine with the speculation of v1 and v2; `folder` exists. On an error or Ctrl-C the
+    summary of what is finished is written first. Refused: a concurrency that an engine cannot hold.
     """
     configs = engine_configs(base, options)
     finished = 0
     count = _counter(options, report)
     try:
         with ExitStack() as stack:
-            engines = {name: stack.enter_context(_load(name, config, log)) for name, config in configs.items()}
-            for name, engine in engines.items():
-                _check_concurrency(name, engine, options)
+            engines = {
+                name: stack.enter_context(_load(name, config, log)) for name, config in configs.items()
+            }
             tokenizer = next(iter(engines.values())).tokenizer
+            most = max(options.concurrency)
+            every = options.workload.prompts(tokenizer, options.workload.count(most))
+            for name, engine in engines.items():
+                _check_concurrency(name, engine, most, [len(prompt) for prompt in every], options.workload)
             for concurrency in options.concurrency:
-                prompts = options.workload.prompts(tokenizer, options.workload.count(concurrency))
+                prompts = every[: options.workload.count(concurrency)]
                 for engine in engines.values():
                     _warm_up(engine, prompts[:concurrency], options.workload.params)
                 for repeat, (place, name) in product(range(1, options.repeats + 1), enumerate(engines)):
                     record = _measure(engines[name], prompts, options.workload, concurrency, count)
-                    where = {"configuration": name, "place": place, "concurrency": concurrency, "repeat": repeat}
+                    where = {
+                        "configuration": name,
+                        "place": place,
+                        "concurrency": concurrency,
+                        "repeat": repeat,
+                    }
                     record.workload |= where
                     point = folder / name / f"c{concurrency}" / f"r{repeat}"
                     point.mkdir(parents=True)
@@ -106,7 +116,9 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
     if base.max_running < most:
         raise refuse("max_running", base.max_running, f"concurrency {most} needs at least {most}")
     if base.speculation.algorithm == "none" and set(options.configs) - {"baseline"}:
-        raise refuse("algorithm", "none", "only the configuration baseline drafts nothing; use ngram or standalone")
+        raise refuse(
+            "algorithm", "none", "only the configuration baseline drafts nothing; use ngram or standalone"
+        )
     configs = {}
     count = len(options.configs)
     for place, name in enumerate(options.configs):
@@ -126,14 +138,19 @@ def _load(name: str, config: EngineConfig, log: Callable[[str], None] | None) ->
     return Engine(config, log=None if log is None else lambda line: log(f"{name}: {line}"))
 
 
-def _check_concurrency(name: str, engine: Engine, options: SweepOptions) -> None:
-    most, limit = max(options.concurrency), engine.caps["max_running"]
+def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int], workload: Workload) -> None:
+    """Refuse what would wait for a place or for pages: its numbers would be of another concurrency."""
+    caps = engine.caps
+    extra = workload.output_len + 2 * caps["verify_rows"]  # a step in flight and the next one
+    pages = sorted((-(-(length + extra) // caps["page_size"]) for length in lengths), reverse=True)
+    held = sum(total <= caps["kv_pages"] for total in accumulate(pages))
+    limit = min(held, caps["max_running"])
     if most > limit:
         raise refuse(
             "concurrency",
             most,
-            f"configuration {name} can run {limit} requests at once (kv_pages={engine.caps.get('kv_pages')}); "
-            f"use at most {limit}, a smaller max_model_len or more kv_pages",
+            f"{name} can hold {limit} of these requests at once (max_running={caps['max_running']}, "
+            f"kv_pages={caps['kv_pages']}); use at most {limit}, shorter requests or more kv_pages",
         )
 
 
@@ -151,9 +168,13 @@ def _measure(
 ) -> RunRecord:
     """One point: a closed loop that keeps `concurrency` requests unfinished."""
     engine.reset_record()
-    completions = engine.generate(prompts, workload.params, concurrency=concurrency, on_completion=on_completion)
+    completions = engine.generate(
+        prompts, workload.params, concurrency=concurrency, on_completion=on_completion
+    )
     output = sha256_of([completion.token_ids for completion in completions])
-    return engine.record(concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output})
+    return engine.record(
+        concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output}
+    )
 
 
 def _counter(options: SweepOptions, report: Report | None) -> Callable[[Completion], None]:

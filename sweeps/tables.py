@@ -1,7 +1,7 @@
 """The table of a sweep, made from nothing but the records on disk.
 
-A number is the median over repeats. `ratio` is output tok/s over the baseline's in the same repeat: the median over the
-repeats, with the smallest and the largest where there are several.
+A number is the median over repeats. `ratio` is output tok/s over the baseline's in the same repeat: the
+median over the repeats, with the smallest and the largest where there are several.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ COLUMNS = {
     "per_user_tok_s": ("per_user_throughput", 1, 1, "per-user tok/s"),
 }
 _POINT = ["concurrency", "configuration"]
-_CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "prefix_cache")
+_CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk")
 
 
 def load_records(folder: Path) -> list[RunRecord]:
-    """The records of a sweep, ordered by concurrency; configurations and repeats in the order in which they were run."""
+    """The records of a sweep, ordered by concurrency, repeat and place in the round."""
     records = [RunRecord.load(path.parent) for path in folder.glob("*/c*/r*/record.json")]
     if not records:
         raise refuse("folder", str(folder), "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)")
-    return sorted(records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")])
+    return sorted(
+        records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")]
+    )
 
 
 def table(records: list[RunRecord]) -> pd.DataFrame:
@@ -62,7 +64,11 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
     groups = runs.groupby(_POINT, sort=False)
     rows = groups[list(COLUMNS)].median()
     rows.insert(0, "repeats", groups.size())
-    rows["ratio"], rows["ratio_min"], rows["ratio_max"] = groups.ratio.median(), groups.ratio.min(), groups.ratio.max()
+    rows["ratio"], rows["ratio_min"], rows["ratio_max"] = (
+        groups.ratio.median(),
+        groups.ratio.min(),
+        groups.ratio.max(),
+    )
     return rows.reset_index()
 
 
@@ -81,7 +87,12 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame) -> str:
     from tabulate import tabulate
 
     body = [
-        [row.concurrency, row.configuration, *(_number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS), _ratio(row)]
+        [
+            row.concurrency,
+            row.configuration,
+            *(_number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS),
+            _ratio(row),
+        ]
         for row in rows.itertuples()
     ]
     headers = [*_POINT, *(title for _, _, _, title in COLUMNS.values()), "ratio to baseline"]
@@ -97,14 +108,17 @@ def _heading(records: list[RunRecord]) -> str:
     text = f"{work['input_len']} input tokens each" if work.get("input_len") else "text"
     drafting = {record.workload["configuration"]: record.config["speculation"] for record in records}
     lines = {
-        "model": f"{config['model']} ({config['load_format']})" if config["load_format"] != "auto" else config["model"],
-        "device": f"{caps.get('device', config['device'])} ({device})",
-        "dtype": caps.get("dtype", config["dtype"]),
+        "model": f"{config['model']} ({config['load_format']})"
+        if config["load_format"] != "auto"
+        else config["model"],
+        "device": f"{caps['device']} ({device})",
+        "dtype": caps["dtype"],
         "workload": f"{work['dataset']}, {text}, output "
         f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
         "configurations": "; ".join(f"{name}: {_drafting(asked)}" for name, asked in drafting.items()),
         "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
-        "effective caps": ", ".join(f"{name} {caps[name]}" for name in _CAPS if name in caps),
+        "effective caps": ", ".join(f"{name} {caps[name]}" for name in _CAPS),
+        "prefix cache": "on" if config["prefix_cache"] else "off",
     }
     return "".join(f"* {name}: {value}\n" for name, value in lines.items())
 
@@ -117,23 +131,33 @@ def _drafting(asked: dict[str, Any]) -> str:
 
 
 def _notes(records: list[RunRecord]) -> list[str]:
-    notes = ["Medians over repeats; accept length counts the bonus token; per-user is output tok/s over concurrency."]
+    notes = [
+        "Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."
+    ]
     tokens: dict[tuple[int, int], dict[str, str]] = {}
     for record in records:
         work = record.workload
         where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
-        tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
+        tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work[
+            "output_sha256"
+        ]
         if record.metrics["requests"] != work["prompts"]:
-            notes.append(f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished.")
+            notes.append(
+                f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished."
+            )
         if record.config["speculation"]["algorithm"] != "none" and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         if record.metrics.get("cached_tokens"):
-            notes.append(f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache.")
+            notes.append(
+                f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache."
+            )
     compared = [row for row in tokens.values() if len(row) > 1]
     differing = [place for place, row in tokens.items() if len(set(row.values())) > 1]
     if differing:
         places = ", ".join(f"{concurrency}" for concurrency in dict.fromkeys(place[0] for place in differing))
-        notes.append(f"TOKENS DIFFER between configurations at concurrency {places} (expected only below float32).")
+        notes.append(
+            f"TOKENS DIFFER between configurations at concurrency {places} (expected only below float32)."
+        )
     elif compared:
         notes.append("All configurations produced the same output tokens at every point.")
     return notes

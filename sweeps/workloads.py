@@ -23,8 +23,9 @@ LEAST_PROMPTS = 4  # of a point, so that its medians are medians of something
 class Workload:
     """Prompts and output lengths of every point.
 
-    dataset     "random": seeded token ids of exactly input_len, outputs of exactly output_len (end tokens ignored);
-                "gsm8k": its test questions, from `data` or the hub; or the path of a JSONL file (`specbatch.prompts`)
+    dataset     "random": seeded token ids of exactly input_len, outputs of exactly output_len;
+                "gsm8k": its test questions, from `data` or the hub; or the path of a JSONL file as in
+                `specbatch.prompts`
     input_len   tokens per random prompt
     output_len  tokens per answer; for text the most, as an end token ends it
     prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four
@@ -43,7 +44,9 @@ class Workload:
             if getattr(self, name) < 1:
                 raise refuse(name, getattr(self, name), "use a whole number of at least 1")
         if self.data is not None and self.dataset != "gsm8k":
-            raise refuse("data", str(self.data), "goes with --dataset gsm8k; name other files as --dataset FILE.jsonl")
+            raise refuse(
+                "data", str(self.data), "goes with --dataset gsm8k; name other files as --dataset FILE.jsonl"
+            )
         object.__setattr__(self, "rows", tuple(self._read()))
 
     @property
@@ -70,7 +73,9 @@ class Workload:
             return [encoded[index % len(encoded)] for index in range(count)]
         avoid = tokenizer.eos_ids | {tokenizer.bos_id}
         usable = [token for token in range(tokenizer.vocab_size) if token not in avoid]
-        return [random.Random(f"{self.seed}/{index}").choices(usable, k=self.input_len) for index in range(count)]
+        return [
+            random.Random(f"{self.seed}/{index}").choices(usable, k=self.input_len) for index in range(count)
+        ]
 
     def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
         """What a record says of the prompts of its point."""
@@ -109,7 +114,10 @@ def _gsm8k_from_hub() -> list[Prompt]:
         raise refuse(
             "dataset",
             "gsm8k",
-            "not in the local cache and the hub cannot be reached; pass --data FILE (JSONL with a question a line), "
+            "not in the local cache and the hub cannot be reached; pass --data FILE (JSONL of questions), "
             "run once with network access, or use --dataset random",
         ) from error
-    return [Prompt(line=number, form="question", value=row["question"]) for number, row in enumerate(rows, start=1)]
+    return [
+        Prompt(line=number, form="question", value=row["question"])
+        for number, row in enumerate(rows, start=1)
+    ]

@@ -1,4 +1,4 @@
-"""The options that every command with an engine takes, in one place, and their one way to an `EngineConfig`."""
+"""The options of every command that has an engine, and their one way to an `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class EngineOptions:
     model: Annotated[
         str, Option(help="Bundled name, hub id, folder or .gguf file.", rich_help_panel=_MODEL)
     ] = EngineConfig.model
-    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = EngineConfig.device
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = (
+        EngineConfig.device
+    )
     dtype: Annotated[
         str, Option(metavar="|".join(DTYPES), help="auto: float32 on a CPU.", rich_help_panel=_MODEL)
     ] = EngineConfig.dtype
@@ -38,7 +40,8 @@ class EngineOptions:
         ),
     ] = EngineConfig.load_format
     tokenizer: Annotated[
-        str | None, Option(help="Folder or hub id in place of the model's own tokenizer.", rich_help_panel=_MODEL)
+        str | None,
+        Option(help="Folder or hub id in place of the model's own tokenizer.", rich_help_panel=_MODEL),
     ] = None
 
     spec: Annotated[
@@ -60,7 +63,9 @@ class EngineOptions:
     ] = None
     draft: Annotated[
         str | None,
-        Option(help="Draft model, or self:skip=12-15 (the target without those layers).", rich_help_panel=_SPEC),
+        Option(
+            help="Draft model, or self:skip=12-15 (the target without those layers).", rich_help_panel=_SPEC
+        ),
     ] = None
     draft_tokens: Annotated[
         int, Option(help="Tokens drafted per verify, the root not counted.", rich_help_panel=_SPEC)
@@ -71,12 +76,12 @@ class EngineOptions:
     draft_topk: Annotated[
         int, Option(help="Children per drafted node; 1 is a chain.", rich_help_panel=_SPEC)
     ] = Speculation.draft_topk
-    ngram_min: Annotated[
-        int, Option(help="Shortest suffix that ngram looks up.", rich_help_panel=_SPEC)
-    ] = Speculation.ngram_min
-    ngram_max: Annotated[
-        int, Option(help="Longest suffix that ngram looks up.", rich_help_panel=_SPEC)
-    ] = Speculation.ngram_max
+    ngram_min: Annotated[int, Option(help="Shortest suffix that ngram looks up.", rich_help_panel=_SPEC)] = (
+        Speculation.ngram_min
+    )
+    ngram_max: Annotated[int, Option(help="Longest suffix that ngram looks up.", rich_help_panel=_SPEC)] = (
+        Speculation.ngram_max
+    )
 
     max_running: Annotated[
         int | None,
@@ -86,11 +91,15 @@ class EngineOptions:
         ),
     ] = None
     max_model_len: Annotated[
-        int | None, Option(help="Longest prompt + output. Default: what the model allows.", rich_help_panel=_ENGINE)
+        int | None,
+        Option(help="Longest prompt + output. Default: what the model allows.", rich_help_panel=_ENGINE),
     ] = None
-    page_size: Annotated[int, Option(help="Tokens per KV page.", rich_help_panel=_ENGINE)] = EngineConfig.page_size
+    page_size: Annotated[int, Option(help="Tokens per KV page.", rich_help_panel=_ENGINE)] = (
+        EngineConfig.page_size
+    )
     kv_pages: Annotated[
-        int | None, Option(help="Pages in the KV pool. Default: what can be needed and fits.", rich_help_panel=_ENGINE)
+        int | None,
+        Option(help="Pages in the KV pool. Default: what can be needed and fits.", rich_help_panel=_ENGINE),
     ] = None
     memory_fraction: Annotated[
         float, Option(help="Share of free memory for weights and KV.", rich_help_panel=_ENGINE)
@@ -102,7 +111,7 @@ class EngineOptions:
         bool | None,
         Option(
             "--prefix-cache/--no-prefix-cache",
-            help="Keep the KV of finished prompts. Default: on; off where time is measured (sweep, send-one).",
+            help="Keep the KV of finished prompts. Default: on; off in sweep and send-one, which measure.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -111,7 +120,10 @@ class EngineOptions:
     ] = EngineConfig.seed
 
     def speculation(self) -> Speculation:
-        """What --spec, --algorithm and --draft mean together. `--spec off` is plain decoding whatever else is given."""
+        """What --spec, --algorithm and --draft mean together.
+
+        `--spec off` is plain decoding whatever else is given.
+        """
         if self.spec not in (None, *SPECS):
             raise refuse("spec", self.spec, f"use one of {', '.join(SPECS)}")
         if self.spec == "off":
@@ -129,7 +141,7 @@ class EngineOptions:
         )
 
     def config(self, *, concurrency: int | None = None, prefix_cache: bool = True) -> EngineConfig:
-        """The engine asked for. `concurrency` and `prefix_cache` are the command's own defaults for those settings."""
+        """The engine asked for, with the command's `concurrency` and its default for the prefix cache."""
         if concurrency is not None and concurrency < 1:
             raise refuse("concurrency", concurrency, "use a whole number of at least 1")
         same = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(EngineOptions)}
@@ -144,7 +156,7 @@ class EngineOptions:
 def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option per field of `EngineOptions` in place of its parameter `engine`.
 
-    Typer reads a command's signature, so this rewrites it; `without` names options that make no sense for the command.
+    Typer reads a command's signature, so this rewrites it. `without` names options that the command lacks.
     """
     hints = get_type_hints(EngineOptions, include_extras=True)
     shared = [item for item in fields(EngineOptions) if item.name not in without]
@@ -162,7 +174,9 @@ def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., No
             if parameter.name != "engine"
         ]
         added = [
-            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name])
+            inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name]
+            )
             for item in shared
         ]
         run.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from specbatch.errors import refuse
 
 
 def fresh_folder(asked: Path | None, command: str) -> Path:
-    """Create and return `asked`, or a new `out/COMMAND-TIME`. A folder that already holds something is refused."""
+    """Create and return `asked`, or a new `out/COMMAND-TIME`. A folder that holds something is refused."""
     folder = asked or Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -20,9 +20,13 @@ def fresh_folder(asked: Path | None, command: str) -> Path:
         (probe := folder / ".writable").touch()
         probe.unlink()
     except OSError as error:
-        raise refuse("output", str(folder), f"cannot be written ({error.strerror}); name a folder that can") from error
+        raise refuse(
+            "output", str(folder), f"cannot be written ({error.strerror}); name a folder that can"
+        ) from error
     if taken:
-        raise refuse("output", str(folder), "this folder is not empty; name a new one, results are never overwritten")
+        raise refuse(
+            "output", str(folder), "this folder is not empty; name a new one, results are never overwritten"
+        )
     return folder
 
 

@@ -7,14 +7,15 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from typer.testing import CliRunner, Result
+
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, summarize
 from specbatch.request import Completion, RequestMetrics, SamplingParams
-from typer.testing import CliRunner, Result
 
 
 class StubTokenizer:
@@ -29,23 +30,28 @@ class StubTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
 
 class StubEngine:
     """Echoes the last token of the prompt plus 1, 2, 3 ...; two tokens per verify when it speculates."""
 
-    built: list[EngineConfig] = []
-    order: list[str] = []  # schedule of each measured generate
+    built: ClassVar[list[EngineConfig]] = []
+    order: ClassVar[list[str]] = []  # schedule of each measured generate
     interrupt_after: int | None = None  # completions, over all engines
-    capacity: int | None = None  # requests that the KV pool can hold
+    kv_pages = 1000
 
     def __init__(self, config: EngineConfig, *, log: Callable[[str], None] | None = None) -> None:
         StubEngine.built.append(config)
         self.config, self.tokenizer = config, StubTokenizer()
-        running = config.max_running if self.capacity is None else min(config.max_running, self.capacity)
-        self.caps: dict[str, Any] = {"max_running": running, "max_model_len": config.max_model_len or 256, "kv_pages": 64}
+        self.caps: dict[str, Any] = {
+            "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
+            "kv_pages": self.kv_pages, "page_size": 16, "verify_rows": config.speculation.drafted + 1,
+            "prefill_chunk": 64, "dtype": "float32", "device": "cpu",
+        }  # fmt: skip
         self.done: list[Completion] = []
         if log is not None:
             log("memory plan: nothing")
@@ -66,7 +72,9 @@ class StubEngine:
         concurrency: int | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        StubEngine.order.append(f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}")
+        StubEngine.order.append(
+            f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}"
+        )
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         out: list[Completion | None] = [None] * len(prompts)
         for index in reversed(range(len(prompts))):  # completions arrive in another order than the input's
@@ -80,7 +88,9 @@ class StubEngine:
                 on_completion(out[index])  # type: ignore[arg-type]
         return [completion for completion in out if completion is not None]
 
-    def stream(self, prompts: list[Any], params: Any = None, *, concurrency: int | None = None) -> Iterator[Any]:
+    def stream(
+        self, prompts: list[Any], params: Any = None, *, concurrency: int | None = None
+    ) -> Iterator[Any]:
         completion = self.generate(prompts, params)[0]
         for token in completion.token_ids:
             yield types.SimpleNamespace(index=0, token_ids=[token], completion=None)
@@ -107,20 +117,21 @@ class StubEngine:
         drafted = self.config.speculation.drafted
         emitted = len(tokens) - 1
         metrics = RequestMetrics(
-            prompt_tokens=len(ids), output_tokens=len(tokens), ttft_s=0.25, tpot_s=0.01, e2e_s=0.5, emitted=emitted,
-            verify_steps=emitted // 2 or 1 if drafted else emitted, drafted=drafted * emitted, accepted=emitted // 2,
+            prompt_tokens=len(ids), output_tokens=len(tokens), ttft_s=0.25, tpot_s=0.01, e2e_s=0.5,
+            emitted=emitted, verify_steps=emitted // 2 or 1 if drafted else emitted,
+            drafted=drafted * emitted, accepted=emitted // 2,
         )  # fmt: skip
         metrics.accept_length = metrics.emitted / metrics.verify_steps if metrics.verify_steps else None
         return Completion(index, list(ids), tokens, self.tokenizer.decode(tokens), "length", metrics)
 
 
-@pytest.fixture()
+@pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     """The stub in place of the engine, a bundled-model stub, and an empty working folder."""
     monkeypatch.setattr(StubEngine, "built", [])
     monkeypatch.setattr(StubEngine, "order", [])
     monkeypatch.setattr(StubEngine, "interrupt_after", None)
-    monkeypatch.setattr(StubEngine, "capacity", None)
+    monkeypatch.setattr(StubEngine, "kv_pages", 1000)
     module = types.ModuleType("specbatch.engine")
     module.Engine = StubEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specbatch.engine", module)
@@ -128,7 +139,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     return StubEngine
 
 
-@pytest.fixture()
+@pytest.fixture
 def run(engine: type[StubEngine]) -> Callable[..., Result]:
     """Run one command line: run("sweep", "--repeats", 2)."""
     from specbatch.cli import app
@@ -142,7 +153,7 @@ def run(engine: type[StubEngine]) -> Callable[..., Result]:
     return call
 
 
-@pytest.fixture()
+@pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
     """Write rows (or raw lines) to a file and return its path."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture()
+@pytest.fixture
 def evals(monkeypatch):
     """The eval module's agreed surface."""
     from dataclasses import dataclass, fields
@@ -41,7 +41,9 @@ def evals(monkeypatch):
             (folder / "record.json").write_text("{}")
 
     def run_eval(engine, options, progress=None):
-        seen.update({item.name: getattr(options, item.name) for item in fields(options)}, engine=engine.config)
+        seen.update(
+            {item.name: getattr(options, item.name) for item in fields(options)}, engine=engine.config
+        )
         progress(1, 1)
         return Report()
 
@@ -51,7 +53,7 @@ def evals(monkeypatch):
     return seen
 
 
-@pytest.fixture()
+@pytest.fixture
 def bundled(monkeypatch):
     module = types.ModuleType("specbatch.weights.bundled")
     module.list_models = lambda: [{"name": "tiny", "licence": "Apache-2.0", "present": False}]
@@ -69,8 +71,8 @@ def bundled(monkeypatch):
 
 
 def test_eval_passes_its_options_on(run, evals, tmp_path):
-    result = run("eval", "gsm8k", "--limit", 3, "--num-fewshot", 2, "--data", "d.jsonl", "--concurrency", 7, "--seed", 9,
-                 "--chat-template", "--max-new-tokens", 11, "--spec", "v1", "--output", tmp_path / "o")  # fmt: skip
+    words = "--limit 3 --num-fewshot 2 --data d.jsonl --concurrency 7 --seed 9 --chat-template --spec v1"
+    result = run("eval", "gsm8k", *words.split(), "--max-new-tokens", 11, "--output", tmp_path / "o")
     assert result.exit_code == 0, result.output
     assert "| exact_match | 0.5 |" in result.stdout
     assert (tmp_path / "o/record.json").exists()

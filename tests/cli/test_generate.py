@@ -6,7 +6,12 @@ import json
 
 import pytest
 
-PROMPTS = [{"prompt": "a", "id": "first"}, {"prompt_token_ids": [5, 6]}, {"question": "b?"}, {"prompt": "d", "id": 4}]
+PROMPTS = [
+    {"prompt": "a", "id": "first"},
+    {"prompt_token_ids": [5, 6]},
+    {"question": "b?"},
+    {"prompt": "d", "id": 4},
+]
 
 
 def rows(path):
@@ -14,7 +19,16 @@ def rows(path):
 
 
 def test_rows_keep_the_order_of_the_input(run, jsonl, tmp_path):
-    result = run("generate", jsonl(*PROMPTS), "-o", tmp_path / "deep" / "out.jsonl", "--max-new-tokens", 3, "--spec", "v2")
+    result = run(
+        "generate",
+        jsonl(*PROMPTS),
+        "-o",
+        tmp_path / "deep" / "out.jsonl",
+        "--max-new-tokens",
+        3,
+        "--spec",
+        "v2",
+    )
     assert result.exit_code == 0, result.output
     out = rows(tmp_path / "deep" / "out.jsonl")
     assert [row["index"] for row in out] == [0, 1, 2, 3]
@@ -35,7 +49,10 @@ def test_json_is_the_only_line_on_stdout(run, jsonl, tmp_path):
 
 def test_messages_are_rendered_or_joined(run, jsonl, tmp_path):
     chat = {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}
-    for flag, expected in [("--chat-template", "<system>x<user>y<assistant>"), ("--no-chat-template", "x\n\ny")]:
+    for flag, expected in [
+        ("--chat-template", "<system>x<user>y<assistant>"),
+        ("--no-chat-template", "x\n\ny"),
+    ]:
         out = tmp_path / f"{flag}.jsonl"
         run("generate", jsonl(chat), "-o", out, flag)
         assert rows(out)[0]["prompt_tokens"] == len(expected)
@@ -67,7 +84,9 @@ def test_an_interrupted_run_keeps_what_is_finished_and_continues(run, engine, js
 def test_a_seed_belongs_to_the_row(run, engine, jsonl, tmp_path, monkeypatch):
     seen = []
     complete = engine._complete
-    monkeypatch.setattr(engine, "_complete", lambda self, i, p, s: seen.append((p[0], s.seed)) or complete(self, i, p, s))
+    monkeypatch.setattr(
+        engine, "_complete", lambda self, i, p, s: seen.append((p[0], s.seed)) or complete(self, i, p, s)
+    )
     prompts = [{"prompt_token_ids": [number]} for number in range(1, 6)]
     run("generate", jsonl(*prompts), "-o", tmp_path / "whole.jsonl", "--temperature", 1)
     whole = dict(seen)

@@ -20,7 +20,8 @@ def plain(text: str) -> str:
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
-        "results = [CliRunner().invoke(app, words) for words in (['--help'], ['sweep', '--help'], ['eval', '--help'])];"
+        "pages = (['--help'], ['sweep', '--help'], ['eval', '--help']);"
+        "results = [CliRunner().invoke(app, words) for words in pages];"
         "assert all(result.exit_code == 0 for result in results), results;"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )

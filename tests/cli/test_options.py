@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from specbatch.commands.options import EngineOptions
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError

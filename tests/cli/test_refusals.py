@@ -1,11 +1,11 @@
-"""Every mistake is refused in one line that names setting, value and what works, with status 2, before an engine exists."""
+"""A mistake is refused in one line that names setting, value and what works, before an engine exists."""
 
 from __future__ import annotations
 
 import pytest
 
 GOOD = '{"prompt": "a"}'
-# command line ({in} is a file with the given lines, {tmp} a folder) | the file's lines | what the line must say
+# command line ({in}: a file with the given lines, {tmp}: a folder) | the file's lines | what must be said
 REFUSED = [
     ("eval t --spec v3", [], "spec='v3': use one of off, v1, v2"),
     ("eval t --algorithm magic", [], "algorithm='magic': use one of none, ngram, standalone"),
@@ -28,7 +28,11 @@ REFUSED = [
     ("sweep --input-len 0", [], "input_len=0:"),
     ("sweep --output-len -1", [], "output_len=-1:"),
     ("sweep --prompts-per-concurrency 0", [], "prompts_per_concurrency=0:"),
-    ("sweep --dataset shakespeare", [], "dataset='shakespeare': use random, gsm8k or the path of a .jsonl file"),
+    (
+        "sweep --dataset shakespeare",
+        [],
+        "dataset='shakespeare': use random, gsm8k or the path of a .jsonl file",
+    ),
     ("sweep --dataset {tmp}/none.jsonl", [], "No such file"),
     ("sweep --data {in}", [GOOD], "goes with --dataset gsm8k"),
     ("sweep --dataset {in}", [GOOD, "{"], "in.jsonl:2': not JSON"),
@@ -37,7 +41,11 @@ REFUSED = [
     ("generate {tmp}/none.jsonl -o {tmp}/o.jsonl", [], "No such file"),
     ("generate {in} -o {tmp}/o.jsonl", [], "holds no prompts"),
     ("generate {in} -o {tmp}/o.jsonl", [GOOD, "", "{"], "in.jsonl:3': not JSON"),
-    ("generate {in} -o {tmp}/o.jsonl", ["[1]"], "in.jsonl:1': write a JSON object with one of the keys prompt,"),
+    (
+        "generate {in} -o {tmp}/o.jsonl",
+        ["[1]"],
+        "in.jsonl:1': write a JSON object with one of the keys prompt,",
+    ),
     ("generate {in} -o {tmp}/o.jsonl", [GOOD, '{"text": "a"}'], "in.jsonl:2': write a JSON object"),
     ("generate {in} -o {tmp}/o.jsonl", ['{"prompt": ""}'], "in.jsonl:1': prompt is empty"),
     ("generate {in} -o {tmp}/o.jsonl", ['{"prompt": 7}'], "prompt must be a string"),
@@ -62,7 +70,9 @@ REFUSED = [
 @pytest.mark.parametrize(("command", "lines", "says"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refused_before_an_engine_exists(run, engine, jsonl, tmp_path, command, lines, says):
     source = jsonl(*lines)
-    result = run(*(word.replace("{in}", str(source)).replace("{tmp}", str(tmp_path)) for word in command.split()))
+    result = run(
+        *(word.replace("{in}", str(source)).replace("{tmp}", str(tmp_path)) for word in command.split())
+    )
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -72,10 +82,10 @@ def test_refused_before_an_engine_exists(run, engine, jsonl, tmp_path, command, 
 
 
 def test_a_concurrency_that_the_kv_pool_cannot_hold(run, engine, tmp_path):
-    engine.capacity = 5
+    engine.kv_pages = 90  # 128 + 128 tokens and the rows of two steps: 17 pages each
     result = run("sweep", "--concurrency", "1,8", "--output", tmp_path / "out")
     assert result.exit_code == 2
-    assert "concurrency=8: configuration baseline can run 5 requests at once" in result.stderr
+    assert "concurrency=8: baseline can hold 5 of these requests at once" in result.stderr
     assert engine.order == []
 
 
@@ -107,6 +117,8 @@ def test_gsm8k_without_data_or_hub_names_both_ways(run, engine, monkeypatch):
     assert engine.built == []
 
 
-@pytest.mark.parametrize("words", [("sweep", "--repeats", "x"), ("nonsense",), ("generate",), ("sweep", "--spec", "v1")])
+@pytest.mark.parametrize(
+    "words", [("sweep", "--repeats", "x"), ("nonsense",), ("generate",), ("sweep", "--spec", "v1")]
+)
 def test_usage_errors_exit_with_2_as_well(run, words):
     assert run(*words).exit_code == 2

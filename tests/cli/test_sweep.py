@@ -14,8 +14,12 @@ SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
 def test_points_records_and_summary(run, engine, tmp_path):
     result = run("sweep", "--concurrency", "1,4", "--repeats", 2, "--output", tmp_path / "out", *SMALL)
     assert result.exit_code == 0, result.output
-    records = sorted(str(path.parent.relative_to(tmp_path / "out")) for path in tmp_path.glob("out/*/c*/r*/record.json"))
-    assert records == [f"{name}/c{c}/r{r}" for name in ("baseline", "v1", "v2") for c in (1, 4) for r in (1, 2)]
+    records = sorted(
+        str(path.parent.relative_to(tmp_path / "out")) for path in tmp_path.glob("out/*/c*/r*/record.json")
+    )
+    assert records == [
+        f"{name}/c{c}/r{r}" for name in ("baseline", "v1", "v2") for c in (1, 4) for r in (1, 2)
+    ]
     assert (tmp_path / "out/v1/c4/r2/requests.jsonl").read_text().count("\n") == 8
 
     record = json.loads((tmp_path / "out/v1/c4/r2/record.json").read_text())
@@ -51,7 +55,18 @@ def test_the_summary_is_made_from_the_records(run, tmp_path):
 
 
 def test_repeats_are_interleaved_after_a_warm_up_of_each(run, engine, tmp_path):
-    run("sweep", "--concurrency", "3", "--configs", "v2,baseline", "--repeats", 2, "--output", tmp_path / "out", *SMALL)
+    run(
+        "sweep",
+        "--concurrency",
+        "3",
+        "--configs",
+        "v2,baseline",
+        "--repeats",
+        2,
+        "--output",
+        tmp_path / "out",
+        *SMALL,
+    )
     warm_up = round_ = ["ngram/v2/3", "none/v2/3"]
     assert engine.order == warm_up + round_ + round_
     assert len(engine.built) == 2
@@ -70,7 +85,18 @@ def test_engines_share_the_memory_and_fit_the_workload(run, engine, tmp_path):
 
 
 def test_configurations(run, engine, tmp_path):
-    run("sweep", "--concurrency", "2", "--draft", "self:skip=1-2", "--draft-tokens", 3, "--output", tmp_path / "o", *SMALL)
+    run(
+        "sweep",
+        "--concurrency",
+        "2",
+        "--draft",
+        "self:skip=1-2",
+        "--draft-tokens",
+        3,
+        "--output",
+        tmp_path / "o",
+        *SMALL,
+    )
     asked = [config.speculation for config in engine.built]
     assert [(spec.algorithm, spec.schedule, spec.drafted) for spec in asked] == [
         ("none", "v2", 0),
@@ -84,11 +110,13 @@ def test_an_interrupted_sweep_keeps_its_points_and_their_summary(run, engine, tm
     result = run("sweep", "--concurrency", "1", "--output", tmp_path / "out", *SMALL)
     assert result.exit_code == 130
     assert "interrupted; kept 1 finished points" in result.stderr
-    assert list(csv.DictReader((tmp_path / "out/summary.csv").open()))[0]["configuration"] == "baseline"
+    assert next(csv.DictReader((tmp_path / "out/summary.csv").open()))["configuration"] == "baseline"
 
 
 def test_json_rows(run, tmp_path):
-    result = run("sweep", "--concurrency", "1", "--configs", "v1", "--output", tmp_path / "out", "--json", *SMALL)
+    result = run(
+        "sweep", "--concurrency", "1", "--configs", "v1", "--output", tmp_path / "out", "--json", *SMALL
+    )
     (line,) = result.stdout.splitlines()
     (row,) = json.loads(line)["rows"]
     assert row["configuration"] == "v1"
@@ -104,7 +132,18 @@ def test_default_output_is_a_fresh_folder(run, tmp_path):
 
 def test_a_file_of_prompts(run, engine, jsonl, tmp_path):
     source = jsonl(*({"question": f"{number}?"} for number in range(3)))
-    run("sweep", "--concurrency", "4", "--configs", "v1", "--dataset", source, "--output", tmp_path / "out", *SMALL)
+    run(
+        "sweep",
+        "--concurrency",
+        "4",
+        "--configs",
+        "v1",
+        "--dataset",
+        source,
+        "--output",
+        tmp_path / "out",
+        *SMALL,
+    )
     work = json.loads((tmp_path / "out/v1/c4/r1/record.json").read_text())["workload"]
     assert (work["prompts"], work["distinct_prompts"], work["ignore_eos"]) == (8, 3, False)
     assert engine.built[0].max_model_len is None
