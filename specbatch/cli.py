@@ -274,8 +274,8 @@ def list_models(as_json: Json = False) -> None:
     """Show the bundled models: where each comes from, its size, licence and whether it is here already."""
     from specbatch.weights import bundled
 
-    rows = bundled.list_models()
-    show(rows_table(rows), {"models": rows}, as_json=as_json)
+    rows = bundled.rows()
+    show(rows_table(rows, without="sha256"), {"models": rows}, as_json=as_json)
 
 
 @models.command("pull")
@@ -288,8 +288,7 @@ def pull_model(
     """
     from specbatch.weights import bundled
 
-    with progress(f"pull {name}") as report:
-        path = bundled.pull(name, progress=report)
+    path = bundled.pull(name, say)
     show(str(path), {"name": name, "path": str(path)}, as_json=as_json)
 
 
@@ -298,7 +297,8 @@ def summary_rows(folder: Path) -> list[dict[str, Any]]:
     from specbatch.sweeps.tables import load_records, table
 
     rows = table(load_records(folder))
-    return [dict(row) for row in rows.astype(object).where(rows.notna(), None).to_dict("records")]
+    clean = rows.astype(object).where(rows.notna(), None)
+    return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
 
 
 def _whole_numbers(setting: str, text: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ def examine(*, ask_hub: bool = True) -> dict[str, Any]:
 
     from specbatch.weights import bundled
 
-    models = bundled.list_models()
+    models = bundled.rows()
     cuda = torch.cuda.is_available()
     return {
         "versions": versions(),
@@ -38,7 +38,7 @@ def examine(*, ask_hub: bool = True) -> dict[str, Any]:
             *(
                 _feature(
                     f"bundled model {row['name']}",
-                    None if row.get("present") else f"not downloaded; specbatch models pull {row['name']}",
+                    None if row["here"] == "yes" else f"not downloaded; specbatch models pull {row['name']}",
                     "in the cache",
                 )
                 for row in models

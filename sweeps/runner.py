@@ -15,14 +15,13 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbatch.sweeps.tables import write_summary
-from specbatch.sweeps.workloads import Workload, sha256_of
-
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
+from specbatch.sweeps.tables import write_summary
+from specbatch.sweeps.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine

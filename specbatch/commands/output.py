@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ def show(text: str, result: dict[str, Any], *, as_json: bool) -> None:
     print(json.dumps(result) if as_json else text, flush=True)
 
 
-def rows_table(rows: list[dict[str, Any]]) -> str:
-    """Rows with the same keys as a table; the keys are its titles."""
+def rows_table(rows: Sequence[Mapping[str, Any]], *, without: str) -> str:
+    """Rows with the same keys as a table titled by them, one key (too wide for people) left out."""
     from tabulate import tabulate
 
-    return tabulate(rows, headers="keys", tablefmt="github")
+    shown = [{key: value for key, value in row.items() if key != without} for row in rows]
+    return tabulate(shown, headers="keys", tablefmt="github")

@@ -56,11 +56,10 @@ def evals(monkeypatch):
 @pytest.fixture
 def bundled(monkeypatch):
     module = types.ModuleType("specbatch.weights.bundled")
-    module.list_models = lambda: [{"name": "tiny", "licence": "Apache-2.0", "present": False}]
+    module.rows = lambda: [{"name": "tiny", "licence": "Apache-2.0", "here": "no", "sha256": "0" * 64}]
 
-    def pull(name, progress=None):
-        progress(1, 2)
-        progress(2, 2)
+    def pull(name, log=None):
+        log(f"downloading {name}")
         return Path("/cache") / name
 
     module.pull = pull

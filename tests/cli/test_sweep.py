@@ -6,6 +6,7 @@ import csv
 import json
 
 import pytest
+
 from specbatch.sweeps.tables import write_summary
 
 SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
