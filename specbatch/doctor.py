@@ -13,11 +13,12 @@ from specbatch.metrics import hardware, versions
 HUB = ("huggingface.co", 443)
 
 
-def examine(*, ask_hub: bool = True) -> dict[str, Any]:
-    """Everything `specbatch doctor` shows, as plain data. `ask_hub` False opens no connection."""
+def examine() -> dict[str, Any]:
+    """Everything `specbatch doctor` shows, as plain data."""
     import torch
 
     from specbatch.weights import bundled
+    from specbatch.weights.cache import cache_folder
 
     models = bundled.rows()
     cuda = torch.cuda.is_available()
@@ -25,6 +26,7 @@ def examine(*, ask_hub: bool = True) -> dict[str, Any]:
         "versions": versions(),
         "hardware": hardware(),
         "devices": _devices(),
+        "cache": str(cache_folder()),
         "models": models,
         "features": [
             _feature("engine on the CPU", None, "plain torch, float32 unless --dtype says otherwise"),
@@ -43,7 +45,7 @@ def examine(*, ask_hub: bool = True) -> dict[str, Any]:
                 )
                 for row in models
             ),
-            _feature("models and data of the hub", _no_hub(ask_hub), f"{HUB[0]} answers"),
+            _feature("models and data of the hub", _no_hub(), f"{HUB[0]} answers"),
             _feature(
                 "eval (lm-eval tasks)",
                 _no_module("lm_eval"),
@@ -68,6 +70,7 @@ def report(found: dict[str, Any]) -> str:
         "system": f"{machine['system']} {machine['machine']}",
         "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory",
         "devices": ", ".join(device["name"] for device in found["devices"]),
+        "cache": found["cache"],
     }
     head = "\n".join(f"{name + ':':11}{value}" for name, value in lines.items())
     rows = [[row["feature"], "yes" if row["runs"] else "no", row["why"]] for row in found["features"]]
@@ -114,11 +117,9 @@ def _no_module(name: str) -> str | None:
     return None if find_spec(name) else f"the module {name} is missing; reinstall specbatch"
 
 
-def _no_hub(ask: bool) -> str | None:
+def _no_hub() -> str | None:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set; only what is cached loads"
-    if not ask:
-        return "not asked"
     try:
         socket.create_connection(HUB, timeout=3).close()
     except OSError as error:

@@ -64,6 +64,9 @@ def bundled(monkeypatch):
 
     module.pull = pull
     monkeypatch.setitem(sys.modules, "specbatch.weights.bundled", module)
+    cache = types.ModuleType("specbatch.weights.cache")
+    cache.cache_folder = lambda: Path("/cache")
+    monkeypatch.setitem(sys.modules, "specbatch.weights.cache", cache)
     import specbatch.weights
 
     monkeypatch.setattr(specbatch.weights, "bundled", module, raising=False)
