@@ -35,7 +35,7 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from stop
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 models = typer.Typer(no_args_is_help=True, help="Bundled models: list them, fetch one.")
 app.add_typer(models, name="models")
 
