@@ -11,7 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbatch.kernels.attention import paged_attention_ref, prefill_attention_ref, visible, write_kv_ref
+from specbatch.kernels.attention import (
+    attention_bias,
+    paged_attention_ref,
+    prefill_attention_ref,
+    visible,
+    write_kv_ref,
+)
 
 GARBAGE = {torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 1e4}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -82,10 +88,11 @@ def test_each_sequence_may_have_a_tree_of_its_own() -> None:
 
 
 def test_the_sixty_fourth_node_is_seen_by_itself_only() -> None:
-    leaves = ancestors_of([0] * 64)
-    mask = visible(torch.tensor([2]), 64, 80, torch.tensor(words(leaves)))[0]
-    assert mask[63].nonzero().flatten().tolist() == [0, 1, 2, 65]
+    alone = [{node} for node in range(64)]
+    mask = visible(torch.tensor([2]), 64, 80, torch.tensor(words(alone)))[0]
+    assert mask[63].nonzero().flatten().tolist() == [0, 1, 65]
     assert mask[:, 65].nonzero().flatten().tolist() == [63]
+    assert mask[:, 2].nonzero().flatten().tolist() == [0]
     assert not mask[:, 66:].any()
 
 
@@ -111,6 +118,10 @@ class Paged:
                 self.k_cache[page, position % page_size] = k[position]
                 self.v_cache[page, position % page_size] = v[position]
 
+    def attend(self, q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        bias = attention_bias(mask, q.shape[2] // self.k_cache.shape[2], q.dtype)
+        return paged_attention_ref(q, self.k_cache, self.v_cache, self.table, bias)
+
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """One query [heads, dim] over all of k, v [n, kv_heads, dim], one head at a time."""
@@ -133,7 +144,7 @@ def test_paged_attention(page_size: int, group: int, rows: int, dtype: torch.dty
     cache = Paged([n + rows for n in before], page_size, kv_heads, dim, dtype)
     q = torch.randn(6, rows, kv_heads * group, dim, generator=torch.Generator().manual_seed(9)).to(dtype)
     mask = visible(torch.tensor(before), rows, cache.table.shape[1] * page_size)
-    out = paged_attention_ref(q, cache.k_cache, cache.v_cache, cache.table, mask)
+    out = cache.attend(q, mask)
     assert out.shape == q.shape
     assert out.dtype == dtype
     for b, r in itertools.product(range(6), range(rows)):
@@ -150,7 +161,7 @@ def test_paged_attention_of_a_tree(page_size: int, group: int) -> None:
     cache = Paged([n + rows for n in before], page_size, 2, 8, torch.float32)
     q = torch.randn(3, rows, 2 * group, 8, generator=torch.Generator().manual_seed(2))
     mask = visible(torch.tensor(before), rows, cache.table.shape[1] * page_size, torch.tensor(words(sets)))
-    out = paged_attention_ref(q, cache.k_cache, cache.v_cache, cache.table, mask)
+    out = cache.attend(q, mask)
     for b, r in itertools.product(range(3), range(rows)):
         seen = [*range(before[b]), *(before[b] + node for node in sorted(sets[r]))]
         expected = attend(q[b, r], cache.k[b][seen], cache.v[b][seen])
@@ -161,8 +172,8 @@ def test_queries_may_be_a_slice_of_a_wider_tensor() -> None:
     cache = Paged([9, 7], 4, 2, 8, torch.float32)
     wide = torch.randn(2, 3, 10, 8, generator=torch.Generator().manual_seed(0))
     mask = visible(torch.tensor([6, 4]), 3, cache.table.shape[1] * 4)
-    sliced = paged_attention_ref(wide[:, :, :6], cache.k_cache, cache.v_cache, cache.table, mask)
-    whole = paged_attention_ref(wide[:, :, :6].contiguous(), cache.k_cache, cache.v_cache, cache.table, mask)
+    sliced = cache.attend(wide[:, :, :6], mask)
+    whole = cache.attend(wide[:, :, :6].contiguous(), mask)
     assert torch.equal(sliced, whole)
 
 
