@@ -178,7 +178,7 @@ def test_queries_may_be_a_slice_of_a_wider_tensor() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("page_size", "group"), itertools.product([1, 3, 16], [1, 3, 4]))
+@pytest.mark.parametrize(("page_size", "group"), list(itertools.product([1, 3, 16], [1, 3, 4])))
 @pytest.mark.parametrize(("start", "rows"), [(0, 1), (0, 17), (1, 1), (7, 10), (16, 5), (30, 3)])
 def test_prefill_attention(page_size: int, group: int, start: int, rows: int, dtype: torch.dtype) -> None:
     kv_heads, dim, end = 2, 12, start + rows
