@@ -228,9 +228,21 @@ def test_the_tokenizer_is_the_files_own(
     assert ours.vocabulary() == original.vocabulary()
     assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (300, 298, {297, 299})
     assert ours.decode([305]) == ""
+    assert ours.decode(ours.encode("<|im_start|>user")) == "user"
     message = [{"role": "user", "content": "hi"}]
     assert ours.apply_chat_template(message) == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
     assert json.loads((open_checkpoint(str(path)).folder / "config.json").read_text())["vocab_size"] == 310
+
+
+def test_user_defined_tokens_are_whole_and_shown(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
+) -> None:
+    with_tool = Backend.from_str(backend.to_str())
+    with_tool.add_tokens(["<tool_call>"])
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama", vocab_size=301), with_tool)
+    tokenizer = open_checkpoint(str(path)).tokenizer()
+    assert tokenizer.encode("<tool_call>") == [300]
+    assert tokenizer.decode([300]) == "<tool_call>"
 
 
 def test_rules_that_go_with_a_pre_tokenizer(
