@@ -261,9 +261,16 @@ def test_rules_that_go_with_a_pre_tokenizer(
     tokenizer = open_checkpoint(str(path)).tokenizer()
     assert tokenizer.encode("Tom")[0] == 298
     assert tokenizer.encode("e\u0301") != tokenizer.encode("\u00e9")
-    never = {"tokenizer.ggml.add_bos_token": False}
-    path = write_gguf(tmp_path / "never.gguf", tiny_model("llama"), backend, pre="llama-bpe", metadata=never)
-    assert 298 not in open_checkpoint(str(path)).tokenizer().encode("Tom")
+    # It also takes a known word whole, even where no merges lead to it.
+    described = json.loads(backend.to_str())
+    described["model"]["vocab"]["zebra"] = 300
+    words, model = Backend.from_str(json.dumps(described)), tiny_model("llama", vocab_size=301)
+    keys = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.eot_token_id": 17}
+    tokenizer = open_checkpoint(
+        str(write_gguf(tmp_path / "words.gguf", model, words, pre="llama-bpe", metadata=keys))
+    ).tokenizer()
+    assert tokenizer.encode("zebra") == [300]
+    assert tokenizer.eos_ids == {17, 297, 299}
 
 
 def test_an_unknown_pre_tokenizer_is_refused_but_may_be_replaced(
