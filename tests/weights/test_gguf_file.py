@@ -263,14 +263,16 @@ def test_rules_that_go_with_a_pre_tokenizer(
     assert tokenizer.encode("e\u0301") != tokenizer.encode("\u00e9")
     # It also takes a known word whole, even where no merges lead to it.
     described = json.loads(backend.to_str())
-    described["model"]["vocab"]["zebra"] = 300
-    words, model = Backend.from_str(json.dumps(described)), tiny_model("llama", vocab_size=301)
+    described["model"]["vocab"]["zebra"] = 297
+    special = [token["content"] for token in described["added_tokens"]]
+    words = Backend.from_str(json.dumps({**described, "added_tokens": []}))
+    words.add_special_tokens(special)
+    model = tiny_model("llama", vocab_size=301)
     keys = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.eot_token_id": 17}
-    tokenizer = open_checkpoint(
-        str(write_gguf(tmp_path / "words.gguf", model, words, pre="llama-bpe", metadata=keys))
-    ).tokenizer()
-    assert tokenizer.encode("zebra") == [300]
-    assert tokenizer.eos_ids == {17, 297, 299}
+    path = write_gguf(tmp_path / "words.gguf", model, words, pre="llama-bpe", metadata=keys)
+    tokenizer = open_checkpoint(str(path)).tokenizer()
+    assert tokenizer.encode("zebra") == [297]
+    assert tokenizer.eos_ids == {17, 298, 300}
 
 
 def test_an_unknown_pre_tokenizer_is_refused_but_may_be_replaced(
