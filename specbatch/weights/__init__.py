@@ -163,7 +163,7 @@ def _open_folder(
 def _open_gguf(
     path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None
 ) -> Checkpoint:
-    from specbatch.weights.gguf_file import GgufCheckpoint
+    from specbatch.weights.gguf_checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log)
 
