@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: converted once to an ordinary folder in the cache, and opened from there after that.
+"""GGUF files as checkpoints: converted once to an ordinary folder in the cache, and opened there ever after.
 
 The folder is keyed by the sha256 of the whole file. Quantised tensors are stored as float32, which holds the
 dequantised values exactly; float32, float16 and bfloat16 tensors are stored as they are.
@@ -60,7 +60,10 @@ def convert(path: Path, log: Log | None = None) -> Path:
 
     Raises SpecbatchError for a damaged file, an unsupported architecture, quantisation or rope.
     """
-    target = cache_folder() / FORMAT / file_hash(path)
+    try:
+        target = cache_folder() / FORMAT / file_hash(path)
+    except OSError as error:
+        raise refuse("model", str(path), f"it cannot be read ({error.strerror})") from None
     if target.is_dir():
         return target
     file = GgufFile(path)

@@ -94,9 +94,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if architecture is None:
         raise refuse("general.architecture", file.arch, f"supported are {', '.join(FAMILIES.values())}")
     if file.metadata(".expert_count", 0):
-        raise refuse(
-            file.full(".expert_count"), file.metadata(".expert_count"), "only dense models are supported"
-        )
+        raise refuse(file.full(".expert_count"), file.metadata(".expert_count"), "only dense models run")
     if "token_embd.weight" not in file.tensors:
         raise file.refusal("tensor token_embd.weight is missing")
     heads, hidden = _same_in_all_layers(file, ".attention.head_count"), file.required(".embedding_length")
