@@ -76,9 +76,9 @@ def open_checkpoint(
     if path.is_dir():
         return _open_folder(path, path.resolve().name, str(path), load_format, override, log)
     if _looks_like_a_path(model):
-        what = "a .gguf file or a folder with config.json and safetensors"
+        found = "this file is not a model" if path.exists() else "no such file"
         raise refuse(
-            "model", model, f"{'this file is not a model' if path.exists() else 'no such file'}; give {what}"
+            "model", model, f"{found}; give a .gguf file or a folder with config.json and safetensors"
         )
     return _open_hub(model, load_format, override, log)
 
@@ -163,7 +163,7 @@ def _open_folder(
 def _open_gguf(
     path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None
 ) -> Checkpoint:
-    from specbatch.weights.gguf_file import GgufCheckpoint
+    from specbatch.weights.gguf_checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log)
 
@@ -178,8 +178,9 @@ def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Lo
     )
     if model.count("/") != 1:
         raise refuse("model", model, f"no such name, file or folder; {works}")
-    patterns = ["*.gguf"] if load_format == "gguf" else hub.MODEL_FILES
-    folder = hub.snapshot("model", model, patterns, works=works)
+    if load_format == "gguf":
+        raise refuse("load_format", load_format, f"from the hub only safetensors are fetched; {works}")
+    folder = hub.snapshot("model", model, hub.MODEL_FILES, works=works)
     return _open_folder(folder, model, model, load_format, tokenizer, log)
 
 

@@ -36,7 +36,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     file = GgufFile(path)
     tokens, types = file.required("tokenizer.ggml.tokens"), file.required("tokenizer.ggml.token_type")
     backend = _backend(file, tokens, types)
-    ends = [file.metadata(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    ends = [file.metadata("tokenizer.ggml.eot_token_id")]  # beside the eos token, described below
     ends += [
         tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL
     ]

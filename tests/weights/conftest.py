@@ -173,7 +173,10 @@ def _write_gguf(
     tokens = [token for token, _ in vocabulary] + [
         f"[PAD{n}]" for n in range(len(vocabulary), config.vocab_size)
     ]
-    types = [3 if token in SPECIAL else 5 if token.startswith("[PAD") else 1 for token in tokens]
+    types = [
+        3 if token in SPECIAL else 4 if token == "<tool_call>" else 5 if token.startswith("[PAD") else 1
+        for token in tokens
+    ]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
