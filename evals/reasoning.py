@@ -1,4 +1,4 @@
-"""The generators of reasoning-gym as lm-eval tasks: `reasoning_gym:chain_sum` and about a hundred more (optional extra)."""
+"""The generators of reasoning-gym as lm-eval tasks: `reasoning_gym:chain_sum` and a hundred more (optional extra)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = 20
 
 
 def config(task: str) -> dict[str, Any]:
-    """The lm-eval task of generator `reasoning_gym:NAME`: 100 scored items and others for examples, with default settings."""
+    """The lm-eval task `reasoning_gym:NAME`: 100 scored items and others for examples, with default settings."""
     name = task.partition(":")[2]
     try:
         import reasoning_gym
@@ -25,7 +25,8 @@ def config(task: str) -> dict[str, Any]:
         near = get_close_matches(name, DATASETS, n=4) or sorted(DATASETS)[:4]
         raise refuse("task", task, f"no such generator; for example {', '.join(near)}")
     items = reasoning_gym.create_dataset(name, size=SCORED + EXAMPLES, seed=SEED)
-    rows = [{"index": place, "question": items[place]["question"], "answer": str(items[place]["answer"])} for place in range(len(items))]
+    made = [items[place] for place in range(SCORED + EXAMPLES)]
+    rows = [{"index": n, "question": item["question"], "answer": str(item["answer"])} for n, item in enumerate(made)]
     scored = {row["question"] for row in rows[:SCORED]}
 
     def splits(**_: Any) -> Any:
@@ -35,7 +36,7 @@ def config(task: str) -> dict[str, Any]:
         return DatasetDict(train=Dataset.from_list(examples), test=Dataset.from_list(rows[:SCORED]))
 
     def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-        return {"score": float(items.score_answer(results[0].strip(), items[doc["index"]]))}
+        return {"score": float(items.score_answer(results[0].strip(), made[doc["index"]]))}
 
     return {
         "task": task,
