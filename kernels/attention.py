@@ -32,22 +32,30 @@ def visible(lengths: torch.Tensor, rows: int, keys: int, ancestors: torch.Tensor
     return (node < 0)[:, None, :] | (inside & (node < rows)[:, None, :])
 
 
+def attention_bias(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `paged_attention_ref` adds to its scores, once for all layers: 0 where `mask` (bool [B, rows, keys], from
+    `visible`) is true, else -inf; `dtype` [B, 1, group * rows, keys] for `group` query heads per KV head."""
+    bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return bias.repeat(1, group, 1)[:, None]
+
+
 def paged_attention_ref(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, mask: torch.Tensor
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
     """Attention of a few query rows per sequence over its pages.
 
-    q [B, rows, heads, head_dim]; page_table [B, P]; mask bool [B, rows, P * page_size] from `visible`.
+    q [B, rows, heads, head_dim]; page_table [B, P]; bias from `attention_bias` over P * page_size keys.
     Returns [B, rows, heads, head_dim]. The heads that share a KV head are rows of one product, so K and V are read
     once.
     """
     batch, rows, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
-    k = k_cache.index_select(0, page_table.flatten()).view(batch, -1, kv_heads, dim).transpose(1, 2)
-    v = v_cache.index_select(0, page_table.flatten()).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    pages = page_table.flatten()
+    k = k_cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    v = v_cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
     packed = q.view(batch, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
-    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask.repeat(1, group, 1)[:, None])
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias)
     return out.view(batch, kv_heads, group, rows, dim).permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, dim)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -12,6 +11,6 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     x [..., H], weight [H]. Normalised in float32, cast to the type of x, then multiplied by the weight.
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return weight * F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
+    wide = x.float()
+    scale = torch.rsqrt(torch.linalg.vecdot(wide, wide) / x.shape[-1] + eps)
+    return (wide * scale[..., None]).to(x.dtype) * weight

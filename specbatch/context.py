@@ -7,7 +7,13 @@ from typing import Protocol
 
 import torch
 
-from specbatch.kernels.attention import paged_attention_ref, prefill_attention_ref, visible, write_kv_ref
+from specbatch.kernels.attention import (
+    attention_bias,
+    paged_attention_ref,
+    prefill_attention_ref,
+    visible,
+    write_kv_ref,
+)
 from specbatch.memory.kv_cache import KVCache
 from specbatch.transfer import upload
 
@@ -37,19 +43,20 @@ class Verify:
         self._mask = visible(lengths, rows, page_table.shape[1] * page_size)
 
     def on(self, cache: KVCache) -> Context:
-        return _VerifyOn(self, cache)
+        return _VerifyOn(self, cache, attention_bias(self._mask, cache.group, cache.dtype))
 
 
 @dataclass(frozen=True)
 class _VerifyOn:
     shape: Verify
     cache: KVCache
+    bias: torch.Tensor
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
         write_kv_ref(k, v, k_cache, v_cache, shape._slots)
         rows = q.view(-1, shape.rows, *q.shape[1:])
-        return paged_attention_ref(rows, k_cache, v_cache, shape._page_table, shape._mask).flatten(0, 1).flatten(1)
+        return paged_attention_ref(rows, k_cache, v_cache, shape._page_table, self.bias).flatten(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
 from specbatch.scheduler import Chunk
 from specbatch.transfer import upload
-from specbatch.verification import logprobs_of
+from specbatch.verification import is_sound, logprobs_of
 
 
 class PromptPass:
@@ -43,5 +43,5 @@ class PromptPass:
         first = sampling.choose(logits, lengths[:, None], TARGET)
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths
-        sound = logits.amax(-1).isfinite()
-        return torch.cat([first, sound.long()], 1), logprobs_of(logits, first) if sampling.logprobs else None
+        sound = is_sound(logits, first, sampling)
+        return torch.stack([first[:, 0], sound.long()], 1), logprobs_of(logits, first) if sampling.logprobs else None

@@ -48,8 +48,17 @@ def verify(logits: torch.Tensor, proposal: Proposal, positions: torch.Tensor, sa
         accepted = _leading(tokens[:, :-1] == proposal.tokens, proposal.drafted)
     else:
         tokens, accepted = _reject(sampling.probabilities(logits), proposal, positions, sampling)
-    sound = logits.amax(-1).isfinite().all(-1)
-    return Verdict(tokens, accepted, sound, logprobs_of(logits, tokens) if sampling.logprobs else None)
+    return Verdict(
+        tokens, accepted, is_sound(logits, tokens, sampling), logprobs_of(logits, tokens) if sampling.logprobs else None
+    )
+
+
+def is_sound(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Are logits [B, n, V], from which `tokens` [B, n] were chosen, free of NaN and infinity? bool [B]."""
+    if sampling.sampled:
+        return logits.amax(-1).isfinite().all(-1)
+    # The argmax is a NaN where there is one: what it picked tells, without another pass.
+    return logits.gather(-1, tokens[..., None]).isfinite().flatten(1).all(-1)
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Standalone(NoDraft):
         tokens = step.batch.tokens[step.rows[:, None], pair]
         start = step.lengths - 1
         drafts, laws = [], []
-        for index in range(self._count):
+        for _ in range(self._count):
             shape = Verify(step.page_table, start, tokens.shape[1], step.page_size)
             hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
             newest = hidden.view(len(step.rows), tokens.shape[1], -1)[:, -1]

@@ -23,6 +23,8 @@ class KVCache:
     ) -> None:
         shape = (pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.page_size = page_size
+        self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
+        self.dtype = dtype
         # Zeros, not empty: masked keys are multiplied by a zero weight, and 0 * NaN is NaN.
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]

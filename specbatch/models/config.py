@@ -36,6 +36,7 @@ _ROPE_KEYS = {
         "mscale_all_dim",
         "truncate",
     },
+    "divisors": {"divisors"},  # our own spelling, written when a GGUF file is converted
 }
 
 
@@ -283,6 +284,11 @@ def _rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
         raise refuse("partial_rotary_factor", partial, "these families turn whole heads; it must be 1")
     if kind == "default":
         return Rope(theta=theta, rotary_dim=head_dim, source=source)
+    if kind == "divisors":
+        divisors = tuple(values.get("divisors", ()))
+        if len(divisors) != head_dim // 2 or not all(divisor > 0 for divisor in divisors):
+            raise refuse("rope.divisors", divisors, f"give {head_dim // 2} positive numbers")
+        return Rope(theta=theta, rotary_dim=head_dim, kind=kind, source=source, divisors=divisors)
 
     factor = _positive(values, "factor", "rope")
     key = "original_max_position_embeddings"

@@ -102,7 +102,7 @@ class Llama:
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(rms_norm_ref(x, layer.attention_norm, eps)).reshape(-1, heads + 2 * kv_heads, dim)
+            qkv = layer.qkv(rms_norm_ref(x, layer.attention_norm, eps)).view(-1, heads + 2 * kv_heads, dim)
             qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
             if layer.q_norm is not None and layer.k_norm is not None:
                 qk = torch.cat(

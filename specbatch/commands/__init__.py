@@ -1,0 +1,1 @@
+"""What the commands of `specbatch.cli` share: the engine's options and the output folder."""

@@ -1,0 +1,186 @@
+"""The options of every command that has an engine, and their one way to an `EngineConfig`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+from typer import Option
+
+from specbatch.config import DTYPES, LOAD_FORMATS, EngineConfig, Speculation
+from specbatch.drafters import ALGORITHMS
+from specbatch.errors import refuse
+
+SPECS = ("off", "v1", "v2")
+_MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """One field per shared option; None leaves a setting at the engine's own default."""
+
+    model: Annotated[
+        str, Option(help="Bundled name, hub id, folder or .gguf file.", rich_help_panel=_MODEL)
+    ] = EngineConfig.model
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = (
+        EngineConfig.device
+    )
+    dtype: Annotated[
+        str, Option(metavar="|".join(DTYPES), help="auto: float32 on a CPU.", rich_help_panel=_MODEL)
+    ] = EngineConfig.dtype
+    load_format: Annotated[
+        str,
+        Option(
+            metavar="|".join(LOAD_FORMATS),
+            help="dummy: random weights of a named shape or a config.json.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = EngineConfig.load_format
+    tokenizer: Annotated[
+        str | None,
+        Option(help="Folder or hub id in place of the model's own tokenizer.", rich_help_panel=_MODEL),
+    ] = None
+
+    spec: Annotated[
+        str | None,
+        Option(
+            metavar="|".join(SPECS),
+            help="off: plain decoding. v1: wait for each result. v2: handle it one step late. "
+            "Default: v2 if --algorithm or --draft is given, else off.",
+            rich_help_panel=_SPEC,
+        ),
+    ] = None
+    algorithm: Annotated[
+        str | None,
+        Option(
+            metavar="|".join(ALGORITHMS),
+            help="Who drafts. Default: standalone with --draft, else ngram.",
+            rich_help_panel=_SPEC,
+        ),
+    ] = None
+    draft: Annotated[
+        str | None,
+        Option(
+            help="Draft model, or self:skip=12-15 (the target without those layers).", rich_help_panel=_SPEC
+        ),
+    ] = None
+    draft_tokens: Annotated[
+        int, Option(help="Tokens drafted per verify, the root not counted.", rich_help_panel=_SPEC)
+    ] = Speculation.draft_tokens
+    draft_steps: Annotated[
+        int | None, Option(help="Draft passes; a chain takes --draft-tokens of them.", rich_help_panel=_SPEC)
+    ] = None
+    draft_topk: Annotated[
+        int, Option(help="Children per drafted node; 1 is a chain.", rich_help_panel=_SPEC)
+    ] = Speculation.draft_topk
+    ngram_min: Annotated[int, Option(help="Shortest suffix that ngram looks up.", rich_help_panel=_SPEC)] = (
+        Speculation.ngram_min
+    )
+    ngram_max: Annotated[int, Option(help="Longest suffix that ngram looks up.", rich_help_panel=_SPEC)] = (
+        Speculation.ngram_max
+    )
+
+    max_running: Annotated[
+        int | None,
+        Option(
+            help=f"Requests that decode together. Default: the concurrency, else {EngineConfig.max_running}.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Option(help="Longest prompt + output. Default: what the model allows.", rich_help_panel=_ENGINE),
+    ] = None
+    page_size: Annotated[int, Option(help="Tokens per KV page.", rich_help_panel=_ENGINE)] = (
+        EngineConfig.page_size
+    )
+    kv_pages: Annotated[
+        int | None,
+        Option(help="Pages in the KV pool. Default: what can be needed and fits.", rich_help_panel=_ENGINE),
+    ] = None
+    memory_fraction: Annotated[
+        float, Option(help="Share of free memory for weights and KV.", rich_help_panel=_ENGINE)
+    ] = EngineConfig.memory_fraction
+    prefill_chunk: Annotated[
+        int, Option(help="Most prompt tokens computed in one step.", rich_help_panel=_ENGINE)
+    ] = EngineConfig.prefill_chunk
+    prefix_cache: Annotated[
+        bool | None,
+        Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep the KV of finished prompts. Default: on; off in sweep and send-one, which measure.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+    seed: Annotated[
+        int, Option(help="Of sampling, random prompts and dummy weights.", rich_help_panel=_ENGINE)
+    ] = EngineConfig.seed
+
+    def speculation(self) -> Speculation:
+        """What --spec, --algorithm and --draft mean together.
+
+        `--spec off` is plain decoding whatever else is given.
+        """
+        if self.spec not in (None, *SPECS):
+            raise refuse("spec", self.spec, f"use one of {', '.join(SPECS)}")
+        if self.spec == "off":
+            return Speculation()
+        default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
+        return Speculation(
+            algorithm=self.algorithm or default,
+            schedule=self.spec or "v2",
+            draft=self.draft,
+            draft_tokens=self.draft_tokens,
+            draft_steps=self.draft_steps,
+            draft_topk=self.draft_topk,
+            ngram_min=self.ngram_min,
+            ngram_max=self.ngram_max,
+        )
+
+    def config(self, *, concurrency: int | None = None, prefix_cache: bool = True) -> EngineConfig:
+        """The engine asked for, with the command's `concurrency` and its default for the prefix cache."""
+        if concurrency is not None and concurrency < 1:
+            raise refuse("concurrency", concurrency, "use a whole number of at least 1")
+        same = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(EngineOptions)}
+        settings = {name: getattr(self, name) for name in same}
+        settings["max_running"] = next(
+            value for value in (self.max_running, concurrency, EngineConfig.max_running) if value is not None
+        )
+        settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
+        return EngineConfig(**settings, speculation=self.speculation())
+
+
+def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option per field of `EngineOptions` in place of its parameter `engine`.
+
+    Typer reads a command's signature, so this rewrites it. `without` names options that the command lacks.
+    """
+    hints = get_type_hints(EngineOptions, include_extras=True)
+    shared = [item for item in fields(EngineOptions) if item.name not in without]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            engine = EngineOptions(**{item.name: values.pop(item.name) for item in shared})
+            command(engine=engine, **values)
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in signature.parameters.values()
+            if parameter.name != "engine"
+        ]
+        added = [
+            inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name]
+            )
+            for item in shared
+        ]
+        run.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + added}
+        return run
+
+    return decorate

@@ -1,0 +1,110 @@
+"""Prompts from a JSONL file: one JSON object a line, in one of four forms.
+
+{"prompt": "text"}                                   continued as it stands
+{"prompt_token_ids": [1, 2, 3]}                      not tokenized again
+{"question": "text"}                                 asked as "Question: text\\nAnswer:"
+{"messages": [{"role": "user", "content": "text"}]}  rendered by the model's chat template
+
+Other keys are allowed; "id" is carried to the output.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch.errors import SpecbatchError, refuse
+
+if TYPE_CHECKING:
+    from specbatch.tokenizer import Tokenizer
+
+FORMS = ("prompt", "prompt_token_ids", "question", "messages")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the file: its number (from 1), its form, what it holds, and its id if it has one."""
+
+    line: int
+    form: str
+    value: Any
+    id: str | int | None = None
+
+    def encode(self, tokenizer: Tokenizer, *, chat_template: bool = True) -> list[int]:
+        """Token ids. Without `chat_template`, messages are joined by blank lines instead."""
+        if self.form == "prompt_token_ids":
+            return list(self.value)
+        if self.form == "prompt":
+            return tokenizer.encode(self.value)
+        if self.form == "question":
+            return tokenizer.encode(f"Question: {self.value}\nAnswer:")
+        if chat_template:
+            return tokenizer.encode(tokenizer.apply_chat_template(self.value), add_special_tokens=False)
+        return tokenizer.encode("\n\n".join(message["content"] for message in self.value))
+
+
+def read_prompts(path: Path, setting: str = "input") -> list[Prompt]:
+    """All prompts of a file. The first malformed line is refused with its number; blank lines are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise refuse(setting, str(path), f"cannot be read ({error.strerror}); name a JSONL file") from error
+    except UnicodeDecodeError as error:
+        raise refuse(setting, str(path), "is not UTF-8 text; name a JSONL file") from error
+    prompts = [
+        _parse(path, setting, number, text) for number, text in enumerate(lines, start=1) if text.strip()
+    ]
+    if not prompts:
+        raise refuse(setting, str(path), "holds no prompts; write one JSON object a line")
+    return prompts
+
+
+def _parse(path: Path, setting: str, number: int, text: str) -> Prompt:
+    def malformed(what: str) -> SpecbatchError:
+        return refuse(setting, f"{path}:{number}", what)
+
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise malformed(
+            f"not JSON ({error.msg} at column {error.colno}); write one JSON object a line"
+        ) from error
+    found = [form for form in FORMS if isinstance(row, dict) and form in row]
+    if not found:
+        raise malformed(f"write a JSON object with one of the keys {', '.join(FORMS)}")
+    if len(found) > 1:
+        raise malformed(f"has both {' and '.join(found)}; keep one")
+    form, value = found[0], row[found[0]]
+    if not value:
+        raise malformed(f"{form} is empty; write at least one token of text")
+    if not _well_formed(form, value):
+        raise malformed(f"{form} must be {_EXPECTED[form]}")
+    name = row.get("id")
+    if name is not None and not isinstance(name, (str, int)):
+        raise malformed("id must be a string or a number")
+    return Prompt(line=number, form=form, value=value, id=name)
+
+
+_EXPECTED = {
+    "prompt": "a string",
+    "prompt_token_ids": "a list of whole numbers from 0",
+    "question": "a string",
+    "messages": 'a list of {"role": string, "content": string}',
+}
+
+
+def _well_formed(form: str, value: Any) -> bool:
+    if form in ("prompt", "question"):
+        return isinstance(value, str)
+    if not isinstance(value, list):
+        return False
+    if form == "prompt_token_ids":
+        return all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value)
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
+    )

@@ -1,0 +1,191 @@
+"""`specbatch sweep`: configurations side by side in one process, repeats interleaved, one record per point.
+
+    folder/<configuration>/c<concurrency>/r<repeat>/record.json, requests.jsonl
+
+All engines stay loaded, so that repeat 1 of A, B, C is followed by repeat 2 of A, B, C: a machine that slows
+down slows all of them down. Each configuration is warmed up at each concurrency; that is in no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import refuse
+from specbatch.metrics import RunRecord
+from specbatch.progress import Report
+from specbatch.request import Completion, SamplingParams
+from specbatch.sweeps.tables import write_summary
+from specbatch.sweeps.workloads import Workload, sha256_of
+
+if TYPE_CHECKING:
+    from specbatch.engine import Engine
+
+# name -> what it makes of the speculation asked for. The baseline drafts nothing, under schedule v2.
+CONFIGURATIONS: dict[str, Callable[[Speculation], Speculation]] = {
+    "baseline": lambda asked: Speculation(algorithm="none", schedule="v2"),
+    "v1": lambda asked: replace(asked, schedule="v1"),
+    "v2": lambda asked: replace(asked, schedule="v2"),
+}
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Which points are run: each configuration at each concurrency, `repeats` times."""
+
+    concurrency: tuple[int, ...] = (1, 8, 32, 128)
+    configs: tuple[str, ...] = tuple(CONFIGURATIONS)
+    repeats: int = 1
+    workload: Workload = field(default_factory=Workload)
+
+    def __post_init__(self) -> None:
+        for number in self.concurrency:
+            if number < 1:
+                raise refuse("concurrency", number, "use whole numbers of at least 1, for example 1,8,32,128")
+        for name in self.configs:
+            if name not in CONFIGURATIONS:
+                raise refuse("configs", name, f"use some of {', '.join(CONFIGURATIONS)}")
+        for setting in ("concurrency", "configs"):
+            values = getattr(self, setting)
+            if not values or len(set(values)) < len(values):
+                raise refuse(setting, ",".join(map(str, values)), "name at least one, and each only once")
+        if self.repeats < 1:
+            raise refuse("repeats", self.repeats, "use a whole number of at least 1")
+
+
+def run_sweep(
+    base: EngineConfig,
+    options: SweepOptions,
+    folder: Path,
+    *,
+    log: Callable[[str], None] | None = None,
+    report: Report | None = None,
+) -> str:
+    """Run every point, write its record as soon as it is done, and return the Markdown summary.
+
+    `base` is the engine with the speculation of v1 and v2; `folder` exists. On an error or Ctrl-C the
+    summary of what is finished is written first. Refused: a concurrency that an engine cannot hold.
+    """
+    configs = engine_configs(base, options)
+    finished = 0
+    count = _counter(options, report)
+    try:
+        with ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(_load(name, config, log)) for name, config in configs.items()
+            }
+            tokenizer = next(iter(engines.values())).tokenizer
+            most = max(options.concurrency)
+            every = options.workload.prompts(tokenizer, options.workload.count(most))
+            for name, engine in engines.items():
+                _check_concurrency(name, engine, most, [len(prompt) for prompt in every], options.workload)
+            for concurrency in options.concurrency:
+                prompts = every[: options.workload.count(concurrency)]
+                for engine in engines.values():
+                    _warm_up(engine, prompts[:concurrency], options.workload.params)
+                for repeat, (place, name) in product(range(1, options.repeats + 1), enumerate(engines)):
+                    record = _measure(engines[name], prompts, options.workload, concurrency, count)
+                    where = {
+                        "configuration": name,
+                        "place": place,
+                        "concurrency": concurrency,
+                        "repeat": repeat,
+                    }
+                    record.workload |= where
+                    point = folder / name / f"c{concurrency}" / f"r{repeat}"
+                    point.mkdir(parents=True)
+                    record.save(point)
+                    finished += 1
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}") from None
+    finally:
+        summary = write_summary(folder) if finished else ""
+    return summary
+
+
+def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, EngineConfig]:
+    """The engine of each configuration. They live side by side, so each gets an equal share of the memory."""
+    most = max(options.concurrency)
+    if base.max_running < most:
+        raise refuse("max_running", base.max_running, f"concurrency {most} needs at least {most}")
+    if base.speculation.algorithm == "none" and set(options.configs) - {"baseline"}:
+        raise refuse(
+            "algorithm", "none", "only the configuration baseline drafts nothing; use ngram or standalone"
+        )
+    configs = {}
+    count = len(options.configs)
+    for place, name in enumerate(options.configs):
+        configs[name] = replace(
+            base,
+            speculation=CONFIGURATIONS[name](base.speculation),
+            max_model_len=base.max_model_len or options.workload.max_model_len,
+            # The fraction is of what the engines before it have left free.
+            memory_fraction=base.memory_fraction / (count - place * base.memory_fraction),
+        )
+    return configs
+
+
+def _load(name: str, config: EngineConfig, log: Callable[[str], None] | None) -> Engine:
+    from specbatch.engine import Engine
+
+    return Engine(config, log=None if log is None else lambda line: log(f"{name}: {line}"))
+
+
+def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int], workload: Workload) -> None:
+    """Refuse what would wait for a place or for pages: its numbers would be of another concurrency."""
+    caps = engine.caps
+    extra = workload.output_len + 2 * caps["verify_rows"]  # a step in flight and the next one
+    pages = sorted((-(-(length + extra) // caps["page_size"]) for length in lengths), reverse=True)
+    held = sum(total <= caps["kv_pages"] for total in accumulate(pages))
+    limit = min(held, caps["max_running"])
+    if most > limit:
+        raise refuse(
+            "concurrency",
+            most,
+            f"{name} can hold {limit} of these requests at once (max_running={caps['max_running']}, "
+            f"kv_pages={caps['kv_pages']}); use at most {limit}, shorter requests or more kv_pages",
+        )
+
+
+def _warm_up(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
+    short = replace(params, max_new_tokens=min(params.max_new_tokens, WARM_UP_TOKENS))
+    engine.generate(prompts, short, concurrency=len(prompts))
+
+
+def _measure(
+    engine: Engine,
+    prompts: list[list[int]],
+    workload: Workload,
+    concurrency: int,
+    on_completion: Callable[[Completion], None],
+) -> RunRecord:
+    """One point: a closed loop that keeps `concurrency` requests unfinished."""
+    engine.reset_record()
+    completions = engine.generate(
+        prompts, workload.params, concurrency=concurrency, on_completion=on_completion
+    )
+    output = sha256_of([completion.token_ids for completion in completions])
+    return engine.record(
+        concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output}
+    )
+
+
+def _counter(options: SweepOptions, report: Report | None) -> Callable[[Completion], None]:
+    """Reports progress in requests over the whole sweep, so that the time left is known early."""
+    per_round = sum(options.workload.count(concurrency) for concurrency in options.concurrency)
+    total = per_round * options.repeats * len(options.configs)
+    done = 0
+
+    def count(completion: Completion) -> None:
+        nonlocal done
+        done += 1
+        if report is not None:
+            report(done, total)
+
+    return count

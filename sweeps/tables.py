@@ -1,0 +1,174 @@
+"""The table of a sweep, made from nothing but the records on disk.
+
+A number is the median over repeats. `ratio` is output tok/s over the baseline's in the same repeat: the
+median over the repeats, with the smallest and the largest where there are several.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch.errors import refuse
+from specbatch.metrics import RunRecord, write_atomic
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# CSV column: (metric of the record, factor, decimals in Markdown, title in Markdown)
+COLUMNS = {
+    "output_tok_s": ("output_throughput", 1, 1, "output tok/s"),
+    "input_tok_s": ("input_throughput", 1, 1, "input tok/s"),
+    "mean_ttft_ms": ("mean_ttft_s", 1000, 1, "mean TTFT (ms)"),
+    "median_ttft_ms": ("median_ttft_s", 1000, 1, "median TTFT (ms)"),
+    "p99_ttft_ms": ("p99_ttft_s", 1000, 1, "p99 TTFT (ms)"),
+    "mean_tpot_ms": ("mean_tpot_s", 1000, 2, "mean TPOT (ms)"),
+    "median_tpot_ms": ("median_tpot_s", 1000, 2, "median TPOT (ms)"),
+    "p99_tpot_ms": ("p99_tpot_s", 1000, 2, "p99 TPOT (ms)"),
+    "accept_length": ("accept_length", 1, 3, "accept length"),
+    "accept_rate": ("accept_rate", 1, 3, "accept rate"),
+    "per_user_tok_s": ("per_user_throughput", 1, 1, "per-user tok/s"),
+}
+_POINT = ["concurrency", "configuration"]
+_CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk")
+
+
+def load_records(folder: Path) -> list[RunRecord]:
+    """The records of a sweep, ordered by concurrency, repeat and place in the round."""
+    records = [RunRecord.load(path.parent) for path in folder.glob("*/c*/r*/record.json")]
+    if not records:
+        raise refuse("folder", str(folder), "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)")
+    return sorted(
+        records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")]
+    )
+
+
+def table(records: list[RunRecord]) -> pd.DataFrame:
+    """One row per concurrency and configuration, numbers as in the CSV."""
+    import pandas as pd
+
+    runs = pd.DataFrame(
+        {
+            **{key: record.workload[key] for key in ("concurrency", "configuration", "repeat")},
+            **{
+                column: factor * (math.nan if (value := record.metrics[metric]) is None else value)
+                for column, (metric, factor, _, _) in COLUMNS.items()
+            },
+        }
+        for record in records
+    )
+    baseline = runs[runs.configuration == "baseline"].set_index(["concurrency", "repeat"]).output_tok_s
+    places = pd.MultiIndex.from_frame(runs[["concurrency", "repeat"]])
+    runs["ratio"] = runs.output_tok_s / baseline.reindex(places).to_numpy()
+    groups = runs.groupby(_POINT, sort=False)
+    rows = groups[list(COLUMNS)].median()
+    rows.insert(0, "repeats", groups.size())
+    rows["ratio"], rows["ratio_min"], rows["ratio_max"] = (
+        groups.ratio.median(),
+        groups.ratio.min(),
+        groups.ratio.max(),
+    )
+    return rows.reset_index()
+
+
+def write_summary(folder: Path) -> str:
+    """Write `summary.csv` and `summary.md` into `folder`; return the Markdown."""
+    records = load_records(folder)
+    rows = table(records)
+    text = markdown(records, rows)
+    write_atomic(folder / "summary.csv", rows.to_csv(index=False))
+    write_atomic(folder / "summary.md", text)
+    return text
+
+
+def markdown(records: list[RunRecord], rows: pd.DataFrame) -> str:
+    """What was run on what, the table, and what a reader must know before believing it."""
+    from tabulate import tabulate
+
+    body = [
+        [
+            row.concurrency,
+            row.configuration,
+            *(_number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS),
+            _ratio(row),
+        ]
+        for row in rows.itertuples()
+    ]
+    headers = [*_POINT, *(title for _, _, _, title in COLUMNS.values()), "ratio to baseline"]
+    shown = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
+    notes = "".join(f"* {note}\n" for note in _notes(records))
+    return f"{_heading(records)}\n{shown}\n\n{notes}"
+
+
+def _heading(records: list[RunRecord]) -> str:
+    first = records[0]
+    config, caps, hardware, work = first.config, first.caps, first.hardware, first.workload
+    device = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
+    text = f"{work['input_len']} input tokens each" if work.get("input_len") else "text"
+    drafting = {record.workload["configuration"]: record.config["speculation"] for record in records}
+    lines = {
+        "model": f"{config['model']} ({config['load_format']})"
+        if config["load_format"] != "auto"
+        else config["model"],
+        "device": f"{caps['device']} ({device})",
+        "dtype": caps["dtype"],
+        "workload": f"{work['dataset']}, {text}, output "
+        f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
+        "configurations": "; ".join(f"{name}: {_drafting(asked)}" for name, asked in drafting.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
+        "effective caps": ", ".join(f"{name} {caps[name]}" for name in _CAPS),
+        "prefix cache": "on" if config["prefix_cache"] else "off",
+    }
+    return "".join(f"* {name}: {value}\n" for name, value in lines.items())
+
+
+def _drafting(asked: dict[str, Any]) -> str:
+    if asked["algorithm"] == "none":
+        return f"nothing drafted, schedule {asked['schedule']}"
+    draft = f" {asked['draft']}" if asked["draft"] else ""
+    return f"{asked['algorithm']}{draft}, {asked['draft_tokens']} drafted, schedule {asked['schedule']}"
+
+
+def _notes(records: list[RunRecord]) -> list[str]:
+    notes = [
+        "Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."
+    ]
+    tokens: dict[tuple[int, int], dict[str, str]] = {}
+    for record in records:
+        work = record.workload
+        where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
+        tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work[
+            "output_sha256"
+        ]
+        if record.metrics["requests"] != work["prompts"]:
+            notes.append(
+                f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished."
+            )
+        if record.config["speculation"]["algorithm"] != "none" and not record.metrics.get("drafted_tokens"):
+            notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
+        if record.metrics.get("cached_tokens"):
+            notes.append(
+                f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache."
+            )
+    compared = [row for row in tokens.values() if len(row) > 1]
+    differing = [place for place, row in tokens.items() if len(set(row.values())) > 1]
+    if differing:
+        places = ", ".join(f"{concurrency}" for concurrency in dict.fromkeys(place[0] for place in differing))
+        notes.append(
+            f"TOKENS DIFFER between configurations at concurrency {places} (expected only below float32)."
+        )
+    elif compared:
+        notes.append("All configurations produced the same output tokens at every point.")
+    return notes
+
+
+def _number(value: float, decimals: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{decimals}f}"  # not measured
+
+
+def _ratio(row: Any) -> str:
+    if math.isnan(row.ratio):
+        return "-"
+    spread = f" ({row.ratio_min:.2f}-{row.ratio_max:.2f})" if row.repeats > 1 else ""
+    return f"{row.ratio:.2f}{spread}"

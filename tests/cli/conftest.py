@@ -1,0 +1,165 @@
+"""An engine that answers at once: what the commands do around an engine is tested without one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from specbatch.config import EngineConfig
+from specbatch.errors import refuse
+from specbatch.metrics import RunRecord, summarize
+from specbatch.request import Completion, RequestMetrics, SamplingParams
+
+
+class StubTokenizer:
+    """One token per byte; 256 ends."""
+
+    name, vocab_size, eos_ids, bos_id = "bytes", 257, frozenset({256}), None
+    has_chat_template = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+
+class StubEngine:
+    """Echoes the last token of the prompt plus 1, 2, 3 ...; two tokens per verify when it speculates."""
+
+    built: ClassVar[list[EngineConfig]] = []
+    order: ClassVar[list[str]] = []  # schedule of each measured generate
+    interrupt_after: int | None = None  # completions, over all engines
+    kv_pages = 1000
+
+    def __init__(self, config: EngineConfig, *, log: Callable[[str], None] | None = None) -> None:
+        StubEngine.built.append(config)
+        self.config, self.tokenizer = config, StubTokenizer()
+        self.caps: dict[str, Any] = {
+            "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
+            "kv_pages": self.kv_pages, "page_size": 16, "verify_rows": config.speculation.drafted + 1,
+            "prefill_chunk": 64, "dtype": "float32", "device": "cpu",
+        }  # fmt: skip
+        self.done: list[Completion] = []
+        if log is not None:
+            log("memory plan: nothing")
+
+    def __enter__(self) -> StubEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None: ...
+
+    def generate(
+        self,
+        prompts: list[Any],
+        params: Any = None,
+        *,
+        concurrency: int | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        StubEngine.order.append(
+            f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}"
+        )
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        out: list[Completion | None] = [None] * len(prompts)
+        for index in reversed(range(len(prompts))):  # completions arrive in another order than the input's
+            if StubEngine.interrupt_after == 0:
+                raise KeyboardInterrupt
+            if StubEngine.interrupt_after is not None:
+                StubEngine.interrupt_after -= 1
+            out[index] = self._complete(index, prompts[index], each[index])
+            self.done.append(out[index])  # type: ignore[arg-type]
+            if on_completion is not None:
+                on_completion(out[index])  # type: ignore[arg-type]
+        return [completion for completion in out if completion is not None]
+
+    def stream(
+        self, prompts: list[Any], params: Any = None, *, concurrency: int | None = None
+    ) -> Iterator[Any]:
+        completion = self.generate(prompts, params)[0]
+        for token in completion.token_ids:
+            yield types.SimpleNamespace(index=0, token_ids=[token], completion=None)
+        yield types.SimpleNamespace(index=0, token_ids=[], completion=completion)
+
+    def reset_record(self) -> None:
+        self.done = []
+
+    def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        return RunRecord(
+            config=self.config.as_dict(),
+            caps=self.caps,
+            metrics=summarize(self.done, 2.0, concurrency),
+            counters={},
+            requests=[completion.as_row() for completion in self.done],
+            workload=workload or {},
+        )
+
+    def _complete(self, index: int, prompt: Any, params: SamplingParams) -> Completion:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if len(ids) + params.max_new_tokens > self.caps["max_model_len"]:
+            raise refuse("prompt", f"{len(ids)} tokens", "too long for the stub")
+        tokens = [(ids[-1] + step) % 256 for step in range(1, params.max_new_tokens + 1)]
+        drafted = self.config.speculation.drafted
+        emitted = len(tokens) - 1
+        metrics = RequestMetrics(
+            prompt_tokens=len(ids), output_tokens=len(tokens), ttft_s=0.25, tpot_s=0.01, e2e_s=0.5,
+            emitted=emitted, verify_steps=emitted // 2 or 1 if drafted else emitted,
+            drafted=drafted * emitted, accepted=emitted // 2,
+        )  # fmt: skip
+        metrics.accept_length = metrics.emitted / metrics.verify_steps if metrics.verify_steps else None
+        return Completion(index, list(ids), tokens, self.tokenizer.decode(tokens), "length", metrics)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
+    """The stub in place of the engine, a bundled-model stub, and an empty working folder."""
+    monkeypatch.setattr(StubEngine, "built", [])
+    monkeypatch.setattr(StubEngine, "order", [])
+    monkeypatch.setattr(StubEngine, "interrupt_after", None)
+    monkeypatch.setattr(StubEngine, "kv_pages", 1000)
+    module = types.ModuleType("specbatch.engine")
+    module.Engine = StubEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "specbatch.engine", module)
+    monkeypatch.chdir(tmp_path)
+    return StubEngine
+
+
+@pytest.fixture
+def run(engine: type[StubEngine]) -> Callable[..., Result]:
+    """Run one command line: run("sweep", "--repeats", 2)."""
+    from specbatch.cli import app
+
+    def call(*words: object) -> Result:
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return call
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """Write rows (or raw lines) to a file and return its path."""
+
+    def write(*rows: Any, name: str = "in.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    return write

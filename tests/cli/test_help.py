@@ -1,0 +1,58 @@
+"""Help is quick, complete, and teaches by example."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy")
+COMMANDS = ["eval", "sweep", "generate", "send-one", "doctor", "models"]
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
+        "pages = (['--help'], ['sweep', '--help'], ['eval', '--help']);"
+        "results = [CliRunner().invoke(app, words) for words in pages];"
+        "assert all(result.exit_code == 0 for result in results), results;"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_help_answers_within_a_second():
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "specbatch", "--help"], capture_output=True, check=True)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 1.0
+
+
+def test_help_lists_every_command(run):
+    shown = plain(run("--help").output)
+    assert all(f" {command} " in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["eval", "sweep", "generate", "send-one"])
+def test_help_of_a_command_has_an_example_and_the_shared_options(run, command):
+    result = run(command, "--help")
+    shown = plain(result.output)
+    assert result.exit_code == 0
+    assert f"specbatch {command}" in shown.replace("Usage: specbatch", "")
+    for option in ("--model", "--draft", "--ngram-max", "--kv-pages", "--no-prefix-cache", "--json"):
+        assert option in shown
+    assert ("--spec " in shown) == (command != "sweep")  # a sweep takes its schedules from --configs
+
+
+def test_version(run):
+    assert re.fullmatch(r"specbatch \d+\.\d+\.\d+\n", run("--version").stdout)

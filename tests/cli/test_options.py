@@ -1,0 +1,57 @@
+"""What the shared options mean together."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbatch.commands.options import EngineOptions
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
+
+
+def test_defaults_are_the_engines_own():
+    assert EngineOptions().config() == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, ("none", "v2", None)),
+        ({"spec": "off"}, ("none", "v2", None)),
+        ({"spec": "off", "algorithm": "ngram"}, ("none", "v2", None)),
+        ({"spec": "off", "draft": "self:skip=1-2"}, ("none", "v2", None)),
+        ({"spec": "v1"}, ("ngram", "v1", None)),
+        ({"spec": "v2"}, ("ngram", "v2", None)),
+        ({"spec": "v1", "draft": "small"}, ("standalone", "v1", "small")),
+        ({"draft": "small"}, ("standalone", "v2", "small")),
+        ({"algorithm": "ngram"}, ("ngram", "v2", None)),
+        ({"algorithm": "none", "spec": "v1"}, ("none", "v1", None)),
+    ],
+)
+def test_meaning_of_spec(asked, expected):
+    speculation = EngineOptions(**asked).speculation()
+    assert (speculation.algorithm, speculation.schedule, speculation.draft) == expected
+
+
+def test_numbers_of_speculation_arrive():
+    asked = EngineOptions(spec="v2", draft_tokens=7, draft_steps=7, ngram_min=3, ngram_max=5)
+    assert asked.speculation() == Speculation(
+        algorithm="ngram", draft_tokens=7, draft_steps=7, ngram_min=3, ngram_max=5
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_running", "concurrency", "expected"), [(None, None, 32), (None, 5, 5), (3, 5, 3), (3, None, 3)]
+)
+def test_concurrency_sets_max_running_unless_it_is_given(max_running, concurrency, expected):
+    assert EngineOptions(max_running=max_running).config(concurrency=concurrency).max_running == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, False), (True, True), (False, False)])
+def test_a_measuring_command_has_no_prefix_cache_unless_asked(asked, expected):
+    assert EngineOptions(prefix_cache=asked).config(prefix_cache=False).prefix_cache is expected
+
+
+def test_zero_is_a_value_and_not_a_default():
+    with pytest.raises(SpecbatchError, match="max_running=0"):
+        EngineOptions(max_running=0).config(concurrency=4)

@@ -1,0 +1,124 @@
+"""A mistake is refused in one line that names setting, value and what works, before an engine exists."""
+
+from __future__ import annotations
+
+import pytest
+
+GOOD = '{"prompt": "a"}'
+# command line ({in}: a file with the given lines, {tmp}: a folder) | the file's lines | what must be said
+REFUSED = [
+    ("eval t --spec v3", [], "spec='v3': use one of off, v1, v2"),
+    ("eval t --algorithm magic", [], "algorithm='magic': use one of none, ngram, standalone"),
+    ("eval t --algorithm standalone", [], "draft=None:"),
+    ("eval t --algorithm ngram --draft x", [], "draft='x':"),
+    ("eval t --concurrency 0", [], "concurrency=0:"),
+    ("eval t --dtype int3", [], "dtype='int3': use one of"),
+    ("eval t --device tpu", [], "device='tpu':"),
+    ("eval t --output {in}", [GOOD], "output="),
+    ("eval t --output {tmp}", [GOOD], "this folder is not empty"),
+    ("sweep --concurrency 0", [], "concurrency=0:"),
+    ("sweep --concurrency 1,-4", [], "concurrency=-4:"),
+    ("sweep --concurrency 1,x", [], "concurrency='1,x':"),
+    ("sweep --concurrency 1,1", [], "concurrency='1,1':"),
+    ("sweep --concurrency 8 --max-running 4", [], "max_running=4: concurrency 8 needs at least 8"),
+    ("sweep --configs baseline,v9", [], "configs='v9': use some of baseline, v1, v2"),
+    ("sweep --configs v1,v1", [], "configs='v1,v1':"),
+    ("sweep --algorithm none", [], "algorithm='none': only the configuration baseline"),
+    ("sweep --repeats 0", [], "repeats=0:"),
+    ("sweep --input-len 0", [], "input_len=0:"),
+    ("sweep --output-len -1", [], "output_len=-1:"),
+    ("sweep --prompts-per-concurrency 0", [], "prompts_per_concurrency=0:"),
+    (
+        "sweep --dataset shakespeare",
+        [],
+        "dataset='shakespeare': use random, gsm8k or the path of a .jsonl file",
+    ),
+    ("sweep --dataset {tmp}/none.jsonl", [], "No such file"),
+    ("sweep --data {in}", [GOOD], "goes with --dataset gsm8k"),
+    ("sweep --dataset {in}", [GOOD, "{"], "in.jsonl:2': not JSON"),
+    ("sweep --output {tmp}", [GOOD], "this folder is not empty"),
+    ("sweep --output {in}/x", [GOOD], "cannot be written (Not a directory)"),
+    ("generate {tmp}/none.jsonl -o {tmp}/o.jsonl", [], "No such file"),
+    ("generate {in} -o {tmp}/o.jsonl", [], "holds no prompts"),
+    ("generate {in} -o {tmp}/o.jsonl", [GOOD, "", "{"], "in.jsonl:3': not JSON"),
+    (
+        "generate {in} -o {tmp}/o.jsonl",
+        ["[1]"],
+        "in.jsonl:1': write a JSON object with one of the keys prompt,",
+    ),
+    ("generate {in} -o {tmp}/o.jsonl", [GOOD, '{"text": "a"}'], "in.jsonl:2': write a JSON object"),
+    ("generate {in} -o {tmp}/o.jsonl", ['{"prompt": ""}'], "in.jsonl:1': prompt is empty"),
+    ("generate {in} -o {tmp}/o.jsonl", ['{"prompt": 7}'], "prompt must be a string"),
+    ("generate {in} -o {tmp}/o.jsonl", ['{"prompt": "a", "question": "b"}'], "has both prompt and question"),
+    ("generate {in} -o {tmp}/o.jsonl", ['{"prompt_token_ids": [1, "a"]}'], "prompt_token_ids must be a list"),
+    ("generate {in} -o {tmp}/o.jsonl", ['{"prompt_token_ids": [true]}'], "prompt_token_ids must be a list"),
+    ("generate {in} -o {tmp}/o.jsonl", ['{"messages": [{"role": "user"}]}'], "messages must be a list of"),
+    ("generate {in} -o {tmp}/o.jsonl", ['{"prompt": "a", "id": [1]}'], "id must be a string or a number"),
+    ("generate {in} -o {tmp}", [GOOD], "is a folder"),
+    ("generate {in} -o {in}", [GOOD], "exists already"),
+    ("generate {in} -o {in}/o.jsonl", [GOOD], "cannot be written"),
+    ("generate {in} -o {tmp}/o.jsonl --max-new-tokens 0", [GOOD], "max_new_tokens=0: use at least 1"),
+    ("generate {in} -o {tmp}/o.jsonl --temperature -1", [GOOD], "temperature=-1.0:"),
+    ("generate {in} -o {tmp}/o.jsonl --top-p 0", [GOOD], "top_p=0.0:"),
+    ("generate {in} -o {tmp}/o.jsonl --stop=", [GOOD], "a stop string must not be empty"),
+    ("generate {in} -o {tmp}/o.jsonl --concurrency -2", [GOOD], "concurrency=-2:"),
+    ("send-one --prompt=", [], "prompt='': is empty"),
+    ("send-one --max-new-tokens 0", [], "max_new_tokens=0:"),
+]
+
+
+@pytest.mark.parametrize(("command", "lines", "says"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_refused_before_an_engine_exists(run, engine, jsonl, tmp_path, command, lines, says):
+    source = jsonl(*lines)
+    result = run(
+        *(word.replace("{in}", str(source)).replace("{tmp}", str(tmp_path)) for word in command.split())
+    )
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
+    assert engine.built == []
+
+
+def test_a_concurrency_that_the_kv_pool_cannot_hold(run, engine, tmp_path):
+    engine.kv_pages = 90  # 128 + 128 tokens and the rows of two steps: 17 pages each
+    result = run("sweep", "--concurrency", "1,8", "--output", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "concurrency=8: baseline can hold 5 of these requests at once" in result.stderr
+    assert engine.order == []
+
+
+def test_a_prompt_longer_than_the_context_names_its_line(run, engine, jsonl, tmp_path):
+    result = run("generate", jsonl(GOOD, {"prompt": "x" * 300}), "-o", tmp_path / "o.jsonl")
+    assert result.exit_code == 2
+    assert "input='line 2': has 300 tokens" in result.stderr
+    assert engine.order == []
+
+
+def test_a_spoiled_partial_output(run, jsonl, tmp_path):
+    (tmp_path / "o.jsonl.partial").write_text("hello\n")
+    result = run("generate", jsonl(GOOD), "-o", tmp_path / "o.jsonl")
+    assert result.exit_code == 2
+    assert "is not a partial output; pass --overwrite" in result.stderr
+
+
+def test_gsm8k_without_data_or_hub_names_both_ways(run, engine, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*arguments, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    result = run("sweep", "--dataset", "gsm8k")
+    assert result.exit_code == 2
+    assert "--data FILE" in result.stderr
+    assert "network" in result.stderr
+    assert engine.built == []
+
+
+@pytest.mark.parametrize(
+    "words", [("sweep", "--repeats", "x"), ("nonsense",), ("generate",), ("sweep", "--spec", "v1")]
+)
+def test_usage_errors_exit_with_2_as_well(run, words):
+    assert run(*words).exit_code == 2

@@ -1,0 +1,150 @@
+"""`specbatch sweep`: points, order, records, summary, interruption."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from specbatch.sweeps.tables import write_summary
+
+SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
+
+
+def test_points_records_and_summary(run, engine, tmp_path):
+    result = run("sweep", "--concurrency", "1,4", "--repeats", 2, "--output", tmp_path / "out", *SMALL)
+    assert result.exit_code == 0, result.output
+    records = sorted(
+        str(path.parent.relative_to(tmp_path / "out")) for path in tmp_path.glob("out/*/c*/r*/record.json")
+    )
+    assert records == [
+        f"{name}/c{c}/r{r}" for name in ("baseline", "v1", "v2") for c in (1, 4) for r in (1, 2)
+    ]
+    assert (tmp_path / "out/v1/c4/r2/requests.jsonl").read_text().count("\n") == 8
+
+    record = json.loads((tmp_path / "out/v1/c4/r2/record.json").read_text())
+    assert record["workload"]["configuration"] == "v1"
+    assert record["workload"]["prompts"] == 8
+    assert len(record["workload"]["prompts_sha256"]) == 64
+    assert record["metrics"]["requests"] == 8  # the warm-up is not among them
+
+    table = list(csv.DictReader((tmp_path / "out/summary.csv").open()))
+    assert [(row["concurrency"], row["configuration"]) for row in table] == [
+        (c, name) for c in ("1", "4") for name in ("baseline", "v1", "v2")
+    ]
+    assert table[3]["repeats"] == "2"
+    assert float(table[3]["output_tok_s"]) == 20.0  # 8 x 5 tokens in the stub's 2 s
+    assert float(table[3]["per_user_tok_s"]) == 5.0
+    assert float(table[4]["mean_ttft_ms"]) == 250.0
+    assert float(table[4]["ratio"]) == 1.0
+    assert table[3]["accept_rate"] == ""
+
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert summary in result.stdout
+    assert "model: smollm2-135m" in summary
+    assert "same output tokens at every point" in summary
+
+
+def test_the_summary_is_made_from_the_records(run, tmp_path):
+    run("sweep", "--concurrency", "2", "--output", tmp_path / "out", *SMALL)
+    before = [(tmp_path / "out" / name).read_text() for name in ("summary.md", "summary.csv")]
+    for name in ("summary.md", "summary.csv"):
+        (tmp_path / "out" / name).unlink()
+    write_summary(tmp_path / "out")
+    assert [(tmp_path / "out" / name).read_text() for name in ("summary.md", "summary.csv")] == before
+
+
+def test_repeats_are_interleaved_after_a_warm_up_of_each(run, engine, tmp_path):
+    run(
+        "sweep",
+        "--concurrency",
+        "3",
+        "--configs",
+        "v2,baseline",
+        "--repeats",
+        2,
+        "--output",
+        tmp_path / "out",
+        *SMALL,
+    )
+    warm_up = round_ = ["ngram/v2/3", "none/v2/3"]
+    assert engine.order == warm_up + round_ + round_
+    assert len(engine.built) == 2
+
+
+def test_engines_share_the_memory_and_fit_the_workload(run, engine, tmp_path):
+    run("sweep", "--concurrency", "2", "--memory-fraction", "0.9", "--output", tmp_path / "out", *SMALL)
+    free, shares = 1.0, []
+    for config in engine.built:
+        shares.append(free * config.memory_fraction)
+        free -= shares[-1]
+    assert shares == pytest.approx([0.3] * 3)
+    assert {config.max_model_len for config in engine.built} == {11}
+    assert {config.prefix_cache for config in engine.built} == {False}
+    assert {config.max_running for config in engine.built} == {2}
+
+
+def test_configurations(run, engine, tmp_path):
+    run(
+        "sweep",
+        "--concurrency",
+        "2",
+        "--draft",
+        "self:skip=1-2",
+        "--draft-tokens",
+        3,
+        "--output",
+        tmp_path / "o",
+        *SMALL,
+    )
+    asked = [config.speculation for config in engine.built]
+    assert [(spec.algorithm, spec.schedule, spec.drafted) for spec in asked] == [
+        ("none", "v2", 0),
+        ("standalone", "v1", 3),
+        ("standalone", "v2", 3),
+    ]
+
+
+def test_an_interrupted_sweep_keeps_its_points_and_their_summary(run, engine, tmp_path):
+    engine.interrupt_after = 3 * 1 + 4 + 2  # warm-ups, one point, half of the next
+    result = run("sweep", "--concurrency", "1", "--output", tmp_path / "out", *SMALL)
+    assert result.exit_code == 130
+    assert "interrupted; kept 1 finished points" in result.stderr
+    assert next(csv.DictReader((tmp_path / "out/summary.csv").open()))["configuration"] == "baseline"
+
+
+def test_json_rows(run, tmp_path):
+    result = run(
+        "sweep", "--concurrency", "1", "--configs", "v1", "--output", tmp_path / "out", "--json", *SMALL
+    )
+    (line,) = result.stdout.splitlines()
+    (row,) = json.loads(line)["rows"]
+    assert row["configuration"] == "v1"
+    assert row["ratio"] is None
+
+
+def test_default_output_is_a_fresh_folder(run, tmp_path):
+    assert run("sweep", "--concurrency", "1", *SMALL).exit_code == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    assert folder.name.startswith("sweep-2")
+    assert (folder / "summary.md").exists()
+
+
+def test_a_file_of_prompts(run, engine, jsonl, tmp_path):
+    source = jsonl(*({"question": f"{number}?"} for number in range(3)))
+    run(
+        "sweep",
+        "--concurrency",
+        "4",
+        "--configs",
+        "v1",
+        "--dataset",
+        source,
+        "--output",
+        tmp_path / "out",
+        *SMALL,
+    )
+    work = json.loads((tmp_path / "out/v1/c4/r1/record.json").read_text())["workload"]
+    assert (work["prompts"], work["distinct_prompts"], work["ignore_eos"]) == (8, 3, False)
+    assert engine.built[0].max_model_len is None

@@ -1,0 +1,123 @@
+"""The table of a sweep: medians, paired ratios, and what is said beneath it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.metrics import RunRecord, summarize
+from specbatch.sweeps.tables import COLUMNS, load_records, markdown, table, write_summary
+
+CAPS = {"max_running": 4, "max_model_len": 64, "kv_pages": 32, "page_size": 16, "prefill_chunk": 64}
+
+
+def record(
+    configuration: str, repeat: int, speed: float | None, *, concurrency: int = 4, **work: object
+) -> RunRecord:
+    spec = (
+        Speculation()
+        if configuration == "baseline"
+        else Speculation(algorithm="ngram", schedule=configuration)
+    )
+    metrics = dict.fromkeys(summarize([], 0.0)) | {
+        "requests": 2,
+        "output_throughput": speed,
+        "drafted_tokens": 8,
+    }
+    place = ["baseline", "v1", "v2"].index(configuration)
+    workload = {
+        "dataset": "random", "input_len": 8, "output_len": 4, "ignore_eos": True, "seed": 0, "prompts": 2,
+        "output_sha256": "same", "configuration": configuration, "place": place, "repeat": repeat,
+        "concurrency": concurrency,
+    }  # fmt: skip
+    return RunRecord(
+        config=asdict(EngineConfig(speculation=spec)),
+        caps=CAPS | {"device": "cpu", "dtype": "float32"},
+        metrics=metrics,
+        counters={},
+        requests=[],
+        workload=workload | work,
+    )
+
+
+def test_the_ratio_is_the_median_of_paired_ratios():
+    # Unpaired medians would say 30 / 20 = 1.5; the machine slowed down between the repeats.
+    speeds = {"baseline": [10.0, 20.0, 100.0], "v1": [20.0, 30.0, 110.0]}
+    rows = table(
+        [record(name, repeat, speed) for name, row in speeds.items() for repeat, speed in enumerate(row, 1)]
+    )
+    v1 = rows[rows.configuration == "v1"].iloc[0]
+    assert v1.repeats == 3
+    assert v1.output_tok_s == 30.0
+    assert (v1.ratio_min, v1.ratio, v1.ratio_max) == pytest.approx((1.1, 1.5, 2.0))
+
+
+def test_a_repeat_without_its_baseline_has_no_ratio():
+    rows = table([record("baseline", 1, 10.0), record("v1", 1, 20.0), record("v1", 2, 90.0)])
+    assert rows.ratio.to_list() == [1.0, 2.0]
+
+
+def test_without_a_baseline_there_are_no_ratios():
+    records = [record("v2", 1, 10.0)]
+    assert table(records).ratio.isna().all()
+    assert "| - " in markdown(records, table(records))
+
+
+def test_what_was_not_measured_is_a_dash():
+    records = [record("baseline", 1, None)]
+    assert table(records)[list(COLUMNS)].isna().all().all()
+    assert "nan" not in markdown(records, table(records))
+
+
+def test_rows_are_ordered_by_concurrency_then_as_run(tmp_path):
+    for name, concurrency in [("v1", 16), ("baseline", 16), ("v1", 2), ("baseline", 2)]:
+        folder = tmp_path / name / f"c{concurrency}" / "r1"
+        folder.mkdir(parents=True)
+        record(name, 1, 5.0, concurrency=concurrency).save(folder)
+    rows = table(load_records(tmp_path))
+    assert list(zip(rows.concurrency, rows.configuration, strict=True)) == [
+        (2, "baseline"), (2, "v1"), (16, "baseline"), (16, "v1"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"output_sha256": "other"}, "TOKENS DIFFER between configurations at concurrency 4"),
+        ({"prompts": 3}, "INCOMPLETE: v1 at concurrency 4, repeat 1: 2 of 3 prompts finished"),
+        ({}, "same output tokens at every point"),
+    ],
+)
+def test_notes(change, note):
+    records = [record("baseline", 1, 10.0), record("v1", 1, 20.0, **change)]
+    assert note in markdown(records, table(records))
+
+
+def test_a_row_that_drafted_nothing_says_so():
+    records = [record("v1", 1, 10.0)]
+    records[0].metrics["drafted_tokens"] = 0
+    assert "NO DRAFTS: v1" in markdown(records, table(records))
+
+
+def test_the_spread_is_shown_where_there_are_repeats():
+    once = [record("baseline", 1, 10.0), record("v1", 1, 15.0)]
+    assert "| 1.50 " in markdown(once, table(once))
+    twice = [*once, record("baseline", 2, 10.0), record("v1", 2, 17.0)]
+    assert "1.60 (1.50-1.70)" in markdown(twice, table(twice))
+
+
+def test_the_heading_says_what_was_run_on_what():
+    records = [record("baseline", 1, 10.0), record("v1", 1, 20.0)]
+    heading = markdown(records, table(records)).split("|")[0]
+    for name in ("model", "device", "dtype", "workload", "configurations", "versions", "effective caps"):
+        assert f"* {name}: " in heading
+    assert "v1: ngram, 4 drafted, schedule v1" in heading
+    assert "kv_pages 32" in heading
+
+
+def test_a_folder_without_records_is_refused(tmp_path):
+    with pytest.raises(SpecbatchError, match="holds no records"):
+        write_summary(tmp_path)
