@@ -147,7 +147,7 @@ def asked() -> Callable[[str], int]:
 
 @pytest.fixture
 def mixed_reply(asked: Callable[[str], int]) -> Reply:
-    """By the number's remainder: 0 right in GSM8K's form, 1 right as last number only, 2 no number, 3 wrong and endless."""
+    """By number modulo 4: 0 right in GSM8K's form, 1 right as last number only, 2 no number, 3 wrong and long."""
 
     def reply(prompt: str) -> str:
         number = asked(prompt)

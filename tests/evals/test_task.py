@@ -178,7 +178,7 @@ def test_tasks_with_examples_of_their_own(scored_file: Path, shots_file: Path) -
 def test_files_that_do_not_go_together(scored_file: Path, shots_file: Path) -> None:
     with pytest.raises(SpecbatchError, match="give the scored questions as well"):
         load("gsm8k", fewshot_data=shots_file)
-    with pytest.raises(SpecbatchError, match="8 of its questions are scored in scored.jsonl too"):
+    with pytest.raises(SpecbatchError, match=r"8 of its questions are scored in scored\.jsonl too"):
         load("gsm8k", data=scored_file, fewshot_data=scored_file)
     with pytest.raises(SpecbatchError, match="task one_digit_sums brings its own questions"):
         load("one_digit_sums", data=scored_file)
