@@ -24,7 +24,10 @@ def config(task: str) -> dict[str, Any]:
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=4) or sorted(DATASETS)[:4]
         raise refuse("task", task, f"no such generator; for example {', '.join(near)}")
-    items = reasoning_gym.create_dataset(name, size=SCORED + EXAMPLES, seed=SEED)
+    try:
+        items = reasoning_gym.create_dataset(name, size=SCORED + EXAMPLES, seed=SEED)
+    except AssertionError as error:
+        raise refuse("task", task, f"has no default settings ({error}); use another generator") from error
     made = [items[place] for place in range(SCORED + EXAMPLES)]
     rows = [{"index": n, "question": item["question"], "answer": str(item["answer"])} for n, item in enumerate(made)]
     scored = {row["question"] for row in rows[:SCORED]}
@@ -47,7 +50,7 @@ def config(task: str) -> dict[str, Any]:
         "fewshot_split": "train",
         "num_fewshot": 5,
         "doc_to_text": "Question: {{question}}\nAnswer:",
-        "doc_to_target": "{{answer}}",
+        "doc_to_target": "answer",  # the field itself: a template would turn the text "[1, 2]" into a list
         "process_results": process_results,
         "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
         "generation_kwargs": {"until": ["Question:"], "do_sample": False, "temperature": 0.0},

@@ -15,15 +15,15 @@ class Doubles:
     """A generator in the manner of reasoning-gym; every seventh item repeats the first."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self.size = size
+        assert size <= 120
 
     def __getitem__(self, place: int) -> dict[str, Any]:
         number = place if place % 7 else 0
-        return {"question": f"double {number}", "answer": f"{2 * number}", "metadata": {"number": number}}
+        return {"question": f"double {number}", "answer": f"[{2 * number}, 0]", "metadata": {"number": number}}
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
         """Half a point for the right size of a wrong answer, as reasoning-gym's own scorers may give."""
-        return 1.0 if answer == str(2 * entry["metadata"]["number"]) else 0.5
+        return 1.0 if answer == f"[{2 * entry['metadata']['number']}, 0]" else 0.5
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scored_by_the_generators_own_scorer(gym: None, make_engine: Any) -> None:
     def reply(prompt: str) -> str:
         number = int(prompt.rsplit("double ", 1)[1].split("\n")[0])
-        return f" {2 * number if number < 5 else 1}"
+        return f" [{2 * number if number < 5 else 1}, 0]"
 
     engine = make_engine(reply)
     report = run_eval(engine, EvalOptions("reasoning_gym:doubles", limit=7))
@@ -48,6 +48,16 @@ def test_scored_by_the_generators_own_scorer(gym: None, make_engine: Any) -> Non
     prompt = engine.tokenizer.decode(engine.calls[0]["prompts"][0])
     assert prompt.count("Question: ") == 6
     assert prompt.count("double 0\n") == 1  # the scored one; its copies among the examples are left out
+    assert prompt.count(", 0]\n\n") == 5  # an answer that looks like a list stays whole
+
+
+def test_generator_without_default_settings(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, **_: Any) -> None:
+        raise AssertionError("Must specify at least one dataset")
+
+    monkeypatch.setattr(sys.modules["reasoning_gym"], "create_dataset", fail)
+    with pytest.raises(SpecbatchError, match=r"has no default settings \(Must specify"):
+        load_task("reasoning_gym:doubles", num_fewshot=None, data=None, fewshot_data=None, seed=1234)
 
 
 def test_unknown_generator(gym: None) -> None:
