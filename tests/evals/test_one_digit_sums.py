@@ -30,7 +30,7 @@ def test_scores_and_prompts(make_engine: Any) -> None:
     def reply(prompt: str) -> str:
         left, sign, right = prompt.rsplit("problem: ", 1)[1].split(" =")[0].split()
         value = int(left) + int(right) if sign == "+" else int(left) - int(right)
-        return f" {value}\n\nQuestion: 1" if sign == "+" else f" The answer is {value}"
+        return f" {value}\n\nQuestion: 1" if sign == "+" else f" Is it 77? It is {value}"
 
     engine = make_engine(reply)
     report = run_eval(engine, EvalOptions("one_digit_sums", limit=40))

@@ -41,14 +41,14 @@ def test_scored_by_the_generators_own_scorer(gym: None, make_engine: Any) -> Non
         return f" [{2 * number if number < 5 else 1}, 0]"
 
     engine = make_engine(reply)
-    report = run_eval(engine, EvalOptions("reasoning_gym:doubles", limit=7))
+    report = run_eval(engine, EvalOptions("reasoning_gym:doubles", limit=7, num_fewshot=17))
     (score,) = report.scores
     assert (score.metric, score.n) == ("score", 7)
     assert score.value == pytest.approx((5 * 1.0 + 2 * 0.5) / 7)
     prompt = engine.tokenizer.decode(engine.calls[0]["prompts"][0])
-    assert prompt.count("Question: ") == 6
-    assert prompt.count("double 0\n") == 1  # the scored one; its copies among the examples are left out
-    assert prompt.count(", 0]\n\n") == 5  # an answer that looks like a list stays whole
+    assert prompt.count("Question: ") == 18
+    assert prompt.count("double 0\n") == 1  # the scored one; its three copies among the examples are left out
+    assert prompt.count(", 0]\n\n") == 17  # an answer that looks like a list stays whole
 
 
 def test_generator_without_default_settings(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:

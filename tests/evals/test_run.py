@@ -182,6 +182,13 @@ def test_nothing_is_printed(
 ) -> None:
     logger = logging.getLogger("lm_eval")
     level = logger.level
-    run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file))
-    assert capfd.readouterr() == ("", "")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file))
+    finally:
+        logger.removeHandler(handler)
+    assert (capfd.readouterr(), said) == (("", ""), [])
     assert logger.level == level

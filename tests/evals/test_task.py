@@ -44,7 +44,8 @@ def other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     (folder / "rows.py").write_text(ROWS)
     (folder / "copy.yaml").write_text(OTHER.format(name="copycat", kind="generate_until"))
-    (folder / "choice.yaml").write_text(OTHER.format(name="choosy", kind="multiple_choice"))
+    choosy = OTHER.format(name="choosy", kind="multiple_choice").replace(".splits", ".fail")  # refused before its data
+    (folder / "choice.yaml").write_text(choosy)
     (folder / "needy.yaml").write_text(OTHER.format(name="needy", kind="generate_until").replace(".splits", ".fail"))
     (folder / "unsafe.yaml").write_text(OTHER.format(name="unsafe", kind="generate_until") + "unsafe_code: true\n")
     (folder / "group.yaml").write_text("group: cats\ntask: [copycat]\n")
