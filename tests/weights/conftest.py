@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from specbatch.weights import Checkpoint
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -205,3 +207,9 @@ def _write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.fixture
+def read_all() -> Callable[[Checkpoint], dict[str, torch.Tensor]]:
+    """Every tensor of a checkpoint by its name."""
+    return lambda checkpoint: {name: checkpoint.tensor(name) for name in checkpoint.names()}

@@ -11,13 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specbatch.errors import SpecbatchError
-from specbatch.weights import Checkpoint, open_checkpoint
+from specbatch.weights import open_checkpoint
 
 Make = Callable[..., Any]
-
-
-def read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -28,7 +24,9 @@ def edit(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_saved_model_is_read_back(tiny_model: Make, save: Make, family: str, tied: bool, old: bool) -> None:
+def test_a_saved_model_is_read_back(
+    tiny_model: Make, save: Make, family: str, tied: bool, old: bool, read_all: Make
+) -> None:
     rope = {"rope_theta": 3e4, "rope_type": "linear", "factor": 2.0}
     model = tiny_model(family, tie_word_embeddings=tied, rope_parameters=rope, eos_token_id=[299, 297])
     checkpoint = open_checkpoint(str(save(model, old=old)))
@@ -44,7 +42,7 @@ def test_a_saved_model_is_read_back(tiny_model: Make, save: Make, family: str, t
     assert checkpoint.name == "model"
 
 
-def test_shards_are_one_model(tiny_model: Make, save: Make) -> None:
+def test_shards_are_one_model(tiny_model: Make, save: Make, read_all: Make) -> None:
     model = tiny_model("qwen2", dtype=torch.bfloat16).to(torch.bfloat16)
     folder = save(model, shard="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 3
@@ -160,8 +158,8 @@ def test_the_tokenizer_must_fit_the_model(tiny_model: Make, save: Make) -> None:
         open_checkpoint(str(other), tokenizer="./nothing")
 
 
-def test_the_same_tensors_as_transformers_reads(tiny_model: Make, save: Make) -> None:
+def test_the_same_tensors_as_transformers_reads(tiny_model: Make, save: Make, read_all: Make) -> None:
     folder = save(tiny_model("qwen3"), shard="60KB")
     reference = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    loaded = load_tensors(open_checkpoint(str(folder)), torch.float32)
+    loaded = read_all(open_checkpoint(str(folder)))
     assert all(torch.equal(loaded[name], reference[name]) for name in loaded)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.weights import gguf_checkpoint, gguf_file, load_tensors, open_checkpoint
+from specbatch.weights import gguf_checkpoint, gguf_file, open_checkpoint
 
 Make = Callable[..., Any]
 
@@ -23,14 +23,21 @@ Make = Callable[..., Any]
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_same_model_as_the_folder(
-    tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend, family: str, tied: bool
+    tmp_path: Path,
+    tiny_model: Make,
+    save: Make,
+    write_gguf: Make,
+    backend: Backend,
+    family: str,
+    tied: bool,
+    read_all: Make,
 ) -> None:
     rope = {"rope_theta": 1e5, "rope_type": "default"}
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     model = tiny_model(family, tie_word_embeddings=tied, rope_parameters=rope, **biases)
     original = open_checkpoint(str(save(model)))
     converted = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", model, backend)))
-    expected, loaded = load_tensors(original, torch.float32), load_tensors(converted, torch.float32)
+    expected, loaded = read_all(original), read_all(converted)
     assert set(loaded) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(loaded[name], tensor), name
@@ -101,6 +108,7 @@ def test_it_is_converted_once_in_bounded_files(
     backend: Backend,
     monkeypatch: pytest.MonkeyPatch,
     cache: Path,
+    read_all: Make,
 ) -> None:
     monkeypatch.setattr(gguf_checkpoint, "SHARD_BYTES", 20_000)
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
@@ -108,7 +116,7 @@ def test_it_is_converted_once_in_bounded_files(
     first = open_checkpoint(str(path), log=said.append)
     assert len(said) == 1
     assert len(list(first.folder.glob("*.safetensors"))) > 2
-    assert len(load_tensors(first, torch.float32)) == len(first.config.tensor_shapes())
+    assert len(read_all(first)) == len(first.config.tensor_shapes())
     monkeypatch.setattr(gguf_checkpoint, "GgufFile", None)  # a second reading would fail
     again = open_checkpoint(str(path.rename(tmp_path / "other.gguf")), log=said.append)
     assert (again.folder, again.name, len(said)) == (first.folder, "other", 1)
