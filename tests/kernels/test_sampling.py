@@ -195,6 +195,23 @@ def test_the_order_is_temperature_top_k_top_p_min_p(
     torch.testing.assert_close(p, expected / expected.sum())
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(0.7, 20, 0.9, 0.05), (1.5, 0, 0.6, 0.0), (1.0, 5, 1.0, 0.0), (0.9, 0, 1.0, 0.1), (1.2, 50, 0.95, 0.02)],
+)
+def test_the_law_is_that_of_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(5)) * 3
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    for value, warper in ((top_k, TopKLogitsWarper), (top_p % 1, TopPLogitsWarper), (min_p, MinPLogitsWarper)):
+        if value:
+            scores = warper(value)(None, scores)
+    ours = probabilities_ref(logits, *(item.expand(20) for item in of(temperature, top_k, top_p, min_p)))
+    torch.testing.assert_close(ours, scores.softmax(-1), rtol=1e-5, atol=1e-8)
+    assert torch.equal(ours > 0, scores > -torch.inf)
+
+
 def test_ties_at_a_cut_go_to_the_lower_ids() -> None:
     tied = torch.zeros(1, 6)
     assert probabilities_ref(tied, *of(1.0, 2, 1.0, 0.0))[0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
