@@ -220,6 +220,11 @@ def test_ties_at_a_cut_go_to_the_lower_ids() -> None:
     assert probabilities_ref(tied, *of(1.0, 0, 1.0, 1.0))[0].tolist() == pytest.approx([1 / 6] * 6)
 
 
+def test_the_likeliest_token_stays_whatever_the_cut() -> None:
+    smallest = 0.0  # what a top-p of 1e-50 is in float32
+    assert probabilities_ref(torch.tensor([[1.0, 3.0, 2.0]]), *of(1.0, 1, smallest, 1.0))[0].tolist() == [0, 1, 0]
+
+
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-38, 1e-45])
 def test_the_smallest_temperatures_leave_the_likeliest_tokens(temperature: float, cut: bool) -> None:
@@ -293,6 +298,14 @@ def test_an_impossible_token_is_never_drawn(weights: list[float], coin: float) -
 def test_the_smallest_and_the_largest_coin_draw_the_outermost_possible_tokens() -> None:
     weights = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.7, 0.2, 0.0]).expand(2, 7)
     assert draw_ref(weights, torch.tensor([0.0, LARGEST_COIN], dtype=torch.float64)).tolist() == [2, 5]
+
+
+def test_rare_tokens_are_told_apart_behind_a_likely_one() -> None:
+    weights = torch.tensor([1.0] + [1e-8] * 1000)  # in float32 the sums would stand still for ten tokens each
+    wanted = torch.tensor([1, 7, 500, 1000])
+    sums = weights.double().cumsum(0)
+    coins = (sums[wanted] - 0.5e-8) / sums[-1]
+    assert draw_ref(weights.expand(4, -1), coins).tolist() == wanted.tolist()
 
 
 def test_frequencies_of_draws_are_the_weights() -> None:
