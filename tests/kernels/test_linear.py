@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specbatch.kernels.linear import linear
+from specbatch.kernels.linear import Linear
 
 ROWS = [1, 2, 5, 15, 16, 17, 63, 64, 65]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -16,7 +16,7 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    y = linear(x, weight, bias)
+    y = Linear(weight, bias)(x)
     assert y.shape == (x.shape[0], weight.shape[0])
     assert y.dtype == x.dtype
     assert y.is_contiguous()
@@ -53,5 +53,5 @@ def test_small_matrices(rows: int, inner: int, outer: int) -> None:
 def test_the_input_is_left_alone() -> None:
     x, weight, bias = numbers(1, 8, seed=0), numbers(6, 8, seed=1), numbers(6, seed=2)
     before = [item.clone() for item in (x, weight, bias)]
-    linear(x, weight, bias).add_(1)
+    Linear(weight, bias)(x).add_(1)
     assert all(torch.equal(a, b) for a, b in zip(before, (x, weight, bias), strict=True))
