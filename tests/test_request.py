@@ -22,9 +22,7 @@ def decode(tokens: list[int]) -> str:
 
 def make(**params: Any) -> Request:
     params = {"max_new_tokens": 100} | params
-    return Request(
-        3, [5, 6, 7], SamplingParams(**params), end_tokens=frozenset({EOS}), decode=decode, submitted=10.0
-    )
+    return Request(3, [5, 6, 7], SamplingParams(**params), end_tokens=frozenset({EOS}), decode=decode, submitted=10.0)
 
 
 def run(tokens: list[int], split: list[int] | None = None, **params: Any) -> Completion:
