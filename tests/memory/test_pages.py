@@ -45,3 +45,33 @@ def test_misuse_raises() -> None:
     with pytest.raises(RuntimeError, match="released twice"):
         pool.release(0)
     assert pool.free == 2
+
+
+def test_idle_counts_the_pages_that_the_cache_alone_holds() -> None:
+    pool = PagePool(3)
+    page, other, _ = pool.take(3)
+    pool.keep(page)
+    assert pool.idle == 0
+    pool.release(page)
+    assert (pool.idle, pool.free) == (1, 0)
+    pool.hold(page)
+    assert pool.idle == 0
+    pool.release(page)
+    pool.drop(page)
+    assert (pool.idle, pool.free, pool.holders(page)) == (0, 1, 0)
+    pool.keep(other)
+    pool.drop(other)
+    assert (pool.idle, pool.holders(other)) == (0, 1)
+
+
+def test_misuse_of_cached_pages_raises() -> None:
+    pool = PagePool(2)
+    page, other = pool.take(2)
+    pool.keep(page)
+    with pytest.raises(RuntimeError, match="cached twice"):
+        pool.keep(page)
+    with pytest.raises(RuntimeError, match="is not cached"):
+        pool.drop(other)
+    pool.release(page)
+    with pytest.raises(RuntimeError, match="released twice"):
+        pool.release(page)
