@@ -462,3 +462,62 @@ def test_thousands_of_waiting_requests_are_dropped_in_no_time() -> None:
         request.finish_reason = "abort"
         scheduler.release(request)
     assert (scheduler.unfinished, pool.free) == (0, 50)
+
+
+def test_what_was_not_computed_is_not_shared() -> None:
+    scheduler, _ = make(cached=True, prefill_chunk=6)
+    dropped = add(scheduler, 0, 20)
+    assert spans(scheduler) == [(0, 0, 6, False)]
+    dropped.finish_reason = "abort"
+    scheduler.release(dropped)
+    add(scheduler, 1, 20)
+    assert spans(scheduler) == [(1, 4, 10, False)]
+
+
+def crowded(tokens: list[int]) -> tuple[Scheduler, list[Request]]:
+    """Requests that run, each with its last page full but for one place, and no page free."""
+    scheduler, pool = make(pages=2 * len(tokens), max_model_len=8, rows=1)
+    requests = [add(scheduler, index, 6, 2) for index in range(len(tokens))]
+    for request, generated in zip(requests, tokens, strict=True):
+        request.params = SamplingParams(max_new_tokens=30)
+        request.pages, request.slot = pool.take(2), scheduler._slots.pop()
+        request.tokens += [1] * generated
+        request.committed = 8
+        scheduler._waiting.remove(request)
+        scheduler._running.append(request)
+    return scheduler, requests
+
+
+def test_a_victim_that_was_planned_already_leaves_the_plan() -> None:
+    scheduler, (first, second, third) = crowded([3, 2, 5])
+    plan = scheduler.plan_decode(may_retract=True)
+    assert plan is not None
+    assert [row.request for row in plan.rows] == [first, third]
+    assert second.slot is None
+    scheduler, (first, second, third) = crowded([2, 2, 5])
+    first.committed = second.committed = 7  # they need no page, the third does
+    plan = scheduler.plan_decode(may_retract=True)
+    assert plan is not None
+    assert [row.request for row in plan.rows] == [first, third]
+    assert (first.pending, second.pending) == (1, 0)
+
+
+def test_a_page_of_a_request_that_has_ended_does_not_reach_the_slots_next_owner() -> None:
+    scheduler, (first, second) = crowded([3, 3])
+    scheduler._pool.release(second.pages.pop())  # room for one more page, not for two
+    second.committed = 12
+    with pytest.raises(OutOfPagesError):
+        scheduler.plan_decode(may_retract=False)
+    assert len(first.pages) == 3
+    slot = first.slot
+    for request in (first, second):
+        request.finish_reason = "stop"
+        scheduler.release(request)
+    assert scheduler.plan_decode(may_retract=True) is None
+    heir = add(scheduler, 2, 2, 2)
+    add(scheduler, 3, 2, 2)
+    spans(scheduler)
+    assert slot in (heir.slot, scheduler._running[-1].slot)
+    plan = scheduler.plan_decode(may_retract=True)
+    assert plan is not None
+    assert plan.new_pages == []
