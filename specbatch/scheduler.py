@@ -234,7 +234,7 @@ class Scheduler:
     def _make_free(self, count: int) -> bool:
         """Are `count` pages free, after evicting cached ones if need be?"""
         missing = count - self._pool.free
-        if missing > 0 and self._cache is not None:
+        if 0 < missing <= self._pool.idle and self._cache is not None:
             missing -= self._cache.evict(missing)
         return missing <= 0
 
