@@ -27,7 +27,12 @@ from typing import Any
 from specbatch.request import Completion
 
 SCHEMA = 1
-_PERCENTILES = {"ttft_s": (50, 90, 95, 99), "tpot_s": (50, 90, 95, 99), "itl_s": (50, 90, 95, 99), "e2e_s": (50, 90, 99)}
+_PERCENTILES = {
+    "ttft_s": (50, 90, 95, 99),
+    "tpot_s": (50, 90, 95, 99),
+    "itl_s": (50, 90, 95, 99),
+    "e2e_s": (50, 90, 99),
+}
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -49,7 +54,9 @@ def _spread(name: str, values: list[float]) -> dict[str, float | None]:
     return out
 
 
-def summarize(completions: Iterable[Completion], duration_s: float, concurrency: int | None = None) -> dict[str, float | None]:
+def summarize(
+    completions: Iterable[Completion], duration_s: float, concurrency: int | None = None
+) -> dict[str, float | None]:
     """All numbers of a run of finished requests over a window of `duration_s`; aborted requests count nowhere."""
     done = [item for item in completions if item.finish_reason != "abort"]
     rows = [item.metrics for item in done]

@@ -149,6 +149,8 @@ class Request:
         self.pages: list[int] = []
         self.prefilled = 0  # tokens whose KV exists or is on its way (prefill)
         self.committed = 0  # KV length that the last handled result told of
+        self.in_flight = 0  # iterations launched whose result is not handled yet
+        self.pending = 0  # the same, a first token from prefill included: each will leave at least one token
         self.epoch = 0  # raised by each retraction: results launched before it are void
 
         self.submitted = submitted

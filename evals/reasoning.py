@@ -1,0 +1,54 @@
+"""The generators of reasoning-gym as lm-eval tasks: `reasoning_gym:chain_sum` and about a hundred more (optional extra)."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from specbatch.errors import refuse
+
+SEED = 0
+SCORED = 100
+EXAMPLES = 20
+
+
+def config(task: str) -> dict[str, Any]:
+    """The lm-eval task of generator `reasoning_gym:NAME`: 100 scored items and others for examples, with default settings."""
+    name = task.partition(":")[2]
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        works = "needs reasoning-gym: pip install 'specbatch[reasoning]'"
+        raise refuse("task", task, works) from error
+    if name not in DATASETS:
+        near = get_close_matches(name, DATASETS, n=4) or sorted(DATASETS)[:4]
+        raise refuse("task", task, f"no such generator; for example {', '.join(near)}")
+    items = reasoning_gym.create_dataset(name, size=SCORED + EXAMPLES, seed=SEED)
+    rows = [{"index": place, "question": items[place]["question"], "answer": str(items[place]["answer"])} for place in range(len(items))]
+    scored = {row["question"] for row in rows[:SCORED]}
+
+    def splits(**_: Any) -> Any:
+        from datasets import Dataset, DatasetDict
+
+        examples = [row for row in rows[SCORED:] if row["question"] not in scored]
+        return DatasetDict(train=Dataset.from_list(examples), test=Dataset.from_list(rows[:SCORED]))
+
+    def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+        return {"score": float(items.score_answer(results[0].strip(), items[doc["index"]]))}
+
+    return {
+        "task": task,
+        "custom_dataset": splits,
+        "output_type": "generate_until",
+        "training_split": "train",
+        "test_split": "test",
+        "fewshot_split": "train",
+        "num_fewshot": 5,
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_target": "{{answer}}",
+        "process_results": process_results,
+        "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
+        "generation_kwargs": {"until": ["Question:"], "do_sample": False, "temperature": 0.0},
+        "metadata": {"version": 1.0},
+    }

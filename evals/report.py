@@ -1,0 +1,141 @@
+"""What an evaluation found: scores with their uncertainty, speed, and one row per question.
+
+* score: mean over the questions; stderr: sample standard deviation / sqrt(n), of one score by itself (two runs on the same
+  questions are compared question by question, not by these).
+* unparsed: share of questions in whose answer the filter found nothing (they count as wrong); truncated: share of answers
+  that ran into max_new_tokens (they are scored as they stand).
+* the speed columns are defined in `specbatch.metrics`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from specbatch.metrics import RunRecord, write_atomic
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric under one answer filter. stderr is None for a single question, unparsed where the filter cannot fail."""
+
+    filter: str
+    metric: str
+    value: float
+    stderr: float | None
+    n: int
+    unparsed: float | None
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """The outcome of `run_eval`.
+
+    questions   one row per answer: doc_id, repeat, question, target, text, token_ids, filtered and scores by filter,
+                finish_reason, prompt_hash, and the request's metrics
+    record      the engine's record of the run; its `workload` holds the fields below
+    """
+
+    task: str
+    task_version: str
+    lm_eval_version: str
+    data_source: str
+    num_fewshot: int
+    fewshot_source: str
+    seed: int
+    limit: int | None
+    chat_template: bool
+    max_new_tokens: int
+    prompts_sha256: str
+    scores: list[Score]
+    questions: list[dict[str, Any]]
+    record: RunRecord
+
+    @property
+    def finish_reasons(self) -> dict[str, int]:
+        return dict(Counter(row["finish_reason"] for row in self.questions))
+
+    @property
+    def truncated(self) -> float:
+        return self.finish_reasons.get("length", 0) / len(self.questions)
+
+    def settings(self) -> dict[str, Any]:
+        """Everything but the rows and the record: what `load` builds the report from."""
+        kept = [item.name for item in fields(self) if item.name not in ("scores", "questions", "record")]
+        return {name: getattr(self, name) for name in kept} | {"scores": [asdict(score) for score in self.scores]}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report without its rows, ready for JSON."""
+        shares = {"truncated": self.truncated, "finish_reasons": self.finish_reasons}
+        return {**self.settings(), **shares, "metrics": self.record.metrics}
+
+    def table(self) -> str:
+        """Markdown: scores, speed, and what they were measured on."""
+        from tabulate import tabulate
+
+        scores = [
+            {
+                "task": self.task,
+                "filter": score.filter,
+                "metric": score.metric,
+                "score": f"{score.value:.4f}",
+                "stderr": _number(score.stderr, ".4f"),
+                "n": score.n,
+                "unparsed": _number(score.unparsed, ".1%"),
+            }
+            for score in self.scores
+        ]
+        metrics = self.record.metrics
+        speed = {
+            "answers": len(self.questions),
+            "truncated": f"{self.truncated:.1%}",
+            "accept length": _number(metrics.get("accept_length"), ".2f"),
+            "accept rate": _number(metrics.get("accept_rate"), ".3f"),
+            "mean TTFT (s)": _number(metrics.get("mean_ttft_s"), ".3f"),
+            "mean TPOT (s)": _number(metrics.get("mean_tpot_s"), ".4f"),
+            "output tok/s": _number(metrics.get("output_throughput"), ".1f"),
+        }
+        form = "chat template" if self.chat_template else "plain prompt"
+        notes = [
+            f"Questions: {self.data_source}; {self.num_fewshot} examples before each, from: {self.fewshot_source}.",
+            f"{form}, max_new_tokens {self.max_new_tokens}, seed {self.seed}, "
+            f"prompts sha256 {self.prompts_sha256[:16]}, lm-eval {self.lm_eval_version}, task version {self.task_version}.",
+        ]
+        if "abort" in self.finish_reasons:
+            notes.append(f"{self.finish_reasons['abort']} answers were aborted and are scored as they stand.")
+        parts = [tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True) for rows in (scores, [speed])]
+        return "\n\n".join([*parts, "\n".join(notes)])
+
+    def save(self, folder: Path) -> None:
+        """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder."""
+        import pandas
+
+        self.record.save(folder)
+        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.questions)
+        write_atomic(folder / "questions.jsonl", rows)
+        write_atomic(folder / "summary.md", self.table() + "\n")
+        write_atomic(folder / "summary.csv", pandas.DataFrame(self._flat()).to_csv(index=False))
+
+    @classmethod
+    def load(cls, folder: Path) -> EvalReport:
+        """The report that `save` wrote into `folder`."""
+        record = RunRecord.load(folder)
+        settings = {item.name: record.workload[item.name] for item in fields(cls) if item.name in record.workload}
+        settings["scores"] = [Score(**score) for score in settings["scores"]]
+        rows = [json.loads(line) for line in (folder / "questions.jsonl").read_text().split("\n") if line]
+        return cls(**settings, questions=rows, record=record)
+
+    def _flat(self) -> list[dict[str, Any]]:
+        """One row per score, with everything that the table shows."""
+        settings = {name: value for name, value in self.settings().items() if name != "scores"}
+        metrics = self.record.metrics
+        shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
+        speed = {name: metrics.get(name) for name in shown}
+        return [{**asdict(score), "truncated": self.truncated, **speed, **settings} for score in self.scores]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)

@@ -1,0 +1,245 @@
+"""One evaluation, from options to report.
+
+    report = run_eval(engine, EvalOptions(task="gsm8k", data=Path("gsm8k_test.jsonl"), limit=20))
+    print(report.table())
+
+`prepare` does all that needs no model, so that a mistake is found before one is loaded:
+
+    ready = prepare(options)
+    with Engine(config) as engine:
+        report = ready.run(engine)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch.errors import refuse
+from specbatch.evals.report import EvalReport, Score
+from specbatch.evals.task import EvalTask, load_task, quiet
+
+if TYPE_CHECKING:
+    from specbatch.engine import Engine
+    from specbatch.evals.lm import Answer
+
+Progress = Callable[[int, int], None]  # answers finished, answers wanted
+PARTIAL = "answers.partial.jsonl"
+_LONG = ("itl_s", "emitted_histogram")  # per-token detail; requests.jsonl has it under the same index
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What to ask and how.
+
+    task            gsm8k, gsm8k_platinum, one_digit_sums, another generating lm-eval task, or reasoning_gym:NAME
+    limit           only the first so many questions
+    num_fewshot     examples before each question; None is the task's own number
+    data            JSONL of question/answer to score in place of the task's rows (the GSM8K tasks)
+    fewshot_data    JSONL of question/answer for the examples; without it they come from the other rows of `data`
+    chat_template   render questions and examples as a conversation
+    max_new_tokens  budget of every answer; None is the task's own, or 512
+    concurrency     requests that are submitted and unfinished at a time; None is all
+    seed            of the draw of examples; 1234 is lm-eval's own and gives its prompts
+    output          folder to write to; must be new or empty
+    """
+
+    task: str
+    limit: int | None = None
+    num_fewshot: int | None = None
+    data: Path | None = None
+    fewshot_data: Path | None = None
+    chat_template: bool = False
+    max_new_tokens: int | None = None
+    concurrency: int | None = None
+    seed: int = 1234
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        for setting, least in (("limit", 1), ("num_fewshot", 0), ("max_new_tokens", 1), ("concurrency", 1)):
+            value = getattr(self, setting)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise refuse(setting, value, f"use a whole number of at least {least}, or leave it out")
+
+
+@dataclass(frozen=True)
+class PreparedEval:
+    """A task that was found and whose rows were read, and an output folder that can be written to."""
+
+    options: EvalOptions
+    task: EvalTask
+
+    def run(self, engine: Engine, progress: Progress | None = None) -> EvalReport:
+        """Ask every question and score the answers.
+
+        Finished answers are kept in `answers.partial.jsonl` of the output folder until the report is written, so an
+        interrupted run (KeyboardInterrupt passes through) loses none.
+        """
+        from specbatch.evals.lm import SpecBatchLM
+
+        options = self.options
+        if options.chat_template and not engine.tokenizer.has_chat_template:
+            raise refuse("chat_template", True, "this model's tokenizer has none; leave it out")
+        with _kept(options.output) as keep:
+            finished = 0
+
+            def on_answer(answer: Answer, wanted: int) -> None:
+                nonlocal finished
+                finished += 1
+                keep(answer)
+                if progress is not None:
+                    progress(finished, wanted)
+
+            model = SpecBatchLM(
+                engine,
+                options.task,
+                max_new_tokens=options.max_new_tokens,
+                chat_template=options.chat_template,
+                concurrency=options.concurrency,
+                on_answer=on_answer,
+            )
+            engine.reset_record()
+            results = self._evaluate(model)
+            report = self._report(engine, model, results)
+            if options.output is not None:
+                report.save(options.output)
+        return report
+
+    def _evaluate(self, model: Any) -> dict[str, Any]:
+        import lm_eval
+
+        tasks = {"tasks": {self.task.name: self.task.task}, "groups": {}, "group_map": {}}
+        with quiet():
+            results: dict[str, Any] = lm_eval.evaluate(
+                model,
+                tasks,
+                limit=self.options.limit,
+                bootstrap_iters=100,  # for metrics that are not means; a mean's stderr has a closed form
+                apply_chat_template=self.options.chat_template,
+                fewshot_as_multiturn=self.options.chat_template,
+            )
+        return results
+
+    def _report(self, engine: Engine, model: Any, results: dict[str, Any]) -> EvalReport:
+        task, options = self.task, self.options
+        fallbacks = task.fallbacks()
+        samples = results["samples"][task.name]
+        questions = _question_rows(task, samples, model.answers)
+        report = EvalReport(
+            task=task.name,
+            task_version=str(results["versions"][task.name]),
+            lm_eval_version=version("lm_eval"),
+            data_source=task.data_source,
+            num_fewshot=task.num_fewshot,
+            fewshot_source=task.fewshot_source,
+            seed=options.seed,
+            limit=options.limit,
+            chat_template=options.chat_template,
+            max_new_tokens=model.budget,
+            prompts_sha256=hashlib.sha256(json.dumps(model.prompts).encode()).hexdigest(),
+            scores=_scores(results["results"][task.name], samples, fallbacks),
+            questions=questions,
+            record=engine.record(concurrency=options.concurrency),
+        )
+        report.record.workload.update({"command": "eval", **report.settings()})
+        return report
+
+
+def prepare(options: EvalOptions) -> PreparedEval:
+    """Create the output folder and load the task: every mistake that can be found without a model is found here."""
+    if options.output is not None:
+        _open_folder(options.output)
+    task = load_task(
+        options.task,
+        num_fewshot=options.num_fewshot,
+        data=options.data,
+        fewshot_data=options.fewshot_data,
+        seed=options.seed,
+    )
+    return PreparedEval(options, task)
+
+
+def run_eval(engine: Engine, options: EvalOptions, progress: Progress | None = None) -> EvalReport:
+    """Evaluate `engine` on a task; writes to `options.output` if that is given."""
+    return prepare(options).run(engine, progress)
+
+
+def _open_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise refuse("output", str(folder), "exists and is not empty; name a new folder")
+        tempfile.TemporaryFile(dir=folder).close()  # an unwritable place is found now, not after the run
+    except OSError as error:
+        raise refuse("output", str(folder), f"cannot be written ({error.strerror}); name another folder") from error
+
+
+@contextmanager
+def _kept(folder: Path | None) -> Iterator[Callable[[Answer], None]]:
+    """Yields a function that appends an answer to the partial file, which goes away when the block ends well."""
+    if folder is None:
+        yield lambda answer: None
+        return
+    path = folder / PARTIAL
+    with path.open("w", encoding="utf-8", buffering=1) as file:
+
+        def keep(answer: Answer) -> None:
+            done = answer.completion
+            row = {"doc_id": answer.doc_id, "finish_reason": done.finish_reason, "text": done.text}
+            file.write(json.dumps(row | {"token_ids": done.token_ids}, ensure_ascii=False) + "\n")
+
+        yield keep
+    path.unlink()
+
+
+def _scores(results: dict[str, Any], samples: list[dict[str, Any]], fallbacks: dict[str, str | None]) -> list[Score]:
+    """lm-eval's `metric,filter` keys as rows, with how many answers the filter found nothing in."""
+    scores = []
+    for key, value in results.items():
+        metric, comma, name = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        rows = [sample for sample in samples if sample["filter"] == name]
+        fallback = fallbacks.get(name)
+        missed = None if fallback is None else sum(_filtered(row) == fallback for row in rows) / len(rows)
+        stderr = results.get(f"{metric}_stderr,{name}")
+        known = float(stderr) if isinstance(stderr, int | float) else None  # lm-eval says "N/A" for one question
+        scores.append(Score(name, metric, float(value), known, sum(metric in row for row in rows), missed))
+    return scores
+
+
+def _question_rows(task: EvalTask, samples: list[dict[str, Any]], answers: list[Answer]) -> list[dict[str, Any]]:
+    """One row per answer, in the order of the questions: lm-eval's verdicts beside the request's numbers."""
+    verdicts: dict[int, dict[str, Any]] = {}
+    for sample in samples:
+        row = verdicts.setdefault(
+            sample["doc_id"],
+            {
+                "question": str(task.task.doc_to_text(sample["doc"])),
+                "target": sample["target"],
+                "prompt_hash": sample["prompt_hash"],
+                "filtered": {},
+                "scores": {},
+            },
+        )
+        row["filtered"][sample["filter"]] = _filtered(sample)
+        row["scores"][sample["filter"]] = {metric: sample[metric] for metric in sample["metrics"]}
+    rows = []
+    repeats: dict[int, int] = {}
+    for doc_id, completion in answers:
+        repeat = repeats[doc_id] = repeats.get(doc_id, -1) + 1
+        answer = {"text": completion.text, "token_ids": completion.token_ids}
+        numbers = {name: value for name, value in completion.as_row().items() if name not in _LONG}
+        rows.append({"doc_id": doc_id, "repeat": repeat, **verdicts[doc_id], **answer, **numbers})
+    return rows
+
+
+def _filtered(sample: dict[str, Any]) -> Any:
+    return sample["filtered_resps"][0]

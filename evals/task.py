@@ -1,0 +1,221 @@
+"""Finding a task, giving it its questions and examples, and refusing what this engine cannot score.
+
+Known tasks (GSM8K and GSM8K-Platinum as the installed lm-eval defines them, and our own in `tasks/`) are found in
+milliseconds; any other generating task of lm-eval costs its scan of all task files, about ten seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import refuse
+from specbatch.evals.data import QuestionFile, read_questions, refuse_shared
+
+EMBEDDED = "one_digit_sums"
+FROM_FILE = ("gsm8k", "gsm8k_platinum")  # lm-eval's folders; their tasks need a question and an answer, no more
+REASONING = "reasoning_gym:"
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """A task that is ready to be asked: `task` is lm-eval's object, the sources say in words where its rows came from."""
+
+    name: str
+    task: Any
+    num_fewshot: int
+    data_source: str
+    fewshot_source: str
+
+    def fallbacks(self) -> dict[str, str | None]:
+        """What each answer filter says when it found nothing; None where a filter always finds something."""
+        found: dict[str, str | None] = {}
+        for entry in self.task.config.filter_list or [{"name": "none", "filter": []}]:
+            patterns = [step for step in entry["filter"] if step["function"] in ("regex", "multi_choice_regex")]
+            found[entry["name"]] = patterns[-1].get("fallback", "[invalid]") if patterns else None
+        return found
+
+
+def load_task(
+    name: str, *, num_fewshot: int | None, data: Path | None, fewshot_data: Path | None, seed: int
+) -> EvalTask:
+    """Find task `name`, read its rows, set the number of examples; `seed` draws them (lm-eval's own is 1234)."""
+    if fewshot_data is not None and data is None:
+        raise refuse("fewshot_data", str(fewshot_data), "give the scored questions as well, with data")
+    scored = read_questions("data", data) if data is not None else None
+    shots = read_questions("fewshot_data", fewshot_data) if fewshot_data is not None else None
+    if scored is not None and shots is not None:
+        refuse_shared(scored, shots)
+    with quiet():
+        random.seed(0)  # as simple_evaluate does: some tasks shuffle their rows with the global state
+        manager, spec = _find(name)
+        if scored is not None:
+            spec = _with_rows(name, manager, scored, shots)
+        task = _load(name, manager, spec)
+        task.set_fewshot_seed(seed=seed)
+    count = _set_fewshot(name, task, num_fewshot)
+    source = str(scored) if scored is not None else _origin(task)
+    fewshot_source = _fewshot_source(task, source, shots) if count else "none"
+    _refuse_too_many(task, count, fewshot_source)
+    return EvalTask(name, task, count, source, fewshot_source)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep lm-eval's and its data library's bars and log lines off the terminal; the command has its own."""
+    from lm_eval.api import task as module
+
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    bar = module.tqdm
+    try:
+        module.tqdm = partial(bar, disable=True)  # made at import: the variable TQDM_DISABLE would come too late
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        module.tqdm = bar
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _find(name: str) -> tuple[Any, Any]:
+    """A task manager that knows `name`, and what it is to load."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    upstream = Path(lm_eval.__file__).parent / "tasks"
+    folders = [Path(__file__).parent / "tasks", *(upstream / folder for folder in FROM_FILE)]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if name.startswith(REASONING):
+        from specbatch.evals.reasoning import config
+
+        return manager, config(name)
+    if name in manager.all_subtasks:
+        return manager, name
+    known = manager.all_subtasks
+    manager = TaskManager()
+    if name not in manager.all_tasks:
+        near = get_close_matches(name, [*known, *manager.all_subtasks], n=4)
+        works = f"did you mean {', '.join(dict.fromkeys(near))}? " if near else ""
+        raise refuse("task", name, f"no such task; {works}use gsm8k, gsm8k_platinum, {EMBEDDED} or a generating lm-eval task")
+    if name not in manager.all_subtasks:
+        raise refuse("task", name, "is a group of tasks; name one task of it")
+    kind = manager.task_index[name].cfg.get("output_type", "generate_until")
+    _refuse_kind(name, kind)  # before its data is downloaded
+    return manager, name
+
+
+def _reads_files(manager: Any, name: str) -> bool:
+    entry = manager.task_index.get(name)
+    return entry is not None and entry.yaml_path is not None and entry.yaml_path.parent.name in FROM_FILE
+
+
+def _with_rows(name: str, manager: Any, scored: QuestionFile, shots: QuestionFile | None) -> dict[str, Any]:
+    """The task as lm-eval defines it, with the rows of files in place of its data set.
+
+    Without a file of examples they come from the scored file, as in gsm8k_platinum: lm-eval leaves out the scored row
+    when both splits have one name.
+    """
+    if not _reads_files(manager, name):
+        raise refuse("data", str(scored.path), f"task {name} brings its own questions; leave it out or use gsm8k")
+    config: dict[str, Any] = deepcopy(manager.task_index[name].cfg)
+    own_shots = "samples" in (config.get("fewshot_config") or {})
+    if shots is not None and own_shots:
+        raise refuse("fewshot_data", str(shots.path), f"task {name} brings its own examples; leave it out")
+    rows = {"test": scored.rows}
+    if shots is not None:
+        rows["train"] = shots.rows
+
+    def splits(**_: Any) -> Any:
+        from datasets import Dataset, DatasetDict
+
+        return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
+
+    for key in ("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "fewshot_split"):
+        config.pop(key, None)
+    if not own_shots:
+        config["fewshot_split"] = "test" if shots is None else "train"
+    return config | {"test_split": "test", "custom_dataset": splits}
+
+
+def _load(name: str, manager: Any, spec: Any) -> Any:
+    try:
+        loaded = manager.load([spec])["tasks"]
+    except OSError as error:  # what `datasets` raises when neither its cache nor the hub has the rows
+        path = manager.task_index[name].cfg.get("dataset_path", "its data")
+        file = "give --data FILE (JSONL of question/answer), " if _reads_files(manager, name) else ""
+        works = f"{file}go online, or run the embedded task {EMBEDDED}, which needs no network"
+        raise refuse("task", name, f"{path} is not in the local cache and the hub cannot be reached; {works}") from error
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise refuse("task", name, f"lm-eval cannot load it here ({reason}); install what it needs or use another") from error
+    (task,) = loaded.values()
+    _refuse_kind(name, task.OUTPUT_TYPE)
+    if not hasattr(task, "sampler"):
+        raise refuse("task", name, "is not one of lm-eval's configurable tasks; use one of those, such as gsm8k")
+    if getattr(task, "MULTIMODAL", False):
+        raise refuse("task", name, "asks about images or sound; use a text task, such as gsm8k")
+    if getattr(task, "UNSAFE_CODE", False):
+        raise refuse("task", name, "runs code that the model wrote; use a task that does not, such as gsm8k")
+    return task
+
+
+def _refuse_kind(name: str, kind: str | None) -> None:
+    if kind not in (None, "generate_until"):
+        raise refuse("task", name, f"is scored by {kind}, which needs log-likelihoods; use a generating task, such as gsm8k")
+
+
+def _set_fewshot(name: str, task: Any, wanted: int | None) -> int:
+    own = task.get_config("num_fewshot") or 0
+    if wanted is None or wanted == own:
+        wanted = own
+    elif task.get_config("num_fewshot") == 0:
+        raise refuse("num_fewshot", wanted, f"task {name} is defined without examples; leave it out or use 0")
+    task.set_config(key="num_fewshot", value=wanted)
+    return int(wanted)
+
+
+def _leaves_scored_out(task: Any) -> bool:
+    """Whether examples come from the scored rows, each question's own row left out (lm-eval's rule)."""
+    split = task.fewshot_cfg.split
+    return split is not None and split == task.config.test_split
+
+
+def _origin(task: Any) -> str:
+    parts = (task.config.dataset_path, task.config.dataset_name, task.config.test_split or task.config.validation_split)
+    return " ".join(str(part) for part in parts if part) if task.config.dataset_path else "made by the task"
+
+
+def _fewshot_source(task: Any, data_source: str, shots: QuestionFile | None) -> str:
+    if shots is not None:
+        return str(shots)
+    if _leaves_scored_out(task):
+        return f"the other rows of {data_source}"
+    if task.fewshot_cfg.split is not None:
+        return f"the task's {task.fewshot_cfg.split} rows"
+    if task.fewshot_cfg.samples is not None:
+        return "the task's own fixed examples"
+    for split in ("training_split", "validation_split"):
+        if task.get_config(split) is not None:
+            return f"the task's {task.get_config(split)} rows"
+    return "the scored rows, as lm-eval defines this task: a question may be among its own examples"
+
+
+def _refuse_too_many(task: Any, count: int, source: str) -> None:
+    pool = list(task.sampler.df) if count else []
+    available = len(pool)
+    if pool and _leaves_scored_out(task):  # equal rows are left out together
+        available -= max(Counter(json.dumps(row, sort_keys=True, default=str) for row in pool).values())
+    if count > available:
+        raise refuse("num_fewshot", count, f"{source}: {available} are available; use at most {available}")

@@ -1,0 +1,32 @@
+"""Sums and differences of two one-digit numbers: arithmetic that even a very small model half knows.
+
+There are 200 such expressions. A seeded shuffle parts them into 100 that are scored and 100 that the few-shot examples
+come from, so no scored expression is ever an example.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+SEED = 0
+SCORED = 100
+
+
+def rows() -> list[dict[str, str]]:
+    """All 200 `{"question": "4 - 9", "answer": "-5"}`, always in the same order; the first `SCORED` are scored."""
+    made = []
+    for left in range(10):
+        for right in range(10):
+            made.append({"question": f"{left} + {right}", "answer": str(left + right)})
+            made.append({"question": f"{left} - {right}", "answer": str(left - right)})
+    random.Random(SEED).shuffle(made)
+    return made
+
+
+def splits(**_: Any) -> Any:
+    """The `DatasetDict` that lm-eval reads; the task file names this function."""
+    from datasets import Dataset, DatasetDict
+
+    made = rows()
+    return DatasetDict(train=Dataset.from_list(made[SCORED:]), test=Dataset.from_list(made[:SCORED]))

@@ -1,0 +1,82 @@
+"""Attention over the paged KV cache, and writing to it.
+
+One layer's cache is two tensors [pages, page_size, kv_heads, head_dim]. A token's flat slot is
+page * page_size + offset; page 0 belongs to padding rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def write_kv_ref(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store k, v [T, kv_heads, head_dim] at flat `slots` [T] of one layer's cache."""
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+
+def visible(lengths: torch.Tensor, rows: int, keys: int, ancestors: torch.Tensor | None = None) -> torch.Tensor:
+    """Which keys each query row of a verify sees: bool [B, rows, keys].
+
+    lengths [B] is the KV length before the verify; row i stands at key lengths + i. `ancestors` int64 [rows] or
+    [B, rows] holds one 64-bit word per node with the bits of its ancestors and itself; None is a chain.
+    """
+    node = torch.arange(keys, device=lengths.device) - lengths[:, None]  # [B, keys]; negative: before the verify
+    if ancestors is None:
+        return node[:, None, :] <= torch.arange(rows, device=lengths.device)[:, None]
+    words = ancestors.expand(lengths.shape[0], rows)[:, :, None]
+    inside = (words >> node.clamp(0, 63)[:, None, :]) & 1 == 1
+    return (node < 0)[:, None, :] | (inside & (node < rows)[:, None, :])
+
+
+def attention_bias(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `paged_attention_ref` adds to its scores, once for all layers: 0 where `mask` (bool [B, rows, keys], from
+    `visible`) is true, else -inf; `dtype` [B, 1, group * rows, keys] for `group` query heads per KV head."""
+    bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return bias.repeat(1, group, 1)[:, None]
+
+
+def paged_attention_ref(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Attention of a few query rows per sequence over its pages.
+
+    q [B, rows, heads, head_dim]; page_table [B, P]; bias from `attention_bias` over P * page_size keys.
+    Returns [B, rows, heads, head_dim]. The heads that share a KV head are rows of one product, so K and V are read
+    once.
+    """
+    batch, rows, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    group = heads // kv_heads
+    pages = page_table.flatten()
+    k = k_cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    v = v_cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    packed = q.view(batch, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias)
+    return out.view(batch, kv_heads, group, rows, dim).permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, dim)
+
+
+def prefill_attention_ref(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, start: int
+) -> torch.Tensor:
+    """Causal attention of one prompt chunk over its prefix and itself.
+
+    q [T, heads, head_dim] at positions start..start+T-1, whose K and V are already in the cache; pages [P] covers
+    them. Returns [T, heads, head_dim].
+    """
+    rows, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    end = start + rows
+    k = k_cache.index_select(0, pages).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
+    v = v_cache.index_select(0, pages).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
+    mask = None
+    if start:
+        position = torch.arange(end, device=q.device)
+        mask = position <= position[start:, None]
+    out = F.scaled_dot_product_attention(
+        q[None].transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
+    )
+    return out[0].transpose(0, 1)

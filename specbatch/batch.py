@@ -1,0 +1,99 @@
+"""The static device tensors that every iteration reads and writes, and the only way the host writes to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specbatch.kernels.sampling import draw_ref, probabilities_ref, uniform_ref
+from specbatch.request import Request
+from specbatch.transfer import upload
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of the rows of one pass, on the device, and what the host knows of all of them.
+
+    `sampled`: some row has a temperature; `truncated`: some row uses top-k, top-p or min-p; `logprobs`: some row asks
+    for them. What no row asks for is not computed.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    sampled: bool
+    truncated: bool
+    logprobs: bool
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """The distributions tokens are drawn from: logits [B, n, V] -> float32 [B, n, V]."""
+        batch, n, vocabulary = logits.shape
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            return values[:, None].expand(batch, n).flatten()
+
+        cut = (spread(self.top_k), spread(self.top_p), spread(self.min_p)) if self.truncated else ()
+        flat = probabilities_ref(logits.flatten(0, 1), spread(self.temperature), *cut)
+        return flat.view(batch, n, vocabulary)
+
+    def coins(self, positions: torch.Tensor, stream: int) -> torch.Tensor:
+        """Random numbers for tokens at positions [B, n]."""
+        return uniform_ref(self.seeds[:, None], positions, stream)
+
+    def choose(self, logits: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+        """Tokens int64 [B, n] for logits [B, n, V] that stand before `positions` [B, n]: argmax, or a draw."""
+        if not self.sampled:
+            return logits.argmax(-1)
+        return draw_ref(self.probabilities(logits), self.coins(positions, stream))
+
+
+class DeviceBatch:
+    """One row per slot; row 0 is for padding.
+
+    tokens      [R, W] int64   prompt and output; the newest is the root, whose KV is not written yet
+    lengths     [R] int64      KV length = index of the root; the only true length there is
+    page_table  [R, P] int64   page of each page_size tokens
+    """
+
+    def __init__(self, slots: int, width: int, pages: int, device: torch.device) -> None:
+        self.device = device
+        self.tokens = torch.zeros(slots + 1, width, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(slots + 1, pages, dtype=torch.int64, device=device)
+        self._parameters = torch.zeros(slots + 1, 4, dtype=torch.float64, device=device)  # temperature, k, p, min p
+        self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+
+    def admit(self, requests: list[Request], seeds: list[int]) -> None:
+        """Write the rows of requests that were given a slot."""
+        for request in requests:
+            assert request.slot is not None
+            self.tokens[request.slot, : len(request.tokens)] = upload(request.tokens, self.device)
+            self.page_table[request.slot, : len(request.pages)] = upload(request.pages, self.device)
+        slots = upload([request.slot for request in requests], self.device)
+        values = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (request.params for request in requests)]
+        self._parameters[slots] = upload(values, self.device, torch.float64)
+        self._seeds[slots] = upload(seeds, self.device)
+
+    def add_pages(self, cells: list[tuple[int, int, int]]) -> None:
+        """Extend page rows: (slot, index, page) each."""
+        if cells:
+            slot, index, page = upload(cells, self.device).unbind(1)
+            self.page_table[slot, index] = page
+
+    def sampling(self, rows: torch.Tensor, requests: list[Request]) -> Sampling:
+        """Parameters of the given rows [B], which hold `requests`."""
+        params = [request.params for request in requests]
+        values = self._parameters[rows]
+        return Sampling(
+            temperature=values[:, 0].float(),
+            top_k=values[:, 1].long(),
+            top_p=values[:, 2].float(),
+            min_p=values[:, 3].float(),
+            seeds=self._seeds[rows],
+            sampled=any(p.temperature > 0 for p in params),
+            truncated=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
+            logprobs=any(p.logprobs for p in params),
+        )

@@ -1,0 +1,21 @@
+"""NGRAM ("prompt lookup"): what followed the last few tokens when they occurred before. No draft model."""
+
+from __future__ import annotations
+
+from specbatch.drafters.base import NoDraft, Step
+from specbatch.kernels.ngram import ngram_match_ref
+from specbatch.verification import Proposal
+
+
+class NGram(NoDraft):
+    """Looks up suffixes of `longest` to `shortest` tokens in the request's own prompt and output."""
+
+    def __init__(self, count: int, shortest: int, longest: int) -> None:
+        self._count = count
+        self._shortest = shortest
+        self._longest = longest
+
+    def propose(self, step: Step) -> Proposal:
+        history = step.batch.tokens[step.rows, : step.bound + 1]
+        tokens, found = ngram_match_ref(history, step.lengths, self._longest, self._shortest, self._count)
+        return Proposal(tokens, found * self._count)

@@ -1,0 +1,332 @@
+"""The engine: owns model, caches, drafter and schedule; prompts go in, completions come out."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from specbatch.batch import DeviceBatch
+from specbatch.config import EngineConfig
+from specbatch.drafters.base import Drafter, NoDraft
+from specbatch.drafters.ngram import NGram
+from specbatch.drafters.standalone import Standalone
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.iteration import Iteration
+from specbatch.memory.kv_cache import KVCache, bytes_per_page
+from specbatch.memory.pages import PagePool
+from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory
+from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.metrics import RunRecord, emitted_histogram, summarize
+from specbatch.models.llama import Llama
+from specbatch.models.registry import load_model, parse_skip
+from specbatch.prefill import PromptPass
+from specbatch.request import Completion, Request, SamplingParams
+from specbatch.runner import Counters, Runner
+from specbatch.scheduler import Scheduler
+from specbatch.schedules import SCHEDULES
+from specbatch.tokenizer import vocabulary_difference
+from specbatch.weights import Checkpoint, open_checkpoint
+
+Prompt = str | list[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """New tokens of the prompt at `index`; its `completion` on the last event, else None."""
+
+    index: int
+    token_ids: list[int]
+    completion: Completion | None
+
+
+class Engine:
+    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load."""
+
+    def __init__(self, config: EngineConfig, *, log: Callable[[str], None] | None = None) -> None:
+        self.config = config
+        say = log or (lambda line: None)
+        self.device = _device(config.device)
+        target = open_checkpoint(config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer)
+        self.tokenizer = target.tokenizer()
+        dtype = _dtype(config.dtype, target.config.dtype, self.device)
+        skipped, draft = self._open_draft(target)
+        rows = config.speculation.drafted + 1
+
+        draft_config = draft.config if draft else target.config
+        draft_layers = draft.config.num_layers if draft else target.config.num_layers - len(skipped) if skipped else 0
+        layers = target.config.num_layers
+        model_len = min(target.config.max_position, draft.config.max_position if draft else target.config.max_position)
+        plan = plan_memory(
+            config,
+            free=available_memory(self.device),
+            on_cpu=self.device.type == "cpu",
+            model_len=model_len,
+            weights=target.config.parameter_count() * dtype.itemsize,
+            draft_weights=draft.config.parameter_count() * dtype.itemsize if draft else 0,
+            page_bytes=bytes_per_page(target.config, layers, config.page_size, dtype)
+            + bytes_per_page(draft_config, draft_layers, config.page_size, dtype),
+            vocabulary=target.config.vocab_size,
+            rows=rows,
+        )
+        rope = target.config.rope
+        say(
+            f"model: {target.name} ({target.origin}), {dtype}, on {self.device}; rope theta {rope.theta:g} ({rope.source})"
+        )
+        if draft:
+            theirs = draft.config.rope
+            say(f"draft: {draft.name} ({draft.origin}); rope theta {theirs.theta:g} ({theirs.source})")
+        for line in plan.lines():
+            say(line)
+
+        width = plan.max_model_len + 2 * rows + 1
+        load = partial(load_model, dtype=dtype, device=self.device, max_positions=width)
+        model = load(target)
+        cache = KVCache(target.config, layers, plan.kv_pages, config.page_size, dtype, self.device)
+        drafter = self._drafter(model, skipped, load(draft) if draft else None, plan, dtype)
+        batch = DeviceBatch(config.max_running, width, -(-width // config.page_size), self.device)
+
+        pool = PagePool(plan.kv_pages)
+        self._scheduler = Scheduler(
+            pool,
+            PrefixCache(pool, config.page_size) if config.prefix_cache else None,
+            page_size=config.page_size,
+            max_running=config.max_running,
+            max_model_len=plan.max_model_len,
+            prefill_chunk=config.prefill_chunk,
+            rows=rows,
+        )
+        self._runner = Runner(
+            self._scheduler,
+            batch,
+            Iteration(model, cache, drafter),
+            PromptPass(model, cache, drafter),
+            page_size=config.page_size,
+            seed=config.seed,
+            on_tokens=self._on_tokens,
+        )
+        self._schedule = SCHEDULES[config.speculation.schedule](self._runner)
+        self.plan: MemoryPlan = plan
+        self.caps: dict[str, Any] = {
+            "device": str(self.device),
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_running": config.max_running,
+            "max_model_len": plan.max_model_len,
+            "kv_pages": plan.kv_pages,
+            "page_size": config.page_size,
+            "prefill_chunk": config.prefill_chunk,
+            "verify_rows": rows,
+            "weights_bytes": plan.weights + plan.draft_weights,
+            "kv_bytes": plan.kv,
+        }
+        self._active: dict[int, Request] = {}
+        self._events: list[StreamEvent] = []
+        self._trusted = True
+        self._end_tokens = frozenset(self.tokenizer.eos_ids)
+        self.reset_record()
+
+    # -- work -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        concurrency: int | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt (text or token ids); completions come in the order of the prompts.
+
+        `params`: one for all, or one per prompt. `concurrency`: keep at most that many requests submitted and
+        unfinished; None submits all at once. `on_completion` is called as each one ends. All prompts are checked
+        before any work; an interruption drops what is unfinished.
+        """
+        done: dict[int, Completion] = {}
+        for event in self.stream(prompts, params, concurrency=concurrency):
+            if event.completion is not None:
+                done[event.index] = event.completion
+                if on_completion is not None:
+                    on_completion(event.completion)
+        return [done[index] for index in range(len(prompts))]
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: Params = None, *, concurrency: int | None = None
+    ) -> Iterator[StreamEvent]:
+        """As `generate`, handing tokens over as the host learns of them."""
+        if isinstance(prompts, str):
+            raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
+        if concurrency is not None and concurrency < 1:
+            raise refuse("concurrency", concurrency, "use at least 1")
+        if self._active:
+            raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+        settings = self._settings(params, len(prompts))
+        tokens = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in prompts]
+        for index, (ids, setting) in enumerate(zip(tokens, settings, strict=True)):
+            self._check(index, ids, setting)
+        return self._work(tokens, settings, concurrency or len(tokens))
+
+    def _work(self, tokens: list[list[int]], settings: list[SamplingParams], concurrency: int) -> Iterator[StreamEvent]:
+        waiting = deque(range(len(tokens)))
+        try:
+            while waiting or self._active or self._events:
+                while waiting and len(self._active) < concurrency:
+                    index = waiting.popleft()
+                    self._submit(index, tokens[index], settings[index])
+                if self._active and not self._schedule.step() and not self._events:
+                    raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
+                events, self._events = self._events, []
+                yield from events
+            while self._schedule.step():  # what v2 still has in flight: void rows of requests that have ended
+                pass
+        except (Exception, KeyboardInterrupt):
+            self._trusted = False
+            raise
+        finally:
+            for request in list(self._active.values()):
+                self._end(request, "abort")
+            self._schedule.drop()
+            self._events.clear()
+            if not self._trusted:  # a pass that was planned may not have run: its pages hold anything
+                self._scheduler.forget_prefixes()
+                self._trusted = True
+
+    def abort(self, index: int) -> None:
+        """End the running request of that prompt; its completion so far follows with finish_reason "abort"."""
+        request = self._active.get(index)
+        if request is not None:
+            self._end(request, "abort")
+            self._finish(request, [])
+
+    # -- records ----------------------------------------------------------------------------------------------
+
+    def reset_record(self) -> None:
+        """Start a new measured window."""
+        self._completions: list[Completion] = []
+        self._opened: float | None = None
+        self._closed = 0.0
+        self._runner.counters = Counters()
+
+    def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        """All work since the engine was made or `reset_record` was called."""
+        window = self._closed - self._opened if self._opened is not None else 0.0
+        counters: dict[str, Any] = asdict(self._runner.counters)
+        counters["emitted_histogram"] = emitted_histogram(self._completions)
+        return RunRecord(
+            config=self.config.as_dict(),
+            caps=dict(self.caps),
+            metrics=summarize(self._completions, window, concurrency),
+            counters=counters,
+            requests=[item.as_row() for item in self._completions],
+            workload=workload or {},
+        )
+
+    def close(self) -> None:
+        """Free the memory of model and caches. The engine cannot be used afterwards."""
+        for name in ("_runner", "_schedule", "_scheduler"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _open_draft(self, target: Checkpoint) -> tuple[frozenset[int], Checkpoint | None]:
+        """What the drafter runs: layers to skip in the target, or a checkpoint of its own, or nothing."""
+        name = self.config.speculation.draft
+        if name is None:
+            return frozenset(), None
+        skipped = parse_skip(name, target.config.num_layers)
+        if skipped is not None:
+            return skipped, None
+        load_format = "dummy" if self.config.load_format == "dummy" else "auto"
+        draft = open_checkpoint(name, load_format, seed=self.config.seed + 1)
+        difference = vocabulary_difference(self.tokenizer, draft.tokenizer())
+        if difference:
+            raise refuse(
+                "draft", name, f"its vocabulary differs from the target's: {difference}; use one of the same family"
+            )
+        return frozenset(), draft
+
+    def _drafter(
+        self, model: Llama, skipped: frozenset[int], draft: Llama | None, plan: MemoryPlan, dtype: torch.dtype
+    ) -> Drafter:
+        speculation = self.config.speculation
+        if speculation.algorithm == "none":
+            return NoDraft()
+        if speculation.algorithm == "ngram":
+            return NGram(speculation.draft_tokens, speculation.ngram_min, speculation.ngram_max)
+        own = draft if draft is not None else model.without(skipped)
+        cache = KVCache(own.config, len(own.layers), plan.kv_pages, self.config.page_size, dtype, self.device)
+        return Standalone(own, cache, speculation.draft_tokens, model.config.vocab_size)
+
+    def _settings(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise refuse("params", len(params), f"give one SamplingParams, or one for each of the {count} prompts")
+        return list(params)
+
+    def _check(self, index: int, tokens: list[int], params: SamplingParams) -> None:
+        self._scheduler.check(len(tokens), params.max_new_tokens, index)
+        top = self.tokenizer.vocab_size
+        if not 0 <= min(tokens) <= max(tokens) < top:
+            raise refuse(f"prompt {index}", f"token {max(tokens, key=abs)}", f"token ids go from 0 to {top - 1}")
+
+    def _submit(self, index: int, tokens: list[int], params: SamplingParams) -> None:
+        now = time.perf_counter()
+        if self._opened is None:
+            self._opened = now
+        decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        request = Request(index, tokens, params, end_tokens=self._end_tokens, decode=decode, submitted=now)
+        self._active[index] = request
+        self._scheduler.add(request)
+
+    def _on_tokens(self, request: Request, tokens: list[int]) -> None:
+        if request.finished:
+            self._finish(request, tokens)
+        else:
+            self._events.append(StreamEvent(request.index, tokens, None))
+
+    def _finish(self, request: Request, tokens: list[int]) -> None:
+        now = time.perf_counter()
+        completion = request.completion(now)
+        self._closed = now
+        self._active.pop(request.index, None)
+        self._completions.append(completion)
+        self._events.append(StreamEvent(request.index, tokens, completion))
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self._scheduler.release(request)
+        self._active.pop(request.index, None)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise refuse("device", name, "torch sees no CUDA device here; use cpu or auto")
+        index = int(name[5:] or 0) if ":" in name else 0
+        if index >= torch.cuda.device_count():
+            raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
+        return torch.device("cuda", index)
+    return torch.device(name)
+
+
+def _dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else stored or "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,30 @@
+"""The KV tensors of one model."""
+
+from __future__ import annotations
+
+import torch
+
+from specbatch.models.config import ModelConfig
+
+
+def bytes_per_page(config: ModelConfig, layers: int, page_size: int, dtype: torch.dtype) -> int:
+    """K and V of all layers for one page."""
+    return 2 * layers * page_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+class KVCache:
+    """K and V per layer, each [pages + 1, page_size, kv_heads, head_dim]; page 0 belongs to padding rows.
+
+    Every model of an engine (target, draft) has its own, with the same page numbers: one page table serves all.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        self.page_size = page_size
+        self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
+        self.dtype = dtype
+        # Zeros, not empty: masked keys are multiplied by a zero weight, and 0 * NaN is NaN.
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]

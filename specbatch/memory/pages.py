@@ -1,0 +1,45 @@
+"""Who owns which KV page. Host only."""
+
+from __future__ import annotations
+
+
+class PagePool:
+    """Pages 1..total with a count of holders each; page 0 is never handed out, padding rows write there.
+
+    A page is free when nobody holds it. Requests and the prefix cache hold pages alike.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total, 0, -1))
+        self._holders = [0] * (total + 1)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages, held once each. The caller has checked `free`."""
+        if count > len(self._free):
+            raise RuntimeError(f"{count} pages asked, {len(self._free)} free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def hold(self, page: int) -> None:
+        """One more holder of a page that is in use."""
+        if self._holders[page] < 1:
+            raise RuntimeError(f"page {page} is free and cannot be shared")
+        self._holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """One holder less; the last one frees the page."""
+        if self._holders[page] < 1:
+            raise RuntimeError(f"page {page} is released twice")
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            self._free.append(page)
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]

@@ -1,0 +1,124 @@
+"""What fits: the memory plan, made and printed before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specbatch.errors import SpecbatchError, refuse
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbatch.config import EngineConfig
+
+# A CPU shares its memory with everything else: without an explicit kv_pages the pool stays below this.
+_CPU_KV_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes and caps of an engine. `kv_pages` is what the pool gets, `wanted_pages` what the caps could need."""
+
+    available: int
+    weights: int
+    draft_weights: int
+    page_bytes: int
+    kv_pages: int
+    wanted_pages: int
+    workspace: int
+    max_model_len: int
+    page_size: int
+
+    @property
+    def kv(self) -> int:
+        return self.kv_pages * self.page_bytes
+
+    def lines(self) -> Iterator[str]:
+        """The plan for a person to read."""
+        yield f"memory: {_size(self.available)} may be used"
+        yield f"  weights    {_size(self.weights)}"
+        if self.draft_weights:
+            yield f"  draft      {_size(self.draft_weights)}"
+        yield f"  KV pages   {_size(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
+        yield f"  workspace  {_size(self.workspace)} (logits and activations, estimated)"
+        if self.kv_pages < self.wanted_pages:
+            yield (
+                f"  the pool holds {self.kv_pages} of the {self.wanted_pages} pages that max_running requests of "
+                f"max_model_len={self.max_model_len} tokens could need; more will wait or be retracted"
+            )
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes of the device now."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def plan_memory(
+    config: EngineConfig,
+    *,
+    free: int,
+    on_cpu: bool,
+    model_len: int,
+    weights: int,
+    draft_weights: int,
+    page_bytes: int,
+    vocabulary: int,
+    rows: int,
+) -> MemoryPlan:
+    """Decide the size of the KV pool and the longest request.
+
+    free: bytes free on the device; model_len: positions the model was made for; page_bytes: one page in all caches;
+    rows: query rows of a verify. Refuses what cannot fit, naming the setting.
+    """
+    size, slack = config.page_size, 2 * rows
+    budget = int(free * config.memory_fraction)
+    # Logits of a full batch three times over (raw, float32, sorted or probabilities).
+    workspace = 3 * 4 * vocabulary * config.max_running * rows
+    room = budget - weights - draft_weights - workspace
+    longest = min(config.max_model_len or model_len, model_len)
+    if config.max_model_len and config.max_model_len > model_len:
+        raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
+    wanted = config.max_running * -(-(longest + slack) // size)
+    if config.kv_pages is not None:
+        pages = config.kv_pages
+        if pages * page_bytes > room:
+            raise refuse(
+                "kv_pages",
+                pages,
+                f"that is {_size(pages * page_bytes)} and {_size(max(room, 0))} are left; use at most "
+                f"{max(room, 0) // page_bytes}, or a higher memory_fraction",
+            )
+    else:
+        limit = min(room, _CPU_KV_BYTES) if on_cpu else room
+        pages = min(wanted, limit // page_bytes)
+    if pages * size < slack + 2:
+        raise SpecbatchError(
+            f"memory_fraction={config.memory_fraction}: of {_size(free)} free, {_size(max(room, 0))} are left for KV "
+            f"behind {_size(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
+        )
+    fits = pages * size - slack
+    if config.max_model_len and fits < config.max_model_len:
+        raise refuse("max_model_len", config.max_model_len, f"the KV pool of {pages} pages holds requests of {fits}")
+    return MemoryPlan(
+        available=budget,
+        weights=weights,
+        draft_weights=draft_weights,
+        page_bytes=page_bytes,
+        kv_pages=pages,
+        wanted_pages=wanted,
+        workspace=workspace,
+        max_model_len=min(longest, fits),
+        page_size=size,
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

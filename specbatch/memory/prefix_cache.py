@@ -1,0 +1,87 @@
+"""Prompts that begin alike share their KV pages: a radix tree with one full page per edge. Host only.
+
+Following SGLang's RadixAttention (Zheng et al. 2023), at page granularity.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from specbatch.memory.pages import PagePool
+
+
+class _Node:
+    __slots__ = ("children", "key", "page", "parent")
+
+    def __init__(self, key: tuple[int, ...], page: int, parent: _Node | None) -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.children: dict[tuple[int, ...], _Node] = {}
+
+
+class PrefixCache:
+    """Holds each of its pages once. A page is shared as soon as the pass that fills it is planned: whatever reads it
+    is launched later, or in the same pass behind the write."""
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._root = _Node((), 0, None)
+        # Least recently used first. A touch moves a path leaf first, so a node never precedes its children.
+        self._order: OrderedDict[int, _Node] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def _keys(self, tokens: list[int], count: int) -> list[tuple[int, ...]]:
+        size = self._page_size
+        return [tuple(tokens[i * size : (i + 1) * size]) for i in range(count // size)]
+
+    def match(self, tokens: list[int]) -> list[int]:
+        """Pages of the longest cached prefix that leaves at least one token to compute, held for the caller."""
+        path: list[_Node] = []
+        node = self._root
+        for key in self._keys(tokens, len(tokens) - 1):
+            child = node.children.get(key)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        self._touch(node)
+        for found in path:
+            self._pool.hold(found.page)
+        return [found.page for found in path]
+
+    def insert(self, tokens: list[int], count: int, pages: list[int]) -> None:
+        """Share the full pages among the first `count` tokens. Where a prefix is known already, the known page stays
+        and the caller's own remains private."""
+        node = self._root
+        for key, page in zip(self._keys(tokens, count), pages, strict=False):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(key, page, node)
+                self._pool.hold(page)
+                self._order[page] = child
+            node = child
+        self._touch(node)
+
+    def evict(self, count: int) -> int:
+        """Give up to `count` pages back, least recently used first, none that a request holds. Returns how many."""
+        freed = 0
+        for page, node in list(self._order.items()):
+            if freed == count:
+                break
+            if node.children or self._pool.holders(page) > 1:
+                continue
+            assert node.parent is not None
+            del node.parent.children[node.key]
+            del self._order[page]
+            self._pool.release(page)
+            freed += 1
+        return freed
+
+    def _touch(self, node: _Node) -> None:
+        while node.parent is not None:
+            self._order.move_to_end(node.page)
+            node = node.parent

@@ -1,0 +1,47 @@
+"""Prompt processing: chunks of prompts through target and drafter, and the first token of those that end."""
+
+from __future__ import annotations
+
+import torch
+
+from specbatch.batch import DeviceBatch
+from specbatch.context import Prefill, Span
+from specbatch.drafters.base import Drafter
+from specbatch.kernels.sampling import TARGET
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.llama import Llama
+from specbatch.scheduler import Chunk
+from specbatch.transfer import upload
+from specbatch.verification import is_sound, logprobs_of
+
+
+class PromptPass:
+    """Runs planned chunks; knows the same model, cache and drafter as the iteration."""
+
+    def __init__(self, model: Llama, cache: KVCache, drafter: Drafter) -> None:
+        self._model = model
+        self._cache = cache
+        self._drafter = drafter
+
+    def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Compute the chunks. For those that complete a prompt: int64 [B, 2] of first token and sound, and float32
+        [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
+        spans = [Span(chunk.request.slot or 0, chunk.start, chunk.end) for chunk in chunks]
+        shape = Prefill(batch.page_table, spans, self._cache.page_size)
+        tokens = batch.tokens[shape.rows, shape.positions]
+        hidden = self._model.forward(tokens, shape.positions, shape.on(self._cache))
+        self._drafter.prefill(batch, shape, hidden)
+
+        ending = [index for index, chunk in enumerate(chunks) if chunk.last]
+        if not ending:
+            return None
+        rows, lengths, places = upload(
+            [[spans[i].slot for i in ending], [spans[i].end for i in ending], ending], batch.device
+        )
+        sampling = batch.sampling(rows, [chunks[i].request for i in ending])
+        logits = self._model.logits(hidden[shape.last[places]])[:, None]
+        first = sampling.choose(logits, lengths[:, None], TARGET)
+        batch.tokens[rows, lengths] = first[:, 0]
+        batch.lengths[rows] = lengths
+        sound = is_sound(logits, first, sampling)
+        return torch.stack([first[:, 0], sound.long()], 1), logprobs_of(logits, first) if sampling.logprobs else None

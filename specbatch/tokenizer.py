@@ -1,0 +1,253 @@
+"""Text to token ids and back, chat templates, and the ids that end an answer.
+
+Built from a folder's `tokenizer.json` as it is written. transformers 5 rebuilds the splitting rule from the
+class that `tokenizer_config.json` names, which changes some models' tokens (SmolLM2's digits), so it is asked
+only for folders that have no `tokenizer.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch.errors import refuse
+from specbatch.models.config import token_ids
+
+if TYPE_CHECKING:
+    import jinja2
+
+BYTE_EOS = 256
+_PADDING = re.compile(r"|\[PAD\d+\]")  # names of ids that a vocabulary was filled up with
+
+
+class Tokenizer:
+    """A vocabulary with its rules.
+
+    name               what it was read from
+    vocab_size         number of ids, from 0; a model may have more rows, which stand for no text
+    eos_ids            every id that ends an answer, from all files that name one
+    bos_id             the id that starts a text, if there is one
+    has_chat_template  whether `apply_chat_template` works
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        name: str,
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        add_bos: bool | None = None,
+        chat_template: str | None = None,
+        special_tokens: dict[str, str] | None = None,
+    ) -> None:
+        """`backend` is a `tokenizers.Tokenizer`. `add_bos` None leaves it to the backend's own rule."""
+        self.name = name
+        self.eos_ids = frozenset(eos_ids)
+        self.bos_id = bos_id
+        self._backend = backend
+        self._add_bos = add_bos
+        self._chat_template = chat_template
+        self._special_tokens = special_tokens or {}
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, name: str | None = None) -> Tokenizer:
+        """Read a model's or a tokenizer's folder. Raises SpecbatchError where none can be read."""
+        backend = _read_backend(folder)
+        described = _read_json(folder / "tokenizer_config.json")
+        special = {
+            key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        tokens = {key: text for key, text in special.items() if text is not None}
+        ends = token_ids(_read_json(folder / "config.json"), "eos_token_id")
+        ends += token_ids(_read_json(folder / "generation_config.json"), "eos_token_id")
+        end = backend.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
+        bos_id = backend.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
+        return cls(
+            backend,
+            name=name or folder.name,
+            eos_ids=ends if end is None else (*ends, end),
+            bos_id=bos_id,
+            add_bos=described.get("add_bos_token"),
+            chat_template=_read_chat_template(folder, described),
+            special_tokens=tokens,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Special tokens are added only where the model's files say so."""
+        by_rule = add_special_tokens and self._add_bos is not False
+        ids: list[int] = self._backend.encode(text, add_special_tokens=by_rule).ids
+        if add_special_tokens and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that stand for no text are left out."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt for a conversation, to be encoded without further special tokens.
+
+        Raises SpecbatchError where the model has no template, or the template refuses the messages.
+        """
+        import jinja2
+
+        if self._chat_template is None:
+            raise refuse(
+                "chat_template", None, f"{self.name} has none; use --no-chat-template or plain prompts"
+            )
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise refuse("chat_template", self.name, f"it does not accept these messages ({error})") from None
+
+    def vocabulary(self) -> list[str]:
+        """Token strings by id, "" where an id is not used."""
+        strings = [""] * self.vocab_size
+        for token, index in self._backend.get_vocab(with_added_tokens=True).items():
+            strings[index] = token
+        return strings
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        """The chat template, compiled where it can reach nothing but its arguments."""
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, ensure_ascii=False, **options
+        )
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        assert self._chat_template is not None
+        try:
+            return environment.from_string(self._chat_template)
+        except jinja2.TemplateError as error:
+            raise refuse("chat_template", self.name, f"it cannot be read ({error})") from None
+
+
+class ByteTokenizer(Tokenizer):
+    """One id per byte, 256 ends the text: for models with random weights. Ids above are shown as `<id>`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size <= BYTE_EOS:
+            raise refuse(
+                "vocab_size", vocab_size, f"a model without a tokenizer needs at least {BYTE_EOS + 1}"
+            )
+        self.name = "bytes"
+        self.vocab_size = vocab_size
+        self.eos_ids = frozenset({BYTE_EOS})
+        self.bos_id = None
+        self._chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        shown = bytearray()
+        for index in ids:
+            if index < BYTE_EOS:
+                shown.append(index)
+            elif index > BYTE_EOS or not skip_special_tokens:
+                shown += self._name(index).encode()
+        return shown.decode(errors="replace")
+
+    def vocabulary(self) -> list[str]:
+        return [self._name(index) for index in range(self.vocab_size)]
+
+    @staticmethod
+    def _name(index: int) -> str:
+        return "<eos>" if index == BYTE_EOS else chr(index) if index < BYTE_EOS else f"<{index}>"
+
+
+def vocabulary_difference(a: Tokenizer, b: Tokenizer) -> str | None:
+    """The first difference between two vocabularies in a phrase, None if ids mean the same in both.
+
+    Ids at the end that are unused or named as padding do not count: model families pad to different sizes.
+    """
+    ours, theirs = (_without_padding(item.vocabulary()) for item in (a, b))
+    for index, (our, their) in enumerate(zip(ours, theirs, strict=False)):
+        if our != their:
+            return f"id {index} is {our!r} in {a.name} and {their!r} in {b.name}"
+    if len(ours) != len(theirs):
+        return f"{a.name} has {len(ours)} tokens and {b.name} has {len(theirs)}"
+    return None
+
+
+def _without_padding(tokens: list[str]) -> list[str]:
+    used = len(tokens)
+    while used and _PADDING.fullmatch(tokens[used - 1]):
+        used -= 1
+    return tokens[:used]
+
+
+def _read_backend(folder: Path) -> Any:
+    path = folder / "tokenizer.json"
+    works = "give a folder with tokenizer.json as tokenizer="
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise refuse("tokenizer", str(folder), f"the folder holds none; {works}")
+    try:
+        if path.is_file():
+            from tokenizers import Tokenizer as Backend
+
+            return Backend.from_file(str(path))
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    except Exception as error:  # both libraries raise plain Exception and much else for a bad file
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise refuse("tokenizer", str(folder), f"it cannot be read ({lines[0]}); {works}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise refuse("tokenizer", str(path), f"it is not valid JSON ({error})") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _text(token: Any) -> str | None:
+    """A special token, which is a string or a table with its `content`."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def _read_chat_template(folder: Path, described: dict[str, Any]) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    found = described.get("chat_template")
+    if isinstance(found, list):  # several by name; the one for ordinary conversations is "default"
+        found = {item["name"]: item["template"] for item in found}.get("default")
+    return found
+
+
+def _raise(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    from datetime import datetime
+
+    return datetime.now().strftime(form)

@@ -1,0 +1,48 @@
+"""The two ways data crosses between host and device; neither makes the host wait before it asks to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def upload(
+    values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """A small table for the device, sent through pinned memory in stream order."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Ticket:
+    """Tensors on their way to the host, copied behind the work that makes them, on a stream of their own."""
+
+    def __init__(self, *tensors: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        self._event: torch.cuda.Event | None = None
+        if stream is None:
+            self._host = tensors
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._host = tuple(
+                torch.empty(item.shape, dtype=item.dtype, pin_memory=True).copy_(item, non_blocking=True)
+                for item in tensors
+            )
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+        for item in tensors:
+            item.record_stream(stream)
+
+    def ready(self) -> bool:
+        """Can `wait` answer at once?"""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[Any]:
+        """The values as nested lists, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [item.tolist() for item in self._host]

@@ -1,0 +1,50 @@
+"""The folder where downloads and converted weights are kept, one per user."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from specbatch.errors import refuse
+
+
+def cache_folder() -> Path:
+    """`$SPECBATCH_CACHE`, else `~/.cache/specbatch`. It need not exist yet."""
+    chosen = os.environ.get("SPECBATCH_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "specbatch"
+
+
+@contextmanager
+def staging(needed: int) -> Iterator[Path]:
+    """A scratch folder on the cache's own disk, gone afterwards; what is worth keeping is renamed out of it.
+
+    Raises SpecbatchError where the cache cannot be written or has fewer than `needed` bytes free.
+    """
+    root = cache_folder()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=root, prefix=".part-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise refuse(
+            "SPECBATCH_CACHE", str(root), f"set it to a folder that can be written ({error})"
+        ) from None
+    with scratch as name:
+        free = shutil.disk_usage(root).free
+        if free < needed:
+            works = f"set it to a folder with {needed / 2**30:.1f} GiB free (here {free / 2**30:.1f})"
+            raise refuse("SPECBATCH_CACHE", str(root), works)
+        yield Path(name)
+
+
+def keep(scratch: Path, target: Path) -> None:
+    """Rename a finished file or folder to its place. Where another process was faster, its result stays."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.replace(scratch, target)
+    except OSError:
+        if not target.exists():
+            raise

@@ -1,0 +1,126 @@
+"""Checkpoint folders as published on the hub: config.json, safetensors (one file or shards), tokenizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.models.config import ModelConfig
+from specbatch.tokenizer import Tokenizer
+from specbatch.weights import read_config
+
+if TYPE_CHECKING:
+    import torch
+
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+LM_HEAD = "lm_head.weight"
+
+
+class FolderCheckpoint:
+    """A folder whose headers were read: every tensor is there, in its shape, in files that are whole."""
+
+    def __init__(self, folder: Path, *, name: str, origin: str, tokenizer: Tokenizer | None = None) -> None:
+        self.folder = folder
+        self.name = name
+        self.origin = origin
+        self._tokenizer = tokenizer
+        if not (folder / "config.json").is_file():
+            raise refuse("model", str(folder), "the folder has safetensors but no config.json")
+        self.config = ModelConfig.from_dict(read_config(folder / "config.json"))
+        self._files: dict[str, Any] = {}  # tensor name -> open file
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.bytes = 0
+        self._open_files()
+        if LM_HEAD in self._files and self.config.tie_embeddings:
+            # The file says more than the switch: an output matrix of its own is the one to use.
+            self.config = replace(self.config, tie_embeddings=False)
+        check_tensors(self.config, self._shapes, folder)
+
+    def names(self) -> list[str]:
+        return [name for name in self._shapes if not _is_table(name)]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._files[name].get_tensor(name)
+        return found
+
+    def tokenizer(self) -> Tokenizer:
+        found = self._tokenizer or Tokenizer.from_folder(self.folder, name=self.name)
+        if found.vocab_size > self.config.vocab_size:
+            works = f"it has {found.vocab_size} ids and {self.name} has rows for {self.config.vocab_size}"
+            raise refuse("tokenizer", found.name, works)
+        return found
+
+    def _open_files(self) -> None:
+        for path, expected in _weight_files(self.folder).items():
+            file = _open_file(path)
+            held = list(file.keys())
+            for name in sorted(expected - set(held)):
+                raise _damaged(path, f"the index says that it holds {name}, and it does not")
+            for name in held:
+                if expected and name not in expected:
+                    continue
+                view = file.get_slice(name)
+                if view.get_dtype() not in _BYTES:
+                    works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
+                    raise _damaged(path, works)
+                self._files[name] = file
+                self._shapes[name] = tuple(view.get_shape())
+                self.bytes += math.prod(view.get_shape()) * _BYTES[view.get_dtype()]
+
+
+def check_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]], where: Path) -> None:
+    """Refuse a model whose tensors (name -> shape) are not those that its config describes."""
+    wanted = config.tensor_shapes()
+    for name, shape in wanted.items():
+        if name not in found:
+            hint = "; is tie_word_embeddings missing in its config?" if name == LM_HEAD else ""
+            raise _damaged(where, f"tensor {name} is missing{hint}")
+        if found[name] != shape:
+            raise _damaged(where, f"tensor {name} is {list(found[name])}; its config asks for {list(shape)}")
+    for name in found:
+        if name not in wanted and not _is_table(name):
+            # Leaving it out would compute another model.
+            raise _damaged(where, f"its config describes no tensor {name}, which is there")
+
+
+def _is_table(name: str) -> bool:
+    """Old files carry the rope's frequencies, which are no weights."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _weight_files(folder: Path) -> dict[Path, set[str]]:
+    """File -> names of its tensors; an empty set stands for all that it holds."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_config(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise _damaged(index, "it has no weight_map")
+        files: dict[Path, set[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(folder / file, set()).add(name)
+        return files
+    found = sorted(folder.glob("*.safetensors"))
+    if folder / "model.safetensors" in found:
+        return {folder / "model.safetensors": set()}
+    if len(found) != 1:
+        raise _damaged(folder, f"{len(found)} safetensors files and no model.safetensors.index.json")
+    return {found[0]: set()}
+
+
+def _open_file(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise _damaged(path, "the file that the index names is missing") from None
+    except (SafetensorError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise _damaged(path, f"it is damaged or cut short ({reason}); download it again") from None
+
+
+def _damaged(path: Path, what: str) -> SpecbatchError:
+    return refuse("model", str(path), what)

@@ -1,0 +1,96 @@
+"""A GGUF file's tokenizer as `tokenizer.json` and its companions, built from the metadata alone.
+
+How text is split before merging is named, not stored, in a GGUF file (`tokenizer.ggml.pre`). Guessing it
+gives a tokenizer that is right on most texts and wrong on some, so an unknown name is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import refuse
+from specbatch.metrics import write_atomic
+from specbatch.weights.gguf_file import GgufFile
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
+
+# Control tokens that end an answer. Files name only one of them as their end token.
+END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+
+# GPT-2's rule with other groups of digits, and letters that take one leading mark or space along.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = _SPLIT.replace("DIGITS", r"\p{N}")
+LLAMA3_SPLIT = _SPLIT.replace("DIGITS", r"\p{N}{1,3}")
+
+
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json of a GGUF file into `folder`.
+
+    Raises SpecbatchError for a tokenizer or pre-tokenizer that is not known.
+    """
+    file = GgufFile(path)
+    tokens, types = file.required("tokenizer.ggml.tokens"), file.required("tokenizer.ggml.token_type")
+    backend = _backend(file, tokens, types)
+    ends = [file.metadata(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    ends += [
+        tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL
+    ]
+
+    def token(key: str) -> str | None:
+        found = file.metadata(f"tokenizer.ggml.{key}_token_id")
+        return None if found is None else tokens[found]
+
+    pre = file.required("tokenizer.ggml.pre")
+    described = {
+        "add_bos_token": file.metadata("tokenizer.ggml.add_bos_token", pre == "llama-bpe"),
+        "bos_token": token("bos"),
+        "eos_token": token("eos"),
+        "pad_token": token("padding"),
+        "chat_template": file.metadata("tokenizer.chat_template"),
+    }
+    unique = list(dict.fromkeys(end for end in ends if end is not None))
+    write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": unique}) + "\n")
+    write_atomic(folder / "tokenizer_config.json", json.dumps(described, indent=2) + "\n")
+    write_atomic(folder / "tokenizer.json", backend.to_str())  # last: where it is, the others are
+
+
+def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    kind = file.required("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise refuse(
+            "tokenizer.ggml.model", kind, "only 'gpt2' is built; pass tokenizer=FOLDER of the original"
+        )
+    pre = file.required("tokenizer.ggml.pre")
+    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
+    merges = [tuple(merge.split(" ", 1)) for merge in file.required("tokenizer.ggml.merges")]
+    # Llama 3 looks whole words up before it merges.
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizer(pre)
+    backend.decoder = decoders.ByteLevel()
+    for token, type_ in zip(tokens, types, strict=True):
+        if type_ in (CONTROL, USER_DEFINED):
+            added = AddedToken(token, special=type_ == CONTROL, normalized=False)
+            backend.add_tokens([added])
+    return backend
+
+
+def pre_tokenizer(name: str) -> Any:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if name == "smollm":
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    if name in ("qwen2", "llama-bpe"):
+        rule = Regex(QWEN2_SPLIT if name == "qwen2" else LLAMA3_SPLIT)
+        return Sequence([Split(rule, "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+    works = "known are smollm, qwen2 and llama-bpe; pass tokenizer=FOLDER of the original model"
+    raise refuse("tokenizer.ggml.pre", name, works)

@@ -1,0 +1,139 @@
+"""An engine that knows the answers: canned texts, a byte tokenizer, plausible numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbatch.metrics import RunRecord, summarize
+from specbatch.request import Completion, RequestMetrics, SamplingParams
+
+SPECIAL = {"<s>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+Reply = Callable[[str], str]
+
+
+class FakeTokenizer:
+    name = "bytes"
+    vocab_size = 259
+    eos_ids = frozenset({258})
+    bos_id = 256
+    has_chat_template = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokens = [self.bos_id] if add_special_tokens else []
+        while text:
+            special = next((mark for mark in SPECIAL if text.startswith(mark)), None)
+            tokens += [SPECIAL[special]] if special else list(text[0].encode())
+            text = text[len(special or text[0]) :]
+        return tokens
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+        turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages]
+        return "<s>" + "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+    def vocabulary(self) -> list[str]:
+        return [f"byte{value}" for value in range(256)] + list(SPECIAL)
+
+
+class FakeEngine:
+    """Answers each prompt with `reply(text of the prompt)`, one byte a token, cut as a real engine would cut it.
+
+    `order` is the order in which requests finish; `stop_after` raises KeyboardInterrupt after so many.
+    """
+
+    def __init__(self, reply: Reply, *, max_model_len: int = 100_000) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.caps: dict[str, Any] = {"max_model_len": max_model_len}
+        self.reply = reply
+        self.stop_after: int | None = None
+        self.calls: list[dict[str, Any]] = []
+        self.done: list[Completion] = []
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        concurrency: int | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        assert isinstance(params, Sequence)
+        self.calls.append({"prompts": list(prompts), "params": list(params), "concurrency": concurrency})
+        made = {}
+        for place in reversed(range(len(prompts))):  # the last finishes first
+            if self.stop_after is not None and len(made) == self.stop_after:
+                raise KeyboardInterrupt
+            prompt = prompts[place]
+            assert isinstance(prompt, list)
+            made[place] = self._answer(place, prompt, params[place])
+            if on_completion is not None:
+                on_completion(made[place])
+        self.done = [made[place] for place in range(len(prompts))]
+        return self.done
+
+    def _answer(self, place: int, prompt: list[int], params: SamplingParams) -> Completion:
+        text, reason = self.reply(self.tokenizer.decode(prompt)), "stop"
+        cut = min((text.index(stop) for stop in params.stop if stop in text), default=len(text))
+        text = text[:cut]
+        if len(text.encode()) > params.max_new_tokens:
+            text, reason = text.encode()[: params.max_new_tokens].decode(errors="ignore"), "length"
+        tokens = list(text.encode())
+        metrics = RequestMetrics(
+            prompt_tokens=len(prompt),
+            output_tokens=len(tokens),
+            ttft_s=0.5 + place,
+            tpot_s=0.01,
+            e2e_s=1.0 + place,
+            verify_steps=2,
+            emitted=5,
+            drafted=8,
+            accepted=3,
+            accept_length=2.5,
+        )
+        return Completion(place, prompt, tokens, text, reason, metrics)
+
+    def reset_record(self) -> None:
+        self.done = []
+
+    def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        return RunRecord(
+            config={"model": "fake"},
+            caps=self.caps,
+            metrics=summarize(self.done, 2.0, concurrency),
+            counters={},
+            requests=[item.as_row() for item in self.done],
+            workload=workload or {},
+        )
+
+
+def write_rows(path: Path, rows: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sums(first: int, count: int) -> list[dict[str, str]]:
+    """GSM8K-like rows about `first`, `first + 1`, ...; each question ends in its own number."""
+    numbers = range(first, first + count)
+    return [{"question": f"What comes before {n + 1}? #{n}", "answer": f"One less.\n#### {n}"} for n in numbers]
+
+
+def number_asked(prompt: str) -> int:
+    """The number that the last question of a prompt made of `sums` asks for."""
+    return int(prompt.rsplit("#", 1)[1].split("\n")[0].split("?")[0])
+
+
+@pytest.fixture
+def scored_file(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "scored.jsonl", sums(100, 8))
+
+
+@pytest.fixture
+def shots_file(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "shots.jsonl", sums(500, 12))

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from specbatch.errors import SpecbatchError
+from specbatch.tokenizer import ByteTokenizer, Tokenizer, vocabulary_difference
+from specbatch.weights import gguf_tokenizer
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXTS = [
+    "Tom has 12  boxes with 3456 apples, isn't that   6789?",
+    "def f(x):\n    return  x[10:20]\n\n\n",
+    "Zürich, naïve café, 日本語 and 🙂",
+    " 1  22   333\r\n\t",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    tokenizer = Backend(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=297, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return tokenizer
+
+
+def write(folder: Path, backend: Backend, **files: Any) -> Path:
+    """A tokenizer's folder; `files` are JSON by stem, text where it is a str."""
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    for stem, content in files.items():
+        if isinstance(content, str):
+            (folder / f"{stem}.jinja").write_text(content)
+        else:
+            (folder / f"{stem}.json").write_text(json.dumps(content))
+    return folder
+
+
+def clone(backend: Backend) -> Backend:
+    return Backend.from_str(backend.to_str())
+
+
+def test_text_goes_round(tmp_path: Path, backend: Backend) -> None:
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend), name="mine")
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.bos_id) == ("mine", 300, None)
+    assert tokenizer.eos_ids == frozenset()
+    for text in TEXTS:
+        assert tokenizer.encode(text) == backend.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    marked = tokenizer.encode("<|im_start|>hi<|im_end|>")
+    assert (marked[0], marked[-1]) == (298, 299)
+    assert tokenizer.decode(marked) == "hi"
+    assert tokenizer.decode(marked, skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
+    assert tokenizer.vocabulary()[297:] == SPECIAL
+    assert tokenizer.vocabulary() == [backend.id_to_token(index) for index in range(300)]
+
+
+def test_every_file_that_names_an_end_is_read(tmp_path: Path, backend: Backend) -> None:
+    folder = write(
+        tmp_path,
+        backend,
+        config={"eos_token_id": 5},
+        generation_config={"eos_token_id": [297, 7]},
+        tokenizer_config={"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>"},
+    )
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_ids == {5, 7, 297, 299}
+    assert tokenizer.bos_id == 298
+
+
+@pytest.mark.parametrize(("said", "template", "expected"), [
+    (None, False, False),
+    (None, True, True),
+    (False, True, False),
+    (True, False, True),
+    (True, True, True),
+])  # fmt: skip
+def test_a_first_token_is_added_where_the_files_say_so(
+    tmp_path: Path, backend: Backend, said: bool | None, template: bool, expected: bool
+) -> None:
+    changed = clone(backend)
+    if template:
+        single = "<|im_start|> $A"
+        special = [("<|im_start|>", 298)]
+        changed.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    described = {"bos_token": "<|im_start|>"} | ({} if said is None else {"add_bos_token": said})
+    tokenizer = Tokenizer.from_folder(write(tmp_path, changed, tokenizer_config=described))
+    plain = backend.encode("hello").ids
+    assert tokenizer.encode("hello") == ([298, *plain] if expected else plain)
+    assert tokenizer.encode("hello", add_special_tokens=False) == plain
+
+
+def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
+    messages = [{"role": "user", "content": "1 < 2 & 'x'"}]
+    template = (
+        "{{ bos_token }}{% for m in messages %}\n"
+        "    {% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\n[{{ m.role }}]{{ m.content | trim | tojson }}{% endfor %}\n"
+        "{% if add_generation_prompt %}>>{% endif %}"
+    )
+    described = {"bos_token": "<|im_start|>", "chat_template": [{"name": "default", "template": template}]}
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend, tokenizer_config=described))
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template(messages) == "<|im_start|>[user]\"1 < 2 & 'x'\">>"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False).endswith('"')
+    with pytest.raises(SpecbatchError, match="no system"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "be good"}])
+
+    folder = write(tmp_path, backend, chat_template="own file {{ messages[0].content.__class__.__mro__ }}")
+    unsafe = Tokenizer.from_folder(folder)
+    with pytest.raises(SpecbatchError, match="unsafe"):
+        unsafe.apply_chat_template(messages)
+    folder = write(tmp_path, backend, chat_template="{% for %}")
+    with pytest.raises(SpecbatchError, match=r"chat_template=.*cannot be read"):
+        Tokenizer.from_folder(folder).apply_chat_template(messages)
+    without = Tokenizer.from_folder(write(tmp_path / "plain", backend))
+    assert not without.has_chat_template
+    with pytest.raises(SpecbatchError, match="chat_template=None"):
+        without.apply_chat_template(messages)
+
+
+def test_folders_without_a_readable_tokenizer(tmp_path: Path, backend: Backend) -> None:
+    with pytest.raises(SpecbatchError, match="the folder holds none"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(SpecbatchError, match="it cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+    write(tmp_path, backend)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(SpecbatchError, match=r"generation_config.json.*not valid JSON"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_the_splitting_rule_of_the_file_is_kept(tmp_path: Path, backend: Backend) -> None:
+    """A class name that stands for another rule must not replace it: GPT-2's has no single digits."""
+    digits = clone(backend)
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    digits.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    folder = write(tmp_path, digits, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"}, config={})
+    text = "a  12"
+    assert digits.encode(text).ids != backend.encode(text).ids
+    assert Tokenizer.from_folder(folder).encode(text) == digits.encode(text).ids
+
+
+def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path, backend: Backend) -> None:
+    described = json.loads(backend.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(backend.get_vocab()))
+    (tmp_path / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in described["merges"])
+    )
+    specials = {"eos_token": "<|im_end|>", "unk_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", **specials})
+    )
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode(TEXTS[0]) == backend.encode(TEXTS[0]).ids
+    assert tokenizer.eos_ids == {299}
+
+
+def test_thousands_of_prompts_are_encoded_fast(tmp_path: Path, backend: Backend) -> None:
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend))
+    text = " ".join(TEXTS * 3)
+    start = time.perf_counter()
+    for _ in range(2000):
+        tokenizer.encode(text)
+    assert time.perf_counter() - start < 10
+
+
+def test_bytes_are_a_tokenizer() -> None:
+    tokenizer = ByteTokenizer(300)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_ids == {256}
+    assert tokenizer.decode([104, 256, 299, 105]) == "h<299>i"
+    assert tokenizer.decode([104, 256], skip_special_tokens=False) == "h<eos>"
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+    assert len(tokenizer.vocabulary()) == tokenizer.vocab_size == 300
+    assert len(set(tokenizer.vocabulary())) == 300
+    assert not tokenizer.has_chat_template
+    with pytest.raises(SpecbatchError, match="chat_template"):
+        tokenizer.apply_chat_template([])
+    assert vocabulary_difference(tokenizer, ByteTokenizer(300)) is None
+
+
+def test_vocabularies_are_compared_by_id(backend: Backend) -> None:
+    ours = Tokenizer(backend, name="target")
+    assert vocabulary_difference(ours, Tokenizer(clone(backend), name="draft")) is None
+    padded = clone(backend)
+    padded.add_tokens([f"[PAD{index}]" for index in range(300, 310)])
+    assert vocabulary_difference(ours, Tokenizer(padded, name="draft")) is None
+    assert vocabulary_difference(Tokenizer(padded, name="draft"), ours) is None
+    longer = clone(backend)
+    longer.add_tokens(["<tool>"])
+    assert (
+        vocabulary_difference(ours, Tokenizer(longer, name="draft"))
+        == "target has 300 tokens and draft has 301"
+    )
+    other = Backend.from_str(backend.to_str().replace("<|im_end|>", "<|done|>"))
+    difference = vocabulary_difference(ours, Tokenizer(other, name="draft"))
+    assert difference == "id 299 is '<|im_end|>' in target and '<|done|>' in draft"
+
+
+def split(name: str, text: str) -> list[str]:
+    return [part for part, _ in gguf_tokenizer.pre_tokenizer(name).pre_tokenize_str(text)]
+
+
+def test_splitting_rules_of_gguf_files() -> None:
+    assert gguf_tokenizer.QWEN2_SPLIT == PRETOKENIZE_REGEX
+    assert split("smollm", "a  12") == ["a", "ĠĠ", "1", "2"]
+    assert split("qwen2", "a  12345") == ["a", "Ġ", "Ġ", "1", "2", "3", "4", "5"]
+    assert split("llama-bpe", "a  12345") == ["a", "Ġ", "Ġ", "123", "45"]
+    assert split("llama-bpe", "I'Ll go\n\n x") == ["I", "'Ll", "Ġgo", "ĊĊ", "Ġx"]
+    with pytest.raises(SpecbatchError, match=r"tokenizer.ggml.pre='gpt-9'.*smollm, qwen2"):
+        gguf_tokenizer.pre_tokenizer("gpt-9")

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from specbatch.errors import SpecbatchError
+from specbatch.weights import load_tensors, open_checkpoint
+
+Make = Callable[..., Any]
+
+
+def edit(path: Path, **changes: Any) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_saved_model_is_read_back(tiny_model: Make, save: Make, family: str, tied: bool, old: bool) -> None:
+    rope = {"rope_theta": 3e4, "rope_type": "linear", "factor": 2.0}
+    model = tiny_model(family, tie_word_embeddings=tied, rope_parameters=rope, eos_token_id=[299, 297])
+    checkpoint = open_checkpoint(str(save(model, old=old)))
+    expected = {
+        name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")
+    }
+    loaded = load_tensors(checkpoint, torch.float32)
+    assert set(loaded) == set(expected) == set(checkpoint.names())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    config = checkpoint.config
+    assert (config.family, config.rope.theta, config.rope.kind) == (family, 3e4, "linear")
+    assert config.tie_embeddings == tied
+    assert config.eos_ids == (299, 297)
+    assert checkpoint.bytes == 4 * config.parameter_count()
+    assert checkpoint.name == "model"
+
+
+def test_shards_are_one_model(tiny_model: Make, save: Make) -> None:
+    model = tiny_model("qwen2", dtype=torch.bfloat16).to(torch.bfloat16)
+    folder = save(model, shard="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    checkpoint = open_checkpoint(str(folder))
+    seen: list[tuple[int, int]] = []
+    loaded = load_tensors(checkpoint, torch.bfloat16, progress=lambda done, total: seen.append((done, total)))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    assert checkpoint.config.dtype == "bfloat16"
+    assert checkpoint.bytes == 2 * checkpoint.config.parameter_count()
+    count = checkpoint.config.parameter_count()
+    assert seen[-1] == (count, count)
+    assert load_tensors(checkpoint, torch.float32)["model.norm.weight"].dtype == torch.float32
+
+
+def test_an_explicit_head_beside_the_tied_switch_wins(tiny_model: Make, save: Make) -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    folder = save(model)
+    edit(folder / "config.json", tie_word_embeddings=True)
+    checkpoint = open_checkpoint(str(folder))
+    assert not checkpoint.config.tie_embeddings
+    assert torch.equal(checkpoint.tensor("lm_head.weight"), model.lm_head.weight)
+
+
+def test_old_rope_tables_are_no_weights(tiny_model: Make, save: Make) -> None:
+    folder = save(tiny_model("llama"))
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, path)
+    checkpoint = open_checkpoint(str(folder))
+    assert not any("inv_freq" in name for name in load_tensors(checkpoint, torch.float32))
+
+
+def test_a_failing_tensor_stops_the_load(
+    tiny_model: Make, save: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(str(save(tiny_model("llama"))))
+
+    def broken(name: str) -> torch.Tensor:
+        raise OSError(f"disk gone at {name}")
+
+    monkeypatch.setattr(checkpoint, "tensor", broken)
+    with pytest.raises(OSError, match="disk gone"):
+        load_tensors(checkpoint, torch.float32)
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(SpecbatchError) as error:
+        open_checkpoint(str(folder), **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_damaged_files_are_refused_by_name(tiny_model: Make, save: Make) -> None:
+    model = tiny_model("llama")
+    folder = save(model, name="cut")
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    assert "cut/model.safetensors" in refusal(folder)
+    assert "damaged or cut short" in refusal(folder)
+    path.write_bytes(whole[:4])
+    assert "damaged or cut short" in refusal(folder)
+    path.write_bytes(b"")
+    assert "damaged or cut short" in refusal(folder)
+
+
+def test_a_missing_shard_and_a_bad_index_are_refused_by_name(tiny_model: Make, save: Make) -> None:
+    folder = save(tiny_model("llama"), shard="40KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    moved = shards[1].rename(folder / "moved.bin")
+    assert shards[1].name in refusal(folder)
+    assert "missing" in refusal(folder)
+    moved.rename(shards[1])
+    index = folder / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    names = list(found["weight_map"])
+    found["weight_map"][names[0]] = found["weight_map"][names[-1]]
+    index.write_text(json.dumps(found))
+    assert f"holds {names[0]}" in refusal(folder)
+    index.write_text("{")
+    assert "index.json" in refusal(folder)
+    assert "not valid JSON" in refusal(folder)
+    index.write_text("{}")
+    assert "weight_map" in refusal(folder)
+    index.unlink()
+    assert "no model.safetensors.index.json" in refusal(folder)
+
+
+def test_config_and_weights_must_agree(tiny_model: Make, save: Make) -> None:
+    folder = save(tiny_model("llama"))
+    config, path = folder / "config.json", folder / "model.safetensors"
+    right, tensors = config.read_text(), load_file(path)
+    edit(config, intermediate_size=95)
+    assert "mlp.gate_proj.weight is [96, 64]; its config asks for [95, 64]" in refusal(folder)
+    edit(config, intermediate_size=96, num_hidden_layers=3)
+    assert "model.layers.2.input_layernorm.weight is missing" in refusal(folder)
+    edit(config, num_hidden_layers=1)
+    assert "describes no tensor model.layers.1." in refusal(folder)
+    config.write_text(right)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, path)
+    assert "tie_word_embeddings" in refusal(folder)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.float64)}, path)
+    assert "model.norm.weight is F64" in refusal(folder)
+    config.write_text("[1]")
+    assert "one JSON table" in refusal(folder)
+    config.unlink()
+    assert "no config.json" in refusal(folder)
+
+
+def test_what_a_folder_may_be(tmp_path: Path, tiny_model: Make, save: Make) -> None:
+    assert "no such file" in refusal(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "holds no safetensors" in refusal(tmp_path / "empty")
+    (tmp_path / "notes.txt").write_text("hello")
+    assert "not a model" in refusal(tmp_path / "notes.txt")
+    folder = save(tiny_model("llama"))
+    assert "holds no gguf" in refusal(folder, load_format="gguf")
+    (folder / "a.gguf").write_bytes(b"")
+    (folder / "b.gguf").write_bytes(b"")
+    assert "a.gguf, b.gguf" in refusal(folder, load_format="gguf")
+
+
+def test_the_tokenizer_must_fit_the_model(tiny_model: Make, save: Make) -> None:
+    checkpoint = open_checkpoint(str(save(tiny_model("llama", vocab_size=299))))
+    with pytest.raises(SpecbatchError, match="300 ids and model has rows for 299"):
+        checkpoint.tokenizer()
+    other = save(tiny_model("llama"), name="other")
+    replaced = open_checkpoint(str(save(tiny_model("llama"), name="third")), tokenizer=str(other)).tokenizer()
+    assert replaced.name == str(other)
+    with pytest.raises(SpecbatchError, match=r"tokenizer='./nothing'"):
+        open_checkpoint(str(other), tokenizer="./nothing")
+
+
+def test_the_same_tensors_as_transformers_reads(tiny_model: Make, save: Make) -> None:
+    folder = save(tiny_model("qwen3"), shard="60KB")
+    reference = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    loaded = load_tensors(open_checkpoint(str(folder)), torch.float32)
+    assert all(torch.equal(loaded[name], reference[name]) for name in loaded)

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from tokenizers import Tokenizer as Backend
+from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+
+from specbatch.errors import SpecbatchError
+from specbatch.models.config import ModelConfig
+from specbatch.weights import gguf_file, load_tensors, open_checkpoint
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_same_model_as_the_folder(
+    tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend, family: str, tied: bool
+) -> None:
+    rope = {"rope_theta": 1e5, "rope_type": "default"}
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    model = tiny_model(family, tie_word_embeddings=tied, rope_parameters=rope, **biases)
+    original = open_checkpoint(str(save(model)))
+    converted = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", model, backend)))
+    expected, loaded = load_tensors(original, torch.float32), load_tensors(converted, torch.float32)
+    assert set(loaded) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+
+    ours, theirs = converted.config, original.config
+    assert ours.rope.source == "gguf"
+    assert torch.equal(ours.rope.inverse_frequencies(), theirs.rope.inverse_frequencies())
+    assert ours.tensor_shapes() == theirs.tensor_shapes()
+    assert (ours.rms_norm_eps, ours.max_position, ours.tie_embeddings) == (1e-5, 512, tied)
+    assert (ours.eos_ids, ours.bos_id) == ((299,), 298)
+
+    # The converted folder is an ordinary one: transformers computes the same logits from it.
+    tokens = torch.arange(40).unsqueeze(0)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(converted.folder).eval()(tokens).logits
+        assert torch.equal(logits, model.eval()(tokens).logits)
+
+
+def test_rows_are_unpermuted_per_head() -> None:
+    """Rows 0..3 of a head lie in the file as 0, 2, 1, 3: pairs next to each other."""
+    rows = np.array([0, 2, 1, 3, 4, 6, 5, 7])
+    assert gguf_file.unpermute(rows, 2).tolist() == list(range(8))
+    assert gguf_file.unpermute(rows.reshape(8, 1), 2).shape == (8, 1)
+    assert gguf_file.unpermute(rows, 1).tolist() != list(range(8))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
+def test_types_are_kept_or_dequantised_exactly(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, kind: str
+) -> None:
+    quantised = GGMLQuantizationType[kind]
+    model = tiny_model("llama")
+    checkpoint = open_checkpoint(
+        str(write_gguf(tmp_path / "model.gguf", model, backend, quantised=quantised))
+    )
+    kept = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
+    for name, tensor in model.state_dict().items():
+        found = checkpoint.tensor(name)
+        if tensor.ndim == 1:
+            assert torch.equal(found, tensor)
+        elif kept is not None:
+            assert torch.equal(found, tensor.to(kept)), name
+        else:
+            # Quantising works on runs of 32 inputs, so permuting rows before or after makes no difference.
+            again = gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), quantised), quantised)
+            assert found.dtype == torch.float32
+            assert torch.equal(found, torch.from_numpy(again)), name
+
+
+def test_k_quants_are_dequantised_as_gguf_does(tmp_path: Path) -> None:
+    """The package cannot make these types; any bytes with finite scales are valid."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (2, 144), dtype=np.uint8)
+    blocks[:, :4] = np.array([0.01, 0.02], dtype=np.float16).view(np.uint8)
+    writer = GGUFWriter(tmp_path / "k.gguf", "llama")
+    writer.add_tensor("token_embd.weight", blocks, raw_dtype=GGMLQuantizationType.Q4_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = gguf_file.GgufFile(tmp_path / "k.gguf").tensors["token_embd.weight"]
+    expected = gguf.quants.dequantize(blocks, GGMLQuantizationType.Q4_K)
+    assert torch.equal(gguf_file.dequantise(tensor, None), torch.from_numpy(expected))
+
+
+def test_it_is_converted_once_in_bounded_files(
+    tmp_path: Path,
+    tiny_model: Make,
+    write_gguf: Make,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
+) -> None:
+    monkeypatch.setattr(gguf_file, "SHARD_BYTES", 20_000)
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
+    said: list[str] = []
+    first = open_checkpoint(str(path), log=said.append)
+    assert len(said) == 1
+    assert len(list(first.folder.glob("*.safetensors"))) > 2
+    assert len(load_tensors(first, torch.float32)) == len(first.config.tensor_shapes())
+    monkeypatch.setattr(gguf_file, "GgufFile", None)  # a second reading would fail
+    again = open_checkpoint(str(path.rename(tmp_path / "other.gguf")), log=said.append)
+    assert (again.folder, again.name, len(said)) == (first.folder, "other", 1)
+    assert first.folder.parent.parent == cache
+    assert not list(cache.glob(".part-*"))
+
+
+def test_scaled_rope_comes_along(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
+) -> None:
+    llama3 = {
+        "rope_theta": 5e5,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    model = tiny_model("llama", rope_parameters=llama3, head_dim=32)
+    reference = ModelConfig.from_dict({**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope
+    plain = 1.0 / 5e5 ** (np.arange(0, 32, 2, dtype=np.float32) / 32)
+    divisors = (plain / reference.inverse_frequencies().numpy()).astype(np.float32)
+    assert divisors.max() == pytest.approx(8.0)
+    extra = {"rope_freqs.weight": divisors}
+    keys = {"llama.rope.dimension_count": 32, "llama.attention.key_length": 32}
+    path = write_gguf(tmp_path / "scaled.gguf", model, backend, extra_tensors=extra, metadata=keys)
+    rope = open_checkpoint(str(path)).config.rope
+    assert rope.kind == "divisors"
+    torch.testing.assert_close(rope.inverse_frequencies(), reference.inverse_frequencies(), rtol=1e-6, atol=0)
+
+    yarn = {
+        "qwen2.rope.scaling.type": "yarn",
+        "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 512,
+    }
+    path = write_gguf(tmp_path / "yarn.gguf", tiny_model("qwen2"), backend, metadata=yarn)
+    config = open_checkpoint(str(path)).config
+    assert (config.rope.kind, config.rope.factor, config.max_position) == ("yarn", 4.0, 2048)
+
+
+def test_a_value_per_layer_is_read_when_all_are_equal(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
+) -> None:
+    model = tiny_model("llama")
+    heads = gguf_file.same_in_all_layers
+    assert heads("head_count_kv", [2, 2]) == 2
+    with pytest.raises(SpecbatchError, match=r"head_count_kv=\[2, 0\]"):
+        heads("head_count_kv", [2, 0])
+    path = write_gguf(
+        tmp_path / "window.gguf", model, backend, metadata={"llama.attention.sliding_window": 128}
+    )
+    with pytest.raises(SpecbatchError, match="sliding_window=128"):
+        open_checkpoint(str(path))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(SpecbatchError) as error:
+        open_checkpoint(str(path))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_files_that_are_no_whole_gguf_are_refused(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, cache: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
+    whole = path.read_bytes()
+    for size in (0, 3, 20, 200, 3000, len(whole) - 1000):
+        path.write_bytes(whole[:size])
+        assert "not a whole GGUF file" in refusal(path), size
+    path.write_bytes(b"GGML" + whole[4:])
+    assert "magic invalid" in refusal(path)
+    path.write_bytes(whole[:4] + b"\x09\0\0\0" + whole[8:])
+    assert "version 9" in refusal(path)
+    assert not list(cache.glob("gguf-*/*"))
+
+
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
+) -> None:
+    llama, number = tiny_model("llama"), iter(range(99))
+
+    def told(model: Any = llama, **options: Any) -> str:
+        return refusal(write_gguf(tmp_path / f"{next(number)}.gguf", model, backend, **options))
+
+    extra = np.ones(4, dtype=np.float32)
+    assert "blk.0.attn_sinks.weight" in told(extra_tensors={"blk.0.attn_sinks.weight": extra})
+    assert "expert_count=8" in told(metadata={"llama.expert_count": 8})
+    assert "rope.dimension_count=8" in told(metadata={"llama.rope.dimension_count": 8})
+    assert "rope.scaling.type='longrope'" in told(metadata={"llama.rope.scaling.type": "longrope"})
+    assert "rope.scaling.attn_factor=2.0" in told(metadata={"llama.rope.scaling.attn_factor": 2.0})
+    assert "one part of several" in told(metadata={"split.count": 3})
+    unequal = {"llama.attention.key_length": 16, "llama.attention.value_length": 8}
+    assert "value_length=8" in told(metadata=unequal)
+    wider = {"llama.attention.key_length": 32}
+    assert "q_proj.weight is [64, 64]; its config asks for [128, 64]" in told(metadata=wider)
+
+    other = tiny_model("llama")
+    other.config.model_type = "gemma3"
+    assert "general.architecture='gemma3'" in told(other)
+    short = tiny_model("qwen2", num_hidden_layers=1)
+    short.config.num_hidden_layers = 2
+    assert "model.layers.1.input_layernorm.weight is missing" in told(short)
+
+
+def test_the_tokenizer_is_the_files_own(
+    tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend, texts: list[str]
+) -> None:
+    model = tiny_model("llama", vocab_size=310)
+    path = write_gguf(tmp_path / "model.gguf", model, backend)
+    ours, original = open_checkpoint(str(path)).tokenizer(), open_checkpoint(str(save(model))).tokenizer()
+    for text in [*texts, "<|im_start|>user\nhi<|im_end|>"]:
+        assert ours.encode(text) == original.encode(text) == backend.encode(text).ids
+        assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
+    assert ours.vocabulary() == original.vocabulary()
+    assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (300, 298, {297, 299})
+    assert ours.decode([305]) == ""
+    message = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(message) == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
+    assert json.loads((open_checkpoint(str(path)).folder / "config.json").read_text())["vocab_size"] == 310
+
+
+def test_rules_that_go_with_a_pre_tokenizer(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str]
+) -> None:
+    model = json.loads(backend.to_str())["model"]
+    qwen = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+    path = write_gguf(tmp_path / "qwen.gguf", tiny_model("qwen2"), backend, pre="qwen2")
+    tokenizer = open_checkpoint(str(path)).tokenizer()
+    for text in texts:
+        assert tokenizer.encode(text) == qwen.encode(text)
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+
+    # Llama 3 starts every text with its first token unless the file says otherwise.
+    path = write_gguf(tmp_path / "llama.gguf", tiny_model("llama"), backend, pre="llama-bpe")
+    tokenizer = open_checkpoint(str(path)).tokenizer()
+    assert tokenizer.encode("Tom")[0] == 298
+    assert tokenizer.encode("e\u0301") != tokenizer.encode("\u00e9")
+    never = {"tokenizer.ggml.add_bos_token": False}
+    path = write_gguf(tmp_path / "never.gguf", tiny_model("llama"), backend, pre="llama-bpe", metadata=never)
+    assert 298 not in open_checkpoint(str(path)).tokenizer().encode("Tom")
+
+
+def test_an_unknown_pre_tokenizer_is_refused_but_may_be_replaced(
+    tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend
+) -> None:
+    model = tiny_model("llama")
+    path = write_gguf(tmp_path / "model.gguf", model, backend, pre="newfangled")
+    with pytest.raises(SpecbatchError, match=r"tokenizer.ggml.pre='newfangled'"):
+        open_checkpoint(str(path)).tokenizer()
+    replaced = open_checkpoint(str(path), tokenizer=str(save(model))).tokenizer()
+    assert replaced.encode("hi") == backend.encode("hi").ids

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from specbatch.errors import SpecbatchError
+from specbatch.weights import hub, open_checkpoint
+
+
+def test_without_the_hub_the_error_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*arguments: Any, **options: Any) -> str:
+        raise LocalEntryNotFoundError("Cannot reach the hub.\nMore words on a second line.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(SpecbatchError) as error:
+        open_checkpoint("Qwen/Qwen2.5-0.5B")
+    told = str(error.value)
+    assert told.startswith("model='Qwen/Qwen2.5-0.5B'")
+    assert "\n" not in told
+    for wanted in ("Cannot reach the hub", "smollm2-135m", "folder", "specbatch models pull smollm2-135m"):
+        assert wanted in told
+    with pytest.raises(SpecbatchError, match=r"tokenizer='Qwen/Qwen2.5-0.5B'.*tokenizer.json"):
+        open_checkpoint("toy", "dummy", tokenizer="Qwen/Qwen2.5-0.5B")
+
+
+def test_a_name_that_is_nothing_never_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    for name in ("smollm3", "a/b/c"):
+        with pytest.raises(SpecbatchError, match=r"no such name, file or folder.*smollm2-135m"):
+            open_checkpoint(name)
+
+
+def test_a_snapshot_is_opened_as_a_folder(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Any], save: Callable[..., Path]
+) -> None:
+    folder = save(tiny_model("qwen2"))
+    asked: list[tuple[str, Any, Any]] = []
+
+    def download(repository: str, **options: Any) -> str:
+        asked.append((repository, options["revision"], options["allow_patterns"]))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    checkpoint = open_checkpoint("somebody/model@abc", tokenizer="somebody/tokenizer")
+    assert asked[0] == ("somebody/tokenizer", None, hub.TOKENIZER_FILES)
+    assert asked[1] == ("somebody/model", "abc", hub.MODEL_FILES)
+    assert (checkpoint.name, checkpoint.origin) == ("somebody/model@abc", "somebody/model@abc")
+    assert checkpoint.tokenizer().name == "somebody/tokenizer"
