@@ -111,16 +111,12 @@ def _transformers(name: str) -> Side:
     assert not unknown, unknown
     assert set(missing) <= {"lm_head.weight"}, missing  # shared with the embedding
     model.tie_weights()
-    model.generation_config.eos_token_id = (
-        None  # as our ignore_eos: nothing ends early, no token is forbidden
-    )
+    model.generation_config.eos_token_id = None  # as our ignore_eos: nothing ends early, no token is forbidden
     model.generation_config.pad_token_id = 0
 
     def run(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         ids = torch.tensor(prompts)
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-        )
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
         return [row[len(prompts[0]) :] for row in out.tolist()]
 
     return run
@@ -129,9 +125,7 @@ def _transformers(name: str) -> Side:
 def _prompts(engine: Engine, count: int, length: int) -> list[list[int]]:
     """Consecutive pieces of a text that every installation has: the source of `specbatch.metrics`."""
     text = engine.tokenizer.encode(Path(metrics.__file__).read_text())
-    return [
-        (text * (1 + (place + 1) * length // len(text)))[place * length :][:length] for place in range(count)
-    ]
+    return [(text * (1 + (place + 1) * length // len(text)))[place * length :][:length] for place in range(count)]
 
 
 def main(
@@ -141,9 +135,7 @@ def main(
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     threads: Annotated[int | None, typer.Option(help="Of both sides. Default: torch's own choice.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON line instead of the table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line instead of the table.")] = False,
 ) -> None:
     """Measure plain decoding of specbatch and of transformers side by side on a CPU."""
     import torch

@@ -157,13 +157,9 @@ def test_the_splitting_rule_of_the_file_is_kept(tmp_path: Path, backend: Backend
 def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path, backend: Backend) -> None:
     described = json.loads(backend.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(backend.get_vocab()))
-    (tmp_path / "merges.txt").write_text(
-        "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in described["merges"])
-    )
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in described["merges"]))
     specials = {"eos_token": "<|im_end|>", "unk_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "GPT2Tokenizer", **specials})
-    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **specials}))
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode(TEXTS[0]) == backend.encode(TEXTS[0]).ids
     assert tokenizer.eos_ids == {299}
@@ -204,10 +200,7 @@ def test_vocabularies_are_compared_by_id(backend: Backend) -> None:
     assert vocabulary_difference(Tokenizer(padded, name="draft"), ours) is None
     longer = clone(backend)
     longer.add_tokens(["<tool>"])
-    assert (
-        vocabulary_difference(ours, Tokenizer(longer, name="draft"))
-        == "target has 300 tokens and draft has 301"
-    )
+    assert vocabulary_difference(ours, Tokenizer(longer, name="draft")) == "target has 300 tokens and draft has 301"
     other = Backend.from_str(backend.to_str().replace("<|im_end|>", "<|done|>"))
     difference = vocabulary_difference(ours, Tokenizer(other, name="draft"))
     assert difference == "id 299 is '<|im_end|>' in target and '<|done|>' in draft"

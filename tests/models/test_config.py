@@ -60,9 +60,7 @@ def test_both_spellings_give_the_frequencies_of_transformers(family: str, scalin
     config_class, architecture = FAMILIES[family]
     head_dim = {} if family == "qwen2" else {"head_dim": 64}
     sizes = {**SIZES, "hidden_size": 256, **head_dim}
-    reference = config_class(
-        **sizes, rope_parameters={"rope_theta": 5e5, "rope_type": "default", **SCALINGS[scaling]}
-    )
+    reference = config_class(**sizes, rope_parameters={"rope_theta": 5e5, "rope_type": "default", **SCALINGS[scaling]})
     new = {**reference.to_dict(), "architectures": [architecture]}
     old = {**old_spelling(family), **sizes, "rope_scaling": SCALINGS[scaling] or None}
     assert "rope_theta" not in new

@@ -170,9 +170,7 @@ def _write_gguf(
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    tokens = [token for token, _ in vocabulary] + [
-        f"[PAD{n}]" for n in range(len(vocabulary), config.vocab_size)
-    ]
+    tokens = [token for token, _ in vocabulary] + [f"[PAD{n}]" for n in range(len(vocabulary), config.vocab_size)]
     types = [3 if token in SPECIAL else 5 if token.startswith("[PAD") else 1 for token in tokens]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)

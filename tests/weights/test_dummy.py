@@ -63,7 +63,5 @@ def test_what_a_dummy_cannot_be(tmp_path: Path) -> None:
         open_checkpoint("gpt-7", "dummy")
     small = {**SHAPES["toy"], "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    with pytest.raises(
-        SpecbatchError, match="vocab_size=100: a model without a tokenizer needs at least 257"
-    ):
+    with pytest.raises(SpecbatchError, match="vocab_size=100: a model without a tokenizer needs at least 257"):
         open_checkpoint(str(tmp_path), "dummy").tokenizer()

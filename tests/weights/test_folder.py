@@ -28,9 +28,7 @@ def test_a_saved_model_is_read_back(tiny_model: Make, save: Make, family: str, t
     rope = {"rope_theta": 3e4, "rope_type": "linear", "factor": 2.0}
     model = tiny_model(family, tie_word_embeddings=tied, rope_parameters=rope, eos_token_id=[299, 297])
     checkpoint = open_checkpoint(str(save(model, old=old)))
-    expected = {
-        name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")
-    }
+    expected = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     loaded = load_tensors(checkpoint, torch.float32)
     assert set(loaded) == set(expected) == set(checkpoint.names())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
@@ -74,9 +72,7 @@ def test_old_rope_tables_are_no_weights(tiny_model: Make, save: Make) -> None:
     assert not any("inv_freq" in name for name in load_tensors(checkpoint, torch.float32))
 
 
-def test_a_failing_tensor_stops_the_load(
-    tiny_model: Make, save: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_tensor_stops_the_load(tiny_model: Make, save: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(str(save(tiny_model("llama"))))
 
     def broken(name: str) -> torch.Tensor:

@@ -63,9 +63,7 @@ def test_types_are_kept_or_dequantised_exactly(
 ) -> None:
     quantised = GGMLQuantizationType[kind]
     model = tiny_model("llama")
-    checkpoint = open_checkpoint(
-        str(write_gguf(tmp_path / "model.gguf", model, backend, quantised=quantised))
-    )
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", model, backend, quantised=quantised)))
     kept = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
     for name, tensor in model.state_dict().items():
         found = checkpoint.tensor(name)
@@ -118,9 +116,7 @@ def test_it_is_converted_once_in_bounded_files(
     assert not list(cache.glob(".part-*"))
 
 
-def test_scaled_rope_comes_along(
-    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
-) -> None:
+def test_scaled_rope_comes_along(tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend) -> None:
     llama3 = {
         "rope_theta": 5e5,
         "rope_type": "llama3",
@@ -159,9 +155,7 @@ def test_a_value_per_layer_is_read_when_all_are_equal(
     assert heads("head_count_kv", [2, 2]) == 2
     with pytest.raises(SpecbatchError, match=r"head_count_kv=\[2, 0\]"):
         heads("head_count_kv", [2, 0])
-    path = write_gguf(
-        tmp_path / "window.gguf", model, backend, metadata={"llama.attention.sliding_window": 128}
-    )
+    path = write_gguf(tmp_path / "window.gguf", model, backend, metadata={"llama.attention.sliding_window": 128})
     with pytest.raises(SpecbatchError, match="sliding_window=128"):
         open_checkpoint(str(path))
 
