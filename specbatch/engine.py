@@ -53,10 +53,12 @@ class Engine:
         self.config = config
         say = log or (lambda line: None)
         self.device = _device(config.device)
-        target = open_checkpoint(config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer)
+        target = open_checkpoint(
+            config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
+        )
         self.tokenizer = target.tokenizer()
         dtype = _dtype(config.dtype, target.config.dtype, self.device)
-        skipped, draft = self._open_draft(target)
+        skipped, draft = self._open_draft(target, say)
         rows = config.speculation.drafted + 1
 
         draft_config = draft.config if draft else target.config
@@ -81,7 +83,7 @@ class Engine:
         )
         if draft:
             theirs = draft.config.rope
-            say(f"draft: {draft.name} ({draft.origin}); rope theta {theirs.theta:g} ({theirs.source})")
+            say(f"draft: {draft.name} ({draft.origin}); rope theta {theirs.theta:g} (from {theirs.source})")
         for line in plan.lines():
             say(line)
 
@@ -128,6 +130,7 @@ class Engine:
         self._active: dict[int, Request] = {}
         self._events: list[StreamEvent] = []
         self._trusted = True
+        self._vocabulary = target.config.vocab_size
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
 
@@ -241,7 +244,7 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _open_draft(self, target: Checkpoint) -> tuple[frozenset[int], Checkpoint | None]:
+    def _open_draft(self, target: Checkpoint, log: Callable[[str], None]) -> tuple[frozenset[int], Checkpoint | None]:
         """What the drafter runs: layers to skip in the target, or a checkpoint of its own, or nothing."""
         name = self.config.speculation.draft
         if name is None:
@@ -250,7 +253,7 @@ class Engine:
         if skipped is not None:
             return skipped, None
         load_format = "dummy" if self.config.load_format == "dummy" else "auto"
-        draft = open_checkpoint(name, load_format, seed=self.config.seed + 1)
+        draft = open_checkpoint(name, load_format, seed=self.config.seed + 1, log=log)
         difference = vocabulary_difference(self.tokenizer, draft.tokenizer())
         if difference:
             raise refuse(
@@ -279,9 +282,9 @@ class Engine:
 
     def _check(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         self._scheduler.check(len(tokens), params.max_new_tokens, index)
-        top = self.tokenizer.vocab_size
-        if not 0 <= min(tokens) <= max(tokens) < top:
-            raise refuse(f"prompt {index}", f"token {max(tokens, key=abs)}", f"token ids go from 0 to {top - 1}")
+        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+        if wrong:
+            raise refuse(f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self._vocabulary - 1}")
 
     def _submit(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         now = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,7 @@ class Layer:
 
 
 class Llama:
-    """`read` gives a tensor of the checkpoint by its Hugging Face name, on the CPU."""
+    """`read` gives a tensor of the checkpoint by its Hugging Face name, on the CPU; several threads call it."""
 
     def __init__(
         self,
@@ -79,7 +80,8 @@ class Llama:
         self.dtype = dtype
         self.device = device
         self.embedding = fetch("model.embed_tokens.weight")
-        self.layers: tuple[Layer, ...] = tuple(layer(index) for index in range(config.num_layers))
+        with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
+            self.layers: tuple[Layer, ...] = tuple(pool.map(layer, range(config.num_layers)))
         self.norm = fetch("model.norm.weight")
         self.head = self.embedding if config.tie_embeddings else fetch("lm_head.weight")
         cos, sin = rope_table(config.rope.inverse_frequencies(), max_positions, config.rope.attention_factor)
