@@ -111,23 +111,22 @@ def _heading(records: list[RunRecord]) -> str:
         "dtype": caps["dtype"],
         "workload": f"{work['dataset']}, {text}, output "
         f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
-        "configurations": _each({name: _drafting(record.config["speculation"]) for name, record in names.items()}),
+        "configurations": "; ".join(
+            f"{name}: {_drafting(record.config['speculation'])}" for name, record in names.items()
+        ),
         "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
-        "effective caps": _each({name: _caps(record) for name, record in names.items()}),
+        "effective caps": "; ".join(_caps(names)),
         "prefix cache": "on" if config["prefix_cache"] else "off",
     }
     return "".join(f"* {name}: {value}\n" for name, value in lines.items())
 
 
-def _each(texts: dict[str, str]) -> str:
-    """What is said of each configuration, once where it is the same of all."""
+def _caps(records: dict[str, RunRecord]) -> list[str]:
+    """The caps of each configuration; said once, without a name, where they are the same of all."""
+    texts = {name: ", ".join(f"{cap} {record.caps[cap]}" for cap in _CAPS) for name, record in records.items()}
     if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return "; ".join(f"{name}: {text}" for name, text in texts.items())
-
-
-def _caps(record: RunRecord) -> str:
-    return ", ".join(f"{name} {record.caps[name]}" for name in _CAPS)
+        return [*texts.values()][:1]
+    return [f"{name}: {text}" for name, text in texts.items()]
 
 
 def _drafting(asked: dict[str, Any]) -> str:
