@@ -1,8 +1,8 @@
 """The engine as lm-eval sees it: a model that generates.
 
-    lm = SpecBatchLM(engine, "gsm8k")
-    lm_eval.simple_evaluate(model=lm, tasks=["gsm8k"])
-    lm.answers                                     # every request's Completion, beside lm-eval's scores
+lm = SpecBatchLM(engine, "gsm8k")
+lm_eval.simple_evaluate(model=lm, tasks=["gsm8k"])
+lm.answers                                     # every request's Completion, beside lm-eval's scores
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class SpecBatchLM(LM):  # type: ignore[misc]
             if self._on_answer is not None:
                 self._on_answer(Answer(requests[completion.index].doc_id, completion), len(requests))
 
-        completions = self._engine.generate(
-            tokens, params, concurrency=self._concurrency, on_completion=finished
-        )
+        completions = self._engine.generate(tokens, params, concurrency=self._concurrency, on_completion=finished)
         for request, completion in zip(requests, completions, strict=True):
             self.answers.append(Answer(request.doc_id, completion))
             self.prompts.append(request.args[0])
@@ -101,7 +99,7 @@ class SpecBatchLM(LM):  # type: ignore[misc]
         return [completion.text for completion in completions]
 
     def loglikelihood(self, requests: list[Instance]) -> NoReturn:
-        raise refuse("task", self._task, "scores given texts by log-likelihood; use a task that generates, such as gsm8k")
+        raise refuse("task", self._task, "needs log-likelihoods of given texts; use a generating task, such as gsm8k")
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> NoReturn:
         self.loglikelihood(requests)
@@ -112,7 +110,8 @@ class SpecBatchLM(LM):  # type: ignore[misc]
         kwargs = normalize_gen_kwargs({"temperature": temperature, **wanted}, default_max_gen_toks=MAX_NEW_TOKENS)
         unknown = sorted(set(kwargs) - _KNOWN)
         if unknown:
-            raise refuse("task", self._task, f"asks for {', '.join(unknown)}; this engine takes {', '.join(sorted(_KNOWN))}")
+            works = f"this engine takes {', '.join(sorted(_KNOWN))}; use another task"
+            raise refuse("task", self._task, f"asks for {', '.join(unknown)}, and {works}")
         stops = tuple(text for text in kwargs["until"] if text)
         return SamplingParams(
             temperature=kwargs["temperature"],
@@ -134,6 +133,6 @@ class SpecBatchLM(LM):  # type: ignore[misc]
             raise refuse(
                 "max_model_len",
                 context,
-                f"question {request.doc_id} of {self._task} has {prompt} prompt tokens and may be answered with {budget}; "
-                f"use at least {prompt + budget}, fewer examples (num_fewshot) or a smaller max_new_tokens",
+                f"question {request.doc_id} of {self._task} has {prompt} prompt tokens and may be answered with "
+                f"{budget}; use at least {prompt + budget}, fewer examples (num_fewshot) or a smaller max_new_tokens",
             )

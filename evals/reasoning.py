@@ -1,4 +1,4 @@
-"""The generators of reasoning-gym as lm-eval tasks: `reasoning_gym:chain_sum` and about a hundred more (optional extra)."""
+"""The generators of reasoning-gym as lm-eval tasks: `reasoning_gym:chain_sum` and a hundred more (optional extra)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = 20
 
 
 def config(task: str) -> dict[str, Any]:
-    """The lm-eval task of generator `reasoning_gym:NAME`: 100 scored items and others for examples, with default settings."""
+    """The lm-eval task `reasoning_gym:NAME`: 100 scored items and others for examples, with default settings."""
     name = task.partition(":")[2]
     try:
         import reasoning_gym
@@ -24,8 +24,12 @@ def config(task: str) -> dict[str, Any]:
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=4) or sorted(DATASETS)[:4]
         raise refuse("task", task, f"no such generator; for example {', '.join(near)}")
-    items = reasoning_gym.create_dataset(name, size=SCORED + EXAMPLES, seed=SEED)
-    rows = [{"index": place, "question": items[place]["question"], "answer": str(items[place]["answer"])} for place in range(len(items))]
+    try:
+        items = reasoning_gym.create_dataset(name, size=SCORED + EXAMPLES, seed=SEED)
+    except AssertionError as error:
+        raise refuse("task", task, f"has no default settings ({error}); use another generator") from error
+    made = [items[place] for place in range(SCORED + EXAMPLES)]
+    rows = [{"index": n, "question": item["question"], "answer": str(item["answer"])} for n, item in enumerate(made)]
     scored = {row["question"] for row in rows[:SCORED]}
 
     def splits(**_: Any) -> Any:
@@ -35,7 +39,7 @@ def config(task: str) -> dict[str, Any]:
         return DatasetDict(train=Dataset.from_list(examples), test=Dataset.from_list(rows[:SCORED]))
 
     def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-        return {"score": float(items.score_answer(results[0].strip(), items[doc["index"]]))}
+        return {"score": float(items.score_answer(results[0].strip(), made[doc["index"]]))}
 
     return {
         "task": task,
@@ -46,7 +50,7 @@ def config(task: str) -> dict[str, Any]:
         "fewshot_split": "train",
         "num_fewshot": 5,
         "doc_to_text": "Question: {{question}}\nAnswer:",
-        "doc_to_target": "{{answer}}",
+        "doc_to_target": "answer",  # the field itself: a template would turn the text "[1, 2]" into a list
         "process_results": process_results,
         "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
         "generation_kwargs": {"until": ["Question:"], "do_sample": False, "temperature": 0.0},

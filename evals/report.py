@@ -1,9 +1,9 @@
 """What an evaluation found: scores with their uncertainty, speed, and one row per question.
 
-* score: mean over the questions; stderr: sample standard deviation / sqrt(n), of one score by itself (two runs on the same
-  questions are compared question by question, not by these).
-* unparsed: share of questions in whose answer the filter found nothing (they count as wrong); truncated: share of answers
-  that ran into max_new_tokens (they are scored as they stand).
+* score: mean over the questions; stderr: sample standard deviation / sqrt(n), of one score by itself (two runs on the
+  same questions are compared question by question, not by these).
+* unparsed: share of questions in whose answer the filter found nothing (they count as wrong); truncated: share of
+  answers that ran into max_new_tokens (they are scored as they stand).
 * the speed columns are defined in `specbatch.metrics`.
 """
 
@@ -20,7 +20,7 @@ from specbatch.metrics import RunRecord, write_atomic
 
 @dataclass(frozen=True)
 class Score:
-    """One metric under one answer filter. stderr is None for a single question, unparsed where the filter cannot fail."""
+    """One metric under one answer filter. stderr is None for one question, unparsed where the filter cannot fail."""
 
     filter: str
     metric: str
@@ -100,9 +100,9 @@ class EvalReport:
         }
         form = "chat template" if self.chat_template else "plain prompt"
         notes = [
-            f"Questions: {self.data_source}; {self.num_fewshot} examples before each, from: {self.fewshot_source}.",
-            f"{form}, max_new_tokens {self.max_new_tokens}, seed {self.seed}, "
-            f"prompts sha256 {self.prompts_sha256[:16]}, lm-eval {self.lm_eval_version}, task version {self.task_version}.",
+            f"Questions: {self.data_source}. Examples before each: {self.num_fewshot}, from: {self.fewshot_source}.",
+            f"Prompts: {form}, sha256 {self.prompts_sha256[:16]}, seed {self.seed}. Answers: up to "
+            f"{self.max_new_tokens} tokens. lm-eval {self.lm_eval_version}, task version {self.task_version}.",
         ]
         if "abort" in self.finish_reasons:
             notes.append(f"{self.finish_reasons['abort']} answers were aborted and are scored as they stand.")

@@ -29,7 +29,7 @@ REASONING = "reasoning_gym:"
 
 @dataclass(frozen=True)
 class EvalTask:
-    """A task that is ready to be asked: `task` is lm-eval's object, the sources say in words where its rows came from."""
+    """A task that is ready to be asked: `task` is lm-eval's object, the sources say where its rows came from."""
 
     name: str
     task: Any
@@ -107,8 +107,9 @@ def _find(name: str) -> tuple[Any, Any]:
     manager = TaskManager()
     if name not in manager.all_tasks:
         near = get_close_matches(name, [*known, *manager.all_subtasks], n=4)
-        works = f"did you mean {', '.join(dict.fromkeys(near))}? " if near else ""
-        raise refuse("task", name, f"no such task; {works}use gsm8k, gsm8k_platinum, {EMBEDDED} or a generating lm-eval task")
+        meant = f"did you mean {', '.join(dict.fromkeys(near))}? " if near else ""
+        works = f"use gsm8k, gsm8k_platinum, {EMBEDDED} or a generating task of lm-eval"
+        raise refuse("task", name, f"no such task; {meant}{works}")
     if name not in manager.all_subtasks:
         raise refuse("task", name, "is a group of tasks; name one task of it")
     kind = manager.task_index[name].cfg.get("output_type", "generate_until")
@@ -156,10 +157,12 @@ def _load(name: str, manager: Any, spec: Any) -> Any:
         path = manager.task_index[name].cfg.get("dataset_path", "its data")
         file = "give --data FILE (JSONL of question/answer), " if _reads_files(manager, name) else ""
         works = f"{file}go online, or run the embedded task {EMBEDDED}, which needs no network"
-        raise refuse("task", name, f"{path} is not in the local cache and the hub cannot be reached; {works}") from error
+        reason = f"{path} is not in the local cache and the hub cannot be reached"
+        raise refuse("task", name, f"{reason}; {works}") from error
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise refuse("task", name, f"lm-eval cannot load it here ({reason}); install what it needs or use another") from error
+        works = "install what it needs or use another task"
+        raise refuse("task", name, f"lm-eval cannot load it here ({reason}); {works}") from error
     (task,) = loaded.values()
     _refuse_kind(name, task.OUTPUT_TYPE)
     if not hasattr(task, "sampler"):
@@ -173,7 +176,8 @@ def _load(name: str, manager: Any, spec: Any) -> Any:
 
 def _refuse_kind(name: str, kind: str | None) -> None:
     if kind not in (None, "generate_until"):
-        raise refuse("task", name, f"is scored by {kind}, which needs log-likelihoods; use a generating task, such as gsm8k")
+        works = "use a generating task, such as gsm8k"
+        raise refuse("task", name, f"is scored by {kind}, which needs log-likelihoods; {works}")
 
 
 def _set_fewshot(name: str, task: Any, wanted: int | None) -> int:

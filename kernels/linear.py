@@ -1,22 +1,30 @@
-"""Matrix products with few rows."""
+"""Matrix products with a fixed weight."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-# Up to here a CPU product is faster as weight x activations^T: the BLAS then reads the weight where it lies instead
-# of packing it into a second copy first.
-_SKINNY_ROWS = 16
+
+class Linear:
+    """`x @ weight.T + bias` for x [T, in], weight [out, in], bias [out] -> [T, out].
+
+    On a CPU a float32 weight is kept in oneDNN's blocked layout, as inductor does when it freezes a model: for up to
+    some 40 rows the product then runs at the speed at which the weight can be read, about twice that of the plain one.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.shape = weight.shape
+        self.bias = bias
+        self._blocked = weight.device.type == "cpu" and weight.dtype == torch.float32 and _has_blocked()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._blocked else weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._blocked:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            return y
+        return F.linear(x, self._weight, self.bias)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` for x [T, in], weight [out, in], bias [out] -> contiguous [T, out]."""
-    rows = x.shape[0]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or rows > _SKINNY_ROWS:
-        return F.linear(x, weight, bias)
-    if rows == 1:  # two columns take the threaded matrix path; the matrix-vector product does not
-        x = x.expand(2, -1)
-    # Only the transposed view of contiguous rows takes the fast path.
-    y = torch.mm(weight, x.contiguous().t())[:, :rows].t().contiguous()
-    return y if bias is None else y + bias
+def _has_blocked() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

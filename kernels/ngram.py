@@ -19,7 +19,7 @@ def ngram_match_ref(
     place = torch.arange(width, device=tokens.device)
     run = torch.zeros_like(tokens)  # tokens that match, counted backwards from each place
     alive = place < last[:, None]
-    for back in range(longest):
+    for back in range(min(longest, width)):
         suffix = tokens.gather(1, (last - back).clamp(min=0)[:, None])
         shifted = tokens if back == 0 else torch.nn.functional.pad(tokens[:, :-back], (back, 0), value=-1)
         alive = alive & (shifted == suffix) & (last >= back)[:, None]

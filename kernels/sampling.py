@@ -28,7 +28,7 @@ def uniform_ref(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> to
     seeds and positions: int64, broadcast together. A token's randomness is thus the same in every schedule, batch
     and algorithm.
     """
-    key = _mix(seeds + _GOLDEN * (stream + 1))
+    key = _mix(seeds + _signed(_GOLDEN * (stream + 1) % (1 << 64)))
     bits = _mix(key + positions * _GOLDEN) >> 11
     return (bits & ((1 << 53) - 1)).double() * 2.0**-53
 
@@ -47,9 +47,10 @@ def probabilities_ref(
     """
     greedy = temperature <= 0
     logits = logits.float()
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    # A colder or hotter one would give the same law, but overflow on the way.
+    scaled = logits / temperature.clamp(1e-30, 1e30)[:, None]
     if top_k is not None and top_p is not None and min_p is not None:
-        ordered, order = scaled.sort(-1, descending=True, stable=True)
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(logits.shape[-1], device=logits.device)
         ordered = ordered.masked_fill((top_k > 0)[:, None] & (rank >= top_k[:, None]), -torch.inf)
         p = ordered.softmax(-1)

@@ -60,9 +60,7 @@ class Tokenizer:
         """Read a model's or a tokenizer's folder. Raises SpecbatchError where none can be read."""
         backend = _read_backend(folder)
         described = _read_json(folder / "tokenizer_config.json")
-        special = {
-            key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
+        special = {key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         tokens = {key: text for key, text in special.items() if text is not None}
         ends = token_ids(_read_json(folder / "config.json"), "eos_token_id")
         ends += token_ids(_read_json(folder / "generation_config.json"), "eos_token_id")
@@ -95,9 +93,7 @@ class Tokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt for a conversation, to be encoded without further special tokens.
 
         Raises SpecbatchError where the model has no template, or the template refuses the messages.
@@ -105,9 +101,7 @@ class Tokenizer:
         import jinja2
 
         if self._chat_template is None:
-            raise refuse(
-                "chat_template", None, f"{self.name} has none; use --no-chat-template or plain prompts"
-            )
+            raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template or plain prompts")
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
@@ -131,9 +125,7 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(
-            value, ensure_ascii=False, **options
-        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         assert self._chat_template is not None
@@ -148,9 +140,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size <= BYTE_EOS:
-            raise refuse(
-                "vocab_size", vocab_size, f"a model without a tokenizer needs at least {BYTE_EOS + 1}"
-            )
+            raise refuse("vocab_size", vocab_size, f"a model without a tokenizer needs at least {BYTE_EOS + 1}")
         self.name = "bytes"
         self.vocab_size = vocab_size
         self.eos_ids = frozenset({BYTE_EOS})

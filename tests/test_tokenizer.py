@@ -105,11 +105,10 @@ def test_a_first_token_is_added_where_the_files_say_so(
 
 def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
     messages = [{"role": "user", "content": "1 < 2 & 'x'"}]
-    template = (
-        "{{ bos_token }}{% for m in messages %}\n"
-        "    {% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\n[{{ m.role }}]{{ m.content | trim | tojson }}{% endfor %}\n"
-        "{% if add_generation_prompt %}>>{% endif %}"
-    )
+    template = """{{ bos_token }}{% for m in messages %}
+        {% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}
+[{{ m.role }}]{{ m.content | trim | tojson }}{% endfor %}
+{% if add_generation_prompt %}>>{% endif %}"""
     described = {"bos_token": "<|im_start|>", "chat_template": [{"name": "default", "template": template}]}
     tokenizer = Tokenizer.from_folder(write(tmp_path, backend, tokenizer_config=described))
     assert tokenizer.has_chat_template

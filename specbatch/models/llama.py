@@ -10,21 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.context import Context
-from specbatch.kernels.linear import linear
+from specbatch.kernels.linear import Linear
 from specbatch.kernels.norm import rms_norm_ref
 from specbatch.kernels.rope import apply_rope_ref, rope_table
 from specbatch.models.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A weight [out, in] with an optional bias [out]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -32,13 +21,13 @@ class Layer:
     """One decoder layer. q, k, v and gate, up are one matrix each: fewer, larger products."""
 
     attention_norm: torch.Tensor
-    qkv: Projection
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: Projection
+    out: Linear
     mlp_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: Linear
+    down: Linear
 
 
 class Llama:
@@ -54,10 +43,11 @@ class Llama:
         max_positions: int,
     ) -> None:
         def fetch(*names: str) -> torch.Tensor:
-            return torch.cat([read(name).to(device=device, dtype=dtype) for name in names])
+            parts = [read(name).to(device=device, dtype=dtype) for name in names]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-        def project(stem: str, parts: tuple[str, ...], bias: bool) -> Projection:
-            return Projection(
+        def project(stem: str, parts: tuple[str, ...], bias: bool) -> Linear:
+            return Linear(
                 fetch(*(f"{stem}.{part}.weight" for part in parts)),
                 fetch(*(f"{stem}.{part}.bias" for part in parts)) if bias else None,
             )
@@ -83,7 +73,7 @@ class Llama:
         with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
             self.layers: tuple[Layer, ...] = tuple(pool.map(layer, range(config.num_layers)))
         self.norm = fetch("model.norm.weight")
-        self.head = self.embedding if config.tie_embeddings else fetch("lm_head.weight")
+        self.head = Linear(self.embedding if config.tie_embeddings else fetch("lm_head.weight"))
         cos, sin = rope_table(config.rope.inverse_frequencies(), max_positions, config.rope.attention_factor)
         self._cos = cos.to(device=device, dtype=dtype)
         self._sin = sin.to(device=device, dtype=dtype)
@@ -118,4 +108,4 @@ class Llama:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size], in the model's type."""
-        return linear(hidden, self.head)
+        return self.head(hidden)

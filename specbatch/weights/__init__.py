@@ -1,15 +1,9 @@
-"""Where a model comes from: `open_checkpoint` finds it, `load_tensors` reads it.
-
-checkpoint = open_checkpoint("smollm2-135m")
-weights = load_tensors(checkpoint, torch.float32)
-"""
+"""Where a model comes from: `open_checkpoint("smollm2-135m")` finds and checks it; its tensors are read one by one."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,42 +70,9 @@ def open_checkpoint(
     if path.is_dir():
         return _open_folder(path, path.resolve().name, str(path), load_format, override, log)
     if _looks_like_a_path(model):
-        what = "a .gguf file or a folder with config.json and safetensors"
-        raise refuse(
-            "model", model, f"{'this file is not a model' if path.exists() else 'no such file'}; give {what}"
-        )
+        found = "this file is not a model" if path.exists() else "no such file"
+        raise refuse("model", model, f"{found}; give a .gguf file or a folder with config.json and safetensors")
     return _open_hub(model, load_format, override, log)
-
-
-def load_tensors(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    *,
-    device: str | torch.device = "cpu",
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, torch.Tensor]:
-    """All tensors by name, in `dtype` on `device`, read by several threads.
-
-    Tensors that are stored in `dtype` stay memory-mapped on a CPU. `progress(done, total)` counts parameters.
-    """
-    total, done = checkpoint.config.parameter_count(), 0
-    loaded: dict[str, torch.Tensor] = {}
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-
-        def load(name: str) -> torch.Tensor:
-            return checkpoint.tensor(name).to(device=device, dtype=dtype)
-
-        running = {pool.submit(load, name): name for name in checkpoint.names()}
-        try:
-            for future in as_completed(running):
-                loaded[running[future]] = future.result()
-                done += loaded[running[future]].numel()
-                if progress:
-                    progress(done, total)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return loaded
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -160,10 +121,8 @@ def _open_folder(
     raise refuse("model", origin, f"the folder holds no {wanted}; give one with config.json and safetensors")
 
 
-def _open_gguf(
-    path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None
-) -> Checkpoint:
-    from specbatch.weights.gguf_file import GgufCheckpoint
+def _open_gguf(path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None) -> Checkpoint:
+    from specbatch.weights.gguf_checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log)
 
@@ -178,8 +137,9 @@ def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Lo
     )
     if model.count("/") != 1:
         raise refuse("model", model, f"no such name, file or folder; {works}")
-    patterns = ["*.gguf"] if load_format == "gguf" else hub.MODEL_FILES
-    folder = hub.snapshot("model", model, patterns, works=works)
+    if load_format == "gguf":
+        raise refuse("load_format", load_format, f"from the hub only safetensors are fetched; {works}")
+    folder = hub.snapshot("model", model, hub.MODEL_FILES, works=works)
     return _open_folder(folder, model, model, load_format, tokenizer, log)
 
 
@@ -190,12 +150,8 @@ def _open_tokenizer(tokenizer: str) -> Tokenizer:
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
         if _looks_like_a_path(tokenizer) or tokenizer.count("/") != 1:
-            raise refuse(
-                "tokenizer", tokenizer, "no such folder; give a folder with tokenizer.json, or a hub id"
-            )
-        folder = hub.snapshot(
-            "tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json"
-        )
+            raise refuse("tokenizer", tokenizer, "no such folder; give a folder with tokenizer.json, or a hub id")
+        folder = hub.snapshot("tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json")
     return Tokenizer.from_folder(folder, name=tokenizer)
 
 
@@ -205,11 +161,7 @@ def _refuse_safetensors(load_format: str, model: str) -> None:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return (
-        name.startswith(("/", ".", "~"))
-        or name.endswith((".gguf", ".json", ".safetensors"))
-        or Path(name).exists()
-    )
+    return name.startswith(("/", ".", "~")) or name.endswith((".gguf", ".json", ".safetensors")) or Path(name).exists()
 
 
-__all__ = ["Checkpoint", "load_tensors", "open_checkpoint", "read_config"]
+__all__ = ["Checkpoint", "open_checkpoint", "read_config"]

@@ -29,9 +29,7 @@ def staging(needed: int) -> Iterator[Path]:
         root.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=root, prefix=".part-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise refuse(
-            "SPECBATCH_CACHE", str(root), f"set it to a folder that can be written ({error})"
-        ) from None
+        raise refuse("SPECBATCH_CACHE", str(root), f"set it to a folder that can be written ({error})") from None
     with scratch as name:
         free = shutil.disk_usage(root).free
         if free < needed:

@@ -36,10 +36,8 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     file = GgufFile(path)
     tokens, types = file.required("tokenizer.ggml.tokens"), file.required("tokenizer.ggml.token_type")
     backend = _backend(file, tokens, types)
-    ends = [file.metadata(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
-    ends += [
-        tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL
-    ]
+    ends = [file.metadata("tokenizer.ggml.eot_token_id")]  # beside the eos token, described below
+    ends += [tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL]
 
     def token(key: str) -> str | None:
         found = file.metadata(f"tokenizer.ggml.{key}_token_id")
@@ -64,9 +62,7 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
 
     kind = file.required("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise refuse(
-            "tokenizer.ggml.model", kind, "only 'gpt2' is built; pass tokenizer=FOLDER of the original"
-        )
+        raise refuse("tokenizer.ggml.model", kind, "only 'gpt2' is built; pass tokenizer=FOLDER of the original")
     pre = file.required("tokenizer.ggml.pre")
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in file.required("tokenizer.ggml.merges")]

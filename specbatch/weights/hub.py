@@ -10,9 +10,7 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.mo
 TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 
 
-def snapshot(
-    setting: str, name: str, patterns: list[str], *, works: str, local_dir: Path | None = None
-) -> Path:
+def snapshot(setting: str, name: str, patterns: list[str], *, works: str, local_dir: Path | None = None) -> Path:
     """The folder with the files of `owner/model` or `owner/model@revision` that match `patterns`.
 
     What the hub's cache holds is not asked for again; `local_dir` puts the files there, past the cache. Where
@@ -31,7 +29,5 @@ def snapshot(
         )
     except Exception as error:  # the hub's, the network's and the disk's errors have no common kind
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise refuse(
-            setting, name, f"the model hub did not give it ({lines[0].rstrip('.')}); {works}"
-        ) from None
+        raise refuse(setting, name, f"the model hub did not give it ({lines[0].rstrip('.')}); {works}") from None
     return Path(found)

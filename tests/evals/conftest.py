@@ -45,7 +45,7 @@ class FakeTokenizer:
 class FakeEngine:
     """Answers each prompt with `reply(text of the prompt)`, one byte a token, cut as a real engine would cut it.
 
-    `order` is the order in which requests finish; `stop_after` raises KeyboardInterrupt after so many.
+    The last prompt finishes first; `stop_after` raises KeyboardInterrupt after so many.
     """
 
     def __init__(self, reply: Reply, *, max_model_len: int = 100_000) -> None:
@@ -67,7 +67,7 @@ class FakeEngine:
         assert isinstance(params, Sequence)
         self.calls.append({"prompts": list(prompts), "params": list(params), "concurrency": concurrency})
         made = {}
-        for place in reversed(range(len(prompts))):  # the last finishes first
+        for place in reversed(range(len(prompts))):
             if self.stop_after is not None and len(made) == self.stop_after:
                 raise KeyboardInterrupt
             prompt = prompts[place]
@@ -113,27 +113,55 @@ class FakeEngine:
         )
 
 
-def write_rows(path: Path, rows: Sequence[object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def sums(first: int, count: int) -> list[dict[str, str]]:
-    """GSM8K-like rows about `first`, `first + 1`, ...; each question ends in its own number."""
+    """GSM8K-like rows about `first`, `first + 1`, ...; each question ends in the number it asks for."""
     numbers = range(first, first + count)
     return [{"question": f"What comes before {n + 1}? #{n}", "answer": f"One less.\n#### {n}"} for n in numbers]
 
 
-def number_asked(prompt: str) -> int:
-    """The number that the last question of a prompt made of `sums` asks for."""
-    return int(prompt.rsplit("#", 1)[1].split("\n")[0].split("?")[0])
+@pytest.fixture
+def make_engine() -> type[FakeEngine]:
+    return FakeEngine
 
 
 @pytest.fixture
-def scored_file(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "scored.jsonl", sums(100, 8))
+def make_rows() -> Callable[[int, int], list[dict[str, str]]]:
+    return sums
 
 
 @pytest.fixture
-def shots_file(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "shots.jsonl", sums(500, 12))
+def write_rows(tmp_path: Path) -> Callable[[str, Sequence[object]], Path]:
+    def write(name: str, rows: Sequence[object]) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def asked() -> Callable[[str], int]:
+    """The number that the last question of a prompt asks for."""
+    return lambda prompt: int(prompt.rsplit("#", 1)[1].split("\n")[0])
+
+
+@pytest.fixture
+def mixed_reply(asked: Callable[[str], int]) -> Reply:
+    """By number modulo 4: 0 right in GSM8K's form, 1 right as last number only, 2 no number, 3 wrong and long."""
+
+    def reply(prompt: str) -> str:
+        number = asked(prompt)
+        kinds = (f" ok\n#### {number}\n\nQuestion: more", f" it is {number}.", " dunno", " 7 " + "x" * 600)
+        return kinds[number % 4]
+
+    return reply
+
+
+@pytest.fixture
+def scored_file(write_rows: Callable[[str, Sequence[object]], Path]) -> Path:
+    return write_rows("scored.jsonl", sums(100, 8))
+
+
+@pytest.fixture
+def shots_file(write_rows: Callable[[str, Sequence[object]], Path]) -> Path:
+    return write_rows("shots.jsonl", sums(500, 12))

@@ -32,7 +32,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,
-        "low_freq_factor": 1.0,
+        "low_freq_factor": 1.5,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },

@@ -151,9 +151,7 @@ def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Llama, KVCache]) -> Non
 def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tuple[Any, Llama, KVCache]) -> None:
     theirs, ours, cache = pair
     view = ours.without({1})
-    assert [layer.qkv.weight.data_ptr() for layer in view.layers] == [
-        ours.layers[i].qkv.weight.data_ptr() for i in (0, 2)
-    ]
+    assert view.layers == (ours.layers[0], ours.layers[2])
     (tokens,) = sequences(9)
     shape = Prefill(page_table([9]), [Span(0, 0, 9)], PAGE)
     logits = view.logits(view.forward(tokens, shape.positions, shape.on(cache)))

@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from specbatch.weights import Checkpoint
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -171,7 +173,10 @@ def _write_gguf(
 
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = [token for token, _ in vocabulary] + [f"[PAD{n}]" for n in range(len(vocabulary), config.vocab_size)]
-    types = [3 if token in SPECIAL else 5 if token.startswith("[PAD") else 1 for token in tokens]
+    types = [
+        3 if token in SPECIAL else 4 if token == "<tool_call>" else 5 if token.startswith("[PAD") else 1
+        for token in tokens
+    ]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -202,3 +207,9 @@ def _write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.fixture
+def read_all() -> Callable[[Checkpoint], dict[str, torch.Tensor]]:
+    """Every tensor of a checkpoint by its name."""
+    return lambda checkpoint: {name: checkpoint.tensor(name) for name in checkpoint.names()}

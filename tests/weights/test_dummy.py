@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbatch.errors import SpecbatchError
-from specbatch.weights import load_tensors, open_checkpoint
+from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import SHAPES
 
 # Published parameter counts.
@@ -43,7 +45,7 @@ def test_a_tensor_depends_on_its_name_and_the_seed_only() -> None:
     assert not torch.equal(q, k)
 
 
-def test_activations_keep_their_size(tmp_path: Path) -> None:
+def test_activations_keep_their_size(tmp_path: Path, read_all: Callable[..., Any]) -> None:
     sizes = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 24}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
@@ -51,7 +53,7 @@ def test_activations_keep_their_size(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path), "dummy")
     assert open_checkpoint(str(tmp_path / "config.json"), "dummy").config == checkpoint.config
     model = AutoModelForCausalLM.from_config(config).eval()
-    model.load_state_dict(load_tensors(checkpoint, torch.float32))
+    model.load_state_dict(read_all(checkpoint))
     with torch.no_grad():
         found = model(torch.arange(100).unsqueeze(0), output_hidden_states=True)
     assert 0.5 < found.logits.std() < 3

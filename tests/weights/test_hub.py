@@ -33,6 +33,8 @@ def test_a_name_that_is_nothing_never_asks_the_hub(monkeypatch: pytest.MonkeyPat
     for name in ("smollm3", "a/b/c"):
         with pytest.raises(SpecbatchError, match=r"no such name, file or folder.*smollm2-135m"):
             open_checkpoint(name)
+    with pytest.raises(SpecbatchError, match="load_format='gguf': from the hub only safetensors"):
+        open_checkpoint("somebody/model", "gguf")
 
 
 def test_a_snapshot_is_opened_as_a_folder(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.weights import gguf_file, load_tensors, open_checkpoint
+from specbatch.weights import gguf_checkpoint, gguf_file, open_checkpoint
 
 Make = Callable[..., Any]
 
@@ -23,14 +23,21 @@ Make = Callable[..., Any]
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_same_model_as_the_folder(
-    tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend, family: str, tied: bool
+    tmp_path: Path,
+    tiny_model: Make,
+    save: Make,
+    write_gguf: Make,
+    backend: Backend,
+    family: str,
+    tied: bool,
+    read_all: Make,
 ) -> None:
     rope = {"rope_theta": 1e5, "rope_type": "default"}
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     model = tiny_model(family, tie_word_embeddings=tied, rope_parameters=rope, **biases)
     original = open_checkpoint(str(save(model)))
     converted = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", model, backend)))
-    expected, loaded = load_tensors(original, torch.float32), load_tensors(converted, torch.float32)
+    expected, loaded = read_all(original), read_all(converted)
     assert set(loaded) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(loaded[name], tensor), name
@@ -52,9 +59,9 @@ def test_the_same_model_as_the_folder(
 def test_rows_are_unpermuted_per_head() -> None:
     """Rows 0..3 of a head lie in the file as 0, 2, 1, 3: pairs next to each other."""
     rows = np.array([0, 2, 1, 3, 4, 6, 5, 7])
-    assert gguf_file.unpermute(rows, 2).tolist() == list(range(8))
-    assert gguf_file.unpermute(rows.reshape(8, 1), 2).shape == (8, 1)
-    assert gguf_file.unpermute(rows, 1).tolist() != list(range(8))
+    assert gguf_checkpoint.unpermute(rows, 2).tolist() == list(range(8))
+    assert gguf_checkpoint.unpermute(rows.reshape(8, 1), 2).shape == (8, 1)
+    assert gguf_checkpoint.unpermute(rows, 1).tolist() != list(range(8))
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
@@ -91,7 +98,7 @@ def test_k_quants_are_dequantised_as_gguf_does(tmp_path: Path) -> None:
     writer.close()
     tensor = gguf_file.GgufFile(tmp_path / "k.gguf").tensors["token_embd.weight"]
     expected = gguf.quants.dequantize(blocks, GGMLQuantizationType.Q4_K)
-    assert torch.equal(gguf_file.dequantise(tensor, None), torch.from_numpy(expected))
+    assert torch.equal(gguf_checkpoint.dequantise(tensor, None), torch.from_numpy(expected))
 
 
 def test_it_is_converted_once_in_bounded_files(
@@ -101,15 +108,16 @@ def test_it_is_converted_once_in_bounded_files(
     backend: Backend,
     monkeypatch: pytest.MonkeyPatch,
     cache: Path,
+    read_all: Make,
 ) -> None:
-    monkeypatch.setattr(gguf_file, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(gguf_checkpoint, "SHARD_BYTES", 20_000)
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
     said: list[str] = []
     first = open_checkpoint(str(path), log=said.append)
     assert len(said) == 1
     assert len(list(first.folder.glob("*.safetensors"))) > 2
-    assert len(load_tensors(first, torch.float32)) == len(first.config.tensor_shapes())
-    monkeypatch.setattr(gguf_file, "GgufFile", None)  # a second reading would fail
+    assert len(read_all(first)) == len(first.config.tensor_shapes())
+    monkeypatch.setattr(gguf_checkpoint, "GgufFile", None)  # a second reading would fail
     again = open_checkpoint(str(path.rename(tmp_path / "other.gguf")), log=said.append)
     assert (again.folder, again.name, len(said)) == (first.folder, "other", 1)
     assert first.folder.parent.parent == cache
@@ -151,10 +159,10 @@ def test_a_value_per_layer_is_read_when_all_are_equal(
     tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
 ) -> None:
     model = tiny_model("llama")
-    heads = gguf_file.same_in_all_layers
-    assert heads("head_count_kv", [2, 2]) == 2
-    with pytest.raises(SpecbatchError, match=r"head_count_kv=\[2, 0\]"):
-        heads("head_count_kv", [2, 0])
+    equal = write_gguf(tmp_path / "equal.gguf", model, backend, metadata={"llama.feed_forward_length": [96, 96]})
+    assert open_checkpoint(str(equal)).config.intermediate_size == 96
+    mixed = write_gguf(tmp_path / "mixed.gguf", model, backend, metadata={"llama.feed_forward_length": [96, 0]})
+    assert r"feed_forward_length=[96, 0]" in refusal(mixed)
     path = write_gguf(tmp_path / "window.gguf", model, backend, metadata={"llama.attention.sliding_window": 128})
     with pytest.raises(SpecbatchError, match="sliding_window=128"):
         open_checkpoint(str(path))
@@ -222,9 +230,21 @@ def test_the_tokenizer_is_the_files_own(
     assert ours.vocabulary() == original.vocabulary()
     assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (300, 298, {297, 299})
     assert ours.decode([305]) == ""
+    assert ours.decode(ours.encode("<|im_start|>user")) == "user"
     message = [{"role": "user", "content": "hi"}]
     assert ours.apply_chat_template(message) == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
     assert json.loads((open_checkpoint(str(path)).folder / "config.json").read_text())["vocab_size"] == 310
+
+
+def test_user_defined_tokens_are_whole_and_shown(
+    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
+) -> None:
+    with_tool = Backend.from_str(backend.to_str())
+    with_tool.add_tokens(["<tool_call>"])
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama", vocab_size=301), with_tool)
+    tokenizer = open_checkpoint(str(path)).tokenizer()
+    assert tokenizer.encode("<tool_call>") == [300]
+    assert tokenizer.decode([300]) == "<tool_call>"
 
 
 def test_rules_that_go_with_a_pre_tokenizer(
@@ -243,9 +263,18 @@ def test_rules_that_go_with_a_pre_tokenizer(
     tokenizer = open_checkpoint(str(path)).tokenizer()
     assert tokenizer.encode("Tom")[0] == 298
     assert tokenizer.encode("e\u0301") != tokenizer.encode("\u00e9")
-    never = {"tokenizer.ggml.add_bos_token": False}
-    path = write_gguf(tmp_path / "never.gguf", tiny_model("llama"), backend, pre="llama-bpe", metadata=never)
-    assert 298 not in open_checkpoint(str(path)).tokenizer().encode("Tom")
+    # It also takes a known word whole, even where no merges lead to it.
+    described = json.loads(backend.to_str())
+    described["model"]["vocab"]["zebra"] = 297
+    special = [token["content"] for token in described["added_tokens"]]
+    words = Backend.from_str(json.dumps({**described, "added_tokens": []}))
+    words.add_special_tokens(special)
+    model = tiny_model("llama", vocab_size=301)
+    keys = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.eot_token_id": 17}
+    path = write_gguf(tmp_path / "words.gguf", model, words, pre="llama-bpe", metadata=keys)
+    tokenizer = open_checkpoint(str(path)).tokenizer()
+    assert tokenizer.encode("zebra") == [297]
+    assert tokenizer.eos_ids == {17, 298, 300}
 
 
 def test_an_unknown_pre_tokenizer_is_refused_but_may_be_replaced(

@@ -1,0 +1,143 @@
+"""GGUF files as checkpoints: converted once to an ordinary folder in the cache, and opened there ever after.
+
+The folder is keyed by the sha256 of the whole file. Quantised tensors are stored as float32, which holds the
+dequantised values exactly; float32, float16 and bfloat16 tensors are stored as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specbatch.errors import refuse
+from specbatch.models.config import ModelConfig
+from specbatch.tokenizer import Tokenizer
+from specbatch.weights import Log
+from specbatch.weights.bundled import file_hash
+from specbatch.weights.cache import cache_folder, keep, staging
+from specbatch.weights.folder import FolderCheckpoint, check_tensors
+from specbatch.weights.gguf_file import GgufFile, read_config, rename
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 1 << 30  # converted weights are written in files of about this size, to bound the memory in use
+FORMAT = "gguf-1"  # the cache's subfolder; raise the number when the conversion changes
+
+
+class GgufCheckpoint(FolderCheckpoint):
+    """A GGUF file, opened through its converted folder in the cache."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        origin: str,
+        tokenizer: Tokenizer | None = None,
+        log: Log | None = None,
+    ) -> None:
+        super().__init__(convert(path, log), name=name, origin=origin, tokenizer=tokenizer)
+        self.path = path
+        if self.config.rope.source == "rope_parameters":
+            self.config = replace(self.config, rope=replace(self.config.rope, source="gguf"))
+
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None and not (self.folder / "tokenizer.json").is_file():
+            from specbatch.weights.gguf_tokenizer import write_tokenizer
+
+            write_tokenizer(self.path, self.folder)
+        return super().tokenizer()
+
+
+def convert(path: Path, log: Log | None = None) -> Path:
+    """The cache's checkpoint folder of a GGUF file (config, safetensors), made now if it is not there yet.
+
+    Raises SpecbatchError for a damaged file, an unsupported architecture, quantisation or rope.
+    """
+    try:
+        target = cache_folder() / FORMAT / file_hash(path)
+    except OSError as error:
+        raise refuse("model", str(path), f"it cannot be read ({error.strerror})") from None
+    if target.is_dir():
+        return target
+    file = GgufFile(path)
+    config = read_config(file)
+    tensors = rename(file)
+    shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
+    check_tensors(ModelConfig.from_dict(config), shapes, path)
+    size = sum(4 * tensor.n_elements for tensor in tensors.values())
+    if log:
+        log(f"dequantising {path.name} once, to {size / 2**30:.1f} GiB in {target}")
+    with staging(size) as scratch:
+        folder = scratch / "model"
+        folder.mkdir()
+        _write(folder, tensors, config)
+        keep(folder, target)
+    return target
+
+
+def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of a q or k matrix [heads * head_dim, in] (or bias) from interleaved pairs to halves, per head."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write config, index and the tensors in files of about SHARD_BYTES, dequantised on a few threads."""
+    from safetensors.torch import save_file
+
+    permuted = {}
+    if config["model_type"] == "llama":  # only these files store q and k for the other pairing of rope
+        permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+
+    def converted(name: str) -> torch.Tensor:
+        return dequantise(tensors[name], permuted.get(name.split(".")[-2]))
+
+    weight_map: dict[str, str] = {}
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for number, names in enumerate(_shards(tensors)):
+            shard = f"model-{number:05d}.safetensors"
+            save_file(dict(zip(names, pool.map(converted, names), strict=True)), folder / shard)
+            weight_map |= dict.fromkeys(names, shard)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n"
+    (folder / "model.safetensors.index.json").write_text(index)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _shards(tensors: dict[str, Any]) -> list[list[str]]:
+    """Names in groups of about SHARD_BYTES."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if size >= SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += 4 * tensor.n_elements
+    return shards
+
+
+def dequantise(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
+    """One tensor in its own type or float32, its rows in the order of the checkpoint."""
+    import torch
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind, values = tensor.tensor_type, tensor.data
+    if kind == GGMLQuantizationType.BF16:
+        values = values.view(np.uint16)  # numpy has no bfloat16; torch reads the same bits below
+    elif kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        try:
+            values = dequantize(values, kind)
+        except NotImplementedError:
+            raise refuse(tensor.name, kind.name, "use a file in Q4_K_M, Q8_0, F16 or another") from None
+    if permuted_heads is not None:
+        values = unpermute(values, permuted_heads)
+    stored = torch.from_numpy(np.array(values))  # a copy: the file's own memory must not be written to
+    return stored.view(torch.bfloat16) if kind == GGMLQuantizationType.BF16 else stored

@@ -1,0 +1,123 @@
+"""Requests on a device batch as an engine holds them, and a tiny random model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.batch import DeviceBatch, Sampling
+from specbatch.context import Prefill, Span
+from specbatch.drafters.base import Drafter, Step
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
+from specbatch.models.llama import Llama
+
+PAGE = 4
+CPU = torch.device("cpu")
+
+
+def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Llama:
+    """Random weights with sharp logits, so that an argmax is no matter of rounding."""
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": vocabulary,
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        }
+    )
+    generator = torch.Generator().manual_seed(vocabulary)
+    weights = {}
+    for name, shape in config.tensor_shapes().items():
+        noise = torch.randn(shape, generator=generator)
+        weights[name] = 1 + noise / 4 if len(shape) == 1 else 1.5 * noise / math.sqrt(shape[1])
+    return Llama(config, weights.__getitem__, dtype=torch.float32, device=CPU, max_positions=256)
+
+
+class Bench:
+    """Rows of a batch in scattered slots and pages, each with the text that the plain references go by."""
+
+    def __init__(self, prompts: list[list[int]], width: int = 128) -> None:
+        count = len(prompts)
+        self.texts = [list(prompt) for prompt in prompts]  # the last token is the root
+        pages = -(-width // PAGE)
+        self.batch = DeviceBatch(count + 2, width, pages, CPU)
+        self.batch.tokens.random_(0, 13, generator=torch.Generator().manual_seed(1))  # stale, as after other requests
+        generator = torch.Generator().manual_seed(0)
+        self.rows = (torch.randperm(count + 2, generator=generator) + 1)[:count]
+        self.pages = (count + 2) * pages
+        self.batch.page_table[1:] = (torch.randperm(self.pages, generator=generator) + 1).view(-1, pages)
+        for row, text in zip(self.rows.tolist(), self.texts, strict=True):
+            self.batch.tokens[row, : len(text)] = torch.tensor(text)
+            self.batch.lengths[row] = len(text) - 1
+
+    def cache_for(self, model: Llama) -> KVCache:
+        return KVCache(model.config, len(model.layers), self.pages, PAGE, torch.float32, CPU)
+
+    def prefill(self, drafter: Drafter, chunk: int = 1000) -> None:
+        """All positions before the root, in chunks."""
+        ends = [len(text) - 1 for text in self.texts]
+        for start in range(0, max(ends), chunk):
+            spans = [
+                Span(row, start, min(start + chunk, end))
+                for row, end in zip(self.rows.tolist(), ends, strict=True)
+                if start < end
+            ]
+            shape = Prefill(self.batch.page_table, spans, PAGE)
+            drafter.prefill(self.batch, shape, torch.empty(len(shape.positions), 0))
+
+    def step(self, drafts: int, *, spare: int = 0, **sampling: Any) -> Step:
+        """One iteration over all rows. `spare`: how far the bound lies above what this iteration can reach."""
+        lengths = self.batch.lengths[self.rows]
+        bound = int(lengths.max()) + drafts + 1 + spare
+        count = len(self.texts)
+        values = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling
+        temperature, top_k, top_p, min_p = (torch.as_tensor(value).expand(count) for value in values.values())
+        return Step(
+            batch=self.batch,
+            rows=self.rows,
+            lengths=lengths,
+            page_table=self.batch.page_table[self.rows, : -(-bound // PAGE)],
+            page_size=PAGE,
+            bound=bound,
+            sampling=Sampling(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seeds=torch.arange(count) + 40,
+                sampled=bool((temperature > 0).any()),
+                truncated=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
+                logprobs=False,
+            ),
+        )
+
+    def commit(self, drafts: torch.Tensor, accepted: list[int], bonus: list[int]) -> None:
+        """What an iteration does after its verify: all its tokens are written, those behind the bonus are stale."""
+        for index, (row, text) in enumerate(zip(self.rows.tolist(), self.texts, strict=True)):
+            kept = [*drafts[index, : accepted[index]].tolist(), bonus[index]]
+            written = kept + drafts[index, accepted[index] :].tolist()
+            self.batch.tokens[row, len(text) : len(text) + len(written)] = torch.tensor(written)
+            text += kept
+            self.batch.lengths[row] = len(text) - 1
+
+
+@pytest.fixture
+def bench() -> Callable[..., Bench]:
+    return Bench
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Llama]:
+    return tiny_llama

@@ -1,0 +1,60 @@
+"""N-gram drafts over the life of a batch against a search in plain Python."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.drafters.base import NoDraft
+from specbatch.drafters.ngram import NGram
+
+
+def lookup(text: list[int], longest: int, shortest: int, count: int) -> list[int]:
+    """What followed the latest earlier occurrence of the longest suffix, read on as it is written; [] if none."""
+    for length in range(longest, shortest - 1, -1):
+        for start in range(len(text) - length - 1, -1, -1):
+            if text[start : start + length] == text[len(text) - length :]:
+                longer = list(text)
+                for place in range(start + length, start + length + count):
+                    longer.append(longer[place])
+                return longer[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("count", "shortest", "longest"), [(1, 1, 1), (1, 1, 16), (4, 2, 4), (3, 1, 3), (7, 2, 16), (2, 3, 3)]
+)
+def test_drafts_over_the_life_of_a_batch(bench: Any, count: int, shortest: int, longest: int) -> None:
+    randomness = random.Random(count)
+    prompts = [[randomness.randrange(3) for _ in range(length)] for length in (2, 3, 9, 20, 5)]
+    here = bench(prompts)
+    drafter = NGram(count, shortest, longest)
+    found = missed = 0
+    for turn in range(8):
+        step = here.step(count, spare=(0, 5)[turn % 2])
+        before = here.batch.tokens.clone()
+        proposal = drafter.propose(step)
+        assert torch.equal(here.batch.tokens, before)
+        assert proposal.probabilities is None
+        assert proposal.tokens.shape == (5, count)
+        for index, text in enumerate(here.texts):
+            expected = lookup(text, longest, shortest, count)
+            assert proposal.drafted[index] == len(expected)
+            assert proposal.tokens[index].tolist() == (expected or [text[-1]] * count)
+            found, missed = found + bool(expected), missed + (not expected)
+        accepted = [randomness.randint(0, int(number)) for number in proposal.drafted]
+        here.commit(proposal.tokens, accepted, [randomness.randrange(3) for _ in prompts])
+    assert found
+    assert missed
+
+
+def test_the_baseline_drafts_nothing(bench: Any) -> None:
+    here = bench([[1, 2], [1, 2, 1, 2, 1]])
+    proposal = NoDraft().propose(here.step(0))
+    assert proposal.tokens.shape == (2, 0)
+    assert proposal.tokens.dtype == torch.int64
+    assert proposal.drafted.tolist() == [0, 0]
+    assert proposal.probabilities is None

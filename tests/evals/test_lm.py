@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+
+from specbatch.errors import SpecbatchError
+from specbatch.evals.lm import MAX_NEW_TOKENS, SpecBatchLM
+from specbatch.request import SamplingParams
+
+
+def ask(context: str, doc_id: int = 0, **wanted: Any) -> Instance:
+    wanted = {"until": ["\n"], **wanted}
+    return Instance("generate_until", {}, (context, wanted), 0, metadata=("toy", doc_id, 1))
+
+
+def params_of(make_engine: Any, wanted: dict[str, Any], **options: Any) -> SamplingParams:
+    engine = make_engine(lambda prompt: "x")
+    SpecBatchLM(engine, "toy", **options).generate_until([ask("a", **wanted)])
+    params: SamplingParams = engine.calls[0]["params"][0]
+    return params
+
+
+def test_the_whole_list_goes_to_the_engine_at_once_and_comes_back_in_order(make_engine: Any) -> None:
+    engine = make_engine(lambda prompt: f"<{prompt}>\nrest")
+    seen: list[tuple[int, int]] = []
+    model = SpecBatchLM(engine, "toy", concurrency=3, on_answer=lambda answer, n: seen.append((answer.doc_id, n)))
+    texts = model.generate_until([ask("a", 10), ask("b", 20), ask("c", 30)])
+    assert texts == ["<a>", "<b>", "<c>"]
+    assert len(engine.calls) == 1
+    assert engine.calls[0]["concurrency"] == 3
+    assert [(answer.doc_id, answer.completion.text) for answer in model.answers] == [
+        (10, "<a>"),
+        (20, "<b>"),
+        (30, "<c>"),
+    ]
+    assert seen == [(30, 3), (20, 3), (10, 3)]  # as they finish
+    assert model.prompts == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "temperature", "top_p"),
+    [
+        ({}, 0.0, 1.0),
+        ({"do_sample": False, "temperature": 0.0}, 0.0, 1.0),
+        ({"do_sample": False, "temperature": 0.7}, 0.0, 1.0),
+        ({"temperature": 0.7}, 0.7, 1.0),
+        ({"do_sample": True}, 1.0, 1.0),
+        ({"do_sample": True, "temperature": 0.2, "top_p": 0.9}, 0.2, 0.9),
+    ],
+)
+def test_sampling_is_as_the_task_asks(
+    make_engine: Any, wanted: dict[str, Any], temperature: float, top_p: float
+) -> None:
+    params = params_of(make_engine, wanted)
+    assert (params.temperature, params.top_p) == (temperature, top_p)
+
+
+def test_answer_budget_is_ours_then_the_tasks_then_the_default(make_engine: Any) -> None:
+    assert params_of(make_engine, {}).max_new_tokens == MAX_NEW_TOKENS == 512
+    assert params_of(make_engine, {"max_gen_toks": 32}).max_new_tokens == 32
+    assert params_of(make_engine, {"max_gen_toks": 32}, max_new_tokens=7).max_new_tokens == 7
+
+
+def test_stops_are_strings_and_the_tokens_among_them(make_engine: Any) -> None:
+    params = params_of(make_engine, {"until": ["Question:", "</s>", "<|im_end|>"]})
+    assert params.stop == ("Question:", "</s>", "<|im_end|>")
+    assert params.stop_token_ids == (258,)
+    assert params_of(make_engine, {"until": "END"}).stop == ("END",)
+
+
+def test_the_tasks_arguments_are_not_changed(make_engine: Any) -> None:
+    request = ask("a", do_sample=True)
+    SpecBatchLM(make_engine(lambda prompt: "x"), "toy").generate_until([request])
+    assert request.args[1] == {"until": ["\n"], "do_sample": True}
+
+
+def test_refuses_arguments_it_would_have_to_ignore(make_engine: Any) -> None:
+    with pytest.raises(SpecbatchError, match="task='toy': asks for num_beams"):
+        params_of(make_engine, {"num_beams": 4})
+
+
+def test_special_tokens_are_added_once(make_engine: Any) -> None:
+    engine = make_engine(lambda prompt: "x")
+    SpecBatchLM(engine, "toy").generate_until([ask("ab")])
+    model = SpecBatchLM(engine, "toy", chat_template=True)
+    model.generate_until([ask(model.apply_chat_template([{"role": "user", "content": "ab"}]))])
+    plain, chat = (call["prompts"][0] for call in engine.calls)
+    assert plain == [256, 97, 98]
+    assert chat == [256, 257, *b"user\nab", 258, 10, 257, *b"assistant\n"]
+
+
+def test_an_answer_that_has_begun_is_continued(make_engine: Any) -> None:
+    model = SpecBatchLM(make_engine(lambda prompt: "x"), "toy", chat_template=True)
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The answer is"}]
+    text = model.apply_chat_template(turns, add_generation_prompt=False)
+    assert text == "<s><|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nThe answer is"
+
+
+def test_refuses_what_does_not_fit_before_any_work(make_engine: Any) -> None:
+    engine = make_engine(lambda prompt: "x", max_model_len=40)
+    fits, long = ask("a" * 29, 3), ask("a" * 30, 4)  # and the <s>
+    SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits])
+    with pytest.raises(SpecbatchError) as refused:
+        SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits, long])
+    assert str(refused.value) == (
+        "max_model_len=40: question 4 of toy has 31 prompt tokens and may be answered with 10; use at least 41, "
+        "fewer examples (num_fewshot) or a smaller max_new_tokens"
+    )
+    assert len(engine.calls) == 1
+
+
+def test_refuses_log_likelihoods(make_engine: Any) -> None:
+    model = SpecBatchLM(make_engine(lambda prompt: "x"), "toy")
+    for method in (model.loglikelihood, model.loglikelihood_rolling):
+        with pytest.raises(SpecbatchError, match="task='toy': needs log-likelihoods"):
+            method([])
+
+
+def test_answers_reach_lm_evals_cache(make_engine: Any) -> None:
+    kept: list[tuple[Any, ...]] = []
+
+    class Hook:
+        def add_partial(self, *what: Any) -> None:
+            kept.append(what)
+
+    model = SpecBatchLM(make_engine(lambda prompt: prompt.upper()), "toy")
+    model.cache_hook = Hook()
+    model.generate_until([ask("a"), ask("b")])
+    assert [(kind, args[0], text) for kind, args, text in kept] == [
+        ("generate_until", "a", "A"),
+        ("generate_until", "b", "B"),
+    ]

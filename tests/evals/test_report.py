@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from specbatch.evals.report import EvalReport
+from specbatch.evals.run import EvalOptions, run_eval
+
+
+def test_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=4))
+    lines = report.table().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert cells[0] == ["task", "filter", "metric", "score", "stderr", "n", "unparsed"]
+    assert cells[2] == ["gsm8k", "strict-match", "exact_match", "0.2500", "0.2500", "4", "75.0%"]
+    assert cells[3] == ["gsm8k", "flexible-extract", "exact_match", "0.5000", "0.2887", "4", "25.0%"]
+    assert cells[4][:4] == ["answers", "truncated", "accept length", "accept rate"]
+    assert cells[6][:6] == ["4", "25.0%", "2.50", "0.375", "2.000", "0.0100"]
+    assert f"from: the other rows of {report.data_source}." in lines[-2]
+    for part in (report.prompts_sha256[:16], "up to 512 tokens", report.lm_eval_version, "seed 1234", "plain prompt"):
+        assert part in lines[-1]
+
+
+def test_saved_report_comes_back(tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, output=tmp_path / "out"))
+    loaded = EvalReport.load(tmp_path / "out")
+    assert loaded == report
+    assert loaded.table() + "\n" == (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_rows_survive_odd_line_separators(tmp_path: Path, make_engine: Any, scored_file: Path) -> None:
+    engine = make_engine(lambda prompt: " a\u2028b\x85c 5")
+    report = run_eval(engine, EvalOptions("gsm8k", data=scored_file, limit=2, output=tmp_path / "out"))
+    assert EvalReport.load(tmp_path / "out").questions == report.questions
+
+
+def test_csv_has_a_row_per_score(tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+    run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, output=tmp_path / "out"))
+    with (tmp_path / "out" / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["filter"], float(row["value"]), row["n"]) for row in rows] == [
+        ("strict-match", 0.25, "8"),
+        ("flexible-extract", 0.5, "8"),
+    ]
+    assert rows[0]["accept_length"] == "2.5"
+    assert rows[0]["task"] == "gsm8k"
+    assert float(rows[0]["truncated"]) == 0.25
+
+
+def test_aborted_answers_are_named(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=2))
+    assert "aborted" not in report.table()
+    report.questions[0]["finish_reason"] = "abort"
+    assert "1 answers were aborted" in report.table()

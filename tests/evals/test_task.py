@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.tasks
+import pytest
+
+import specbatch
+from specbatch.errors import SpecbatchError
+from specbatch.evals.run import EvalOptions, run_eval
+from specbatch.evals.task import EvalTask, load_task
+
+OTHER = """
+task: {name}
+output_type: {kind}
+custom_dataset: !function rows.splits
+test_split: test
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{{{{a}}}}"
+generation_kwargs: {{until: ["\\n"]}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+ROWS = """
+from datasets import Dataset, DatasetDict
+def splits(**_):
+    return DatasetDict(test=Dataset.from_list([{"q": f"{n}", "a": f"{n}"} for n in range(3)]))
+def fail(**_):
+    raise ModuleNotFoundError("No module named 'sympy'\\nlong story")
+"""
+
+
+def load(name: str, **options: Any) -> EvalTask:
+    return load_task(name, **({"num_fewshot": None, "data": None, "fewshot_data": None, "seed": 1234} | options))
+
+
+@pytest.fixture
+def other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small folder in place of lm-eval's 14,000 tasks."""
+    folder = tmp_path / "lm_eval_tasks"
+    folder.mkdir()
+    (folder / "rows.py").write_text(ROWS)
+    (folder / "copy.yaml").write_text(OTHER.format(name="copycat", kind="generate_until"))
+    choosy = OTHER.format(name="choosy", kind="multiple_choice").replace(".splits", ".fail")  # refused before its data
+    (folder / "choice.yaml").write_text(choosy)
+    (folder / "needy.yaml").write_text(OTHER.format(name="needy", kind="generate_until").replace(".splits", ".fail"))
+    (folder / "unsafe.yaml").write_text(OTHER.format(name="unsafe", kind="generate_until") + "unsafe_code: true\n")
+    (folder / "group.yaml").write_text("group: cats\ntask: [copycat]\n")
+    manager = lm_eval.tasks.TaskManager
+
+    def either(include_path: Any = None, include_defaults: bool = True) -> Any:
+        return manager(include_path=folder if include_defaults else include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, make_rows: Any) -> dict[str, Any]:
+    """The hub, with small data sets in it."""
+    stored = {
+        ("openai/gsm8k", "main"): {"train": make_rows(500, 12), "test": make_rows(100, 8)},
+        ("madrylab/gsm8k-platinum", "main"): {"test": make_rows(100, 8)},
+    }
+
+    def load_dataset(path: str, name: str, **_: Any) -> Any:
+        rows = stored[path, name]
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(part) for split, part in rows.items()})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return stored
+
+
+def prompts_of(engine: Any) -> list[str]:
+    return [engine.tokenizer.decode(prompt) for prompt in engine.calls[-1]["prompts"]]
+
+
+def test_files_give_the_prompts_of_the_hub(make_engine: Any, hub: Any, scored_file: Path, shots_file: Path) -> None:
+    engine = make_engine(lambda prompt: " 1")
+    from_hub = run_eval(engine, EvalOptions("gsm8k"))
+    prompts = prompts_of(engine)
+    from_files = run_eval(engine, EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file))
+    assert prompts_of(engine) == prompts
+    assert from_files.prompts_sha256 == from_hub.prompts_sha256
+    assert from_hub.data_source == "openai/gsm8k main test"
+    assert from_hub.fewshot_source == "the task's train rows"
+    assert from_files.fewshot_source.startswith("shots.jsonl (12 rows")
+    assert all(prompt.count("Question: ") == 6 for prompt in prompts)
+    assert [row["prompt_hash"] for row in from_files.questions] == [row["prompt_hash"] for row in from_hub.questions]
+
+
+def test_prompts_and_scores_are_lm_evals_own(
+    make_engine: Any, hub: Any, mixed_reply: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval.evaluator
+
+    from specbatch.evals.lm import SpecBatchLM
+
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
+    upstream = Path(lm_eval.tasks.__file__).parent
+    manager = lm_eval.tasks.TaskManager(
+        include_path=[upstream / "gsm8k", upstream / "gsm8k_platinum"], include_defaults=False
+    )
+    for name in ("gsm8k", "gsm8k_platinum"):
+        theirs = make_engine(mixed_reply)
+        results = lm_eval.simple_evaluate(
+            SpecBatchLM(theirs, name), tasks=[name], task_manager=manager, limit=5, bootstrap_iters=10
+        )
+        ours = make_engine(mixed_reply)
+        report = run_eval(ours, EvalOptions(name, limit=5))
+        assert prompts_of(ours) == prompts_of(theirs)
+        for score in report.scores:
+            assert score.value == results["results"][name][f"exact_match,{score.filter}"]
+            assert score.stderr == results["results"][name][f"exact_match_stderr,{score.filter}"]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_platinum"])
+def test_one_file_gives_examples_but_never_the_scored_row(
+    make_engine: Any, make_rows: Any, scored_file: Path, name: str
+) -> None:
+    engine = make_engine(lambda prompt: " 1")
+    report = run_eval(engine, EvalOptions(name, data=scored_file))
+    assert report.fewshot_source == f"the other rows of {report.data_source}"
+    for prompt, row in zip(prompts_of(engine), make_rows(100, 8), strict=True):
+        assert prompt.count("Question: ") == 6
+        assert prompt.count(row["question"]) == 1
+        assert prompt.endswith(f"Question: {row['question']}\nAnswer:")
+
+
+def test_the_seed_draws_the_examples(make_engine: Any, scored_file: Path) -> None:
+    engine = make_engine(lambda prompt: " 1")
+    hashes = [
+        run_eval(engine, EvalOptions("gsm8k", data=scored_file, seed=seed)).prompts_sha256 for seed in (1234, 1234, 7)
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_platinum_takes_examples_from_a_file_too(make_engine: Any, scored_file: Path, shots_file: Path) -> None:
+    engine = make_engine(lambda prompt: " 1")
+    run_eval(engine, EvalOptions("gsm8k_platinum", data=scored_file, fewshot_data=shots_file, num_fewshot=2))
+    assert all(prompt.count("? #5") == 2 and prompt.count("? #1") == 1 for prompt in prompts_of(engine))
+
+
+def test_no_examples(make_engine: Any, scored_file: Path) -> None:
+    engine = make_engine(lambda prompt: " 1")
+    report = run_eval(engine, EvalOptions("gsm8k", data=scored_file, num_fewshot=0))
+    assert prompts_of(engine)[0] == "Question: What comes before 101? #100\nAnswer:"
+    assert (report.num_fewshot, report.fewshot_source) == (0, "none")
+
+
+def test_number_of_examples_is_bounded_by_what_there_is(
+    scored_file: Path, shots_file: Path, write_rows: Any, make_rows: Any
+) -> None:
+    assert load("gsm8k", data=scored_file, num_fewshot=7).num_fewshot == 7
+    with pytest.raises(SpecbatchError, match=r"num_fewshot=8: the other rows of .*: 7 are available; use at most 7"):
+        load("gsm8k", data=scored_file, num_fewshot=8)
+    assert load("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=12).num_fewshot == 12
+    with pytest.raises(SpecbatchError, match="use at most 12"):
+        load("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=13)
+    twice = write_rows("twice.jsonl", make_rows(100, 6) + make_rows(100, 1))
+    assert load("gsm8k", data=twice, num_fewshot=5).num_fewshot == 5
+    with pytest.raises(SpecbatchError, match="use at most 5"):
+        load("gsm8k", data=twice, num_fewshot=6)
+
+
+def test_tasks_with_examples_of_their_own(scored_file: Path, shots_file: Path) -> None:
+    task = load("gsm8k_cot", data=scored_file)
+    assert (task.num_fewshot, task.fewshot_source) == (8, "the task's own fixed examples")
+    with pytest.raises(SpecbatchError, match="brings its own examples"):
+        load("gsm8k_cot", data=scored_file, fewshot_data=shots_file)
+    with pytest.raises(SpecbatchError, match="use at most 8"):
+        load("gsm8k_cot", data=scored_file, num_fewshot=9)
+    with pytest.raises(SpecbatchError, match="num_fewshot=5: task gsm8k_cot_zeroshot is defined without examples"):
+        load("gsm8k_cot_zeroshot", data=scored_file, num_fewshot=5)
+
+
+def test_files_that_do_not_go_together(scored_file: Path, shots_file: Path) -> None:
+    with pytest.raises(SpecbatchError, match="give the scored questions as well"):
+        load("gsm8k", fewshot_data=shots_file)
+    with pytest.raises(SpecbatchError, match=r"8 of its questions are scored in scored\.jsonl too"):
+        load("gsm8k", data=scored_file, fewshot_data=scored_file)
+    with pytest.raises(SpecbatchError, match="task one_digit_sums brings its own questions"):
+        load("one_digit_sums", data=scored_file)
+
+
+def test_without_data_and_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(**_: Any) -> None:
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(SpecbatchError) as refused:
+        load("gsm8k")
+    assert str(refused.value) == (
+        "task='gsm8k': openai/gsm8k is not in the local cache and the hub cannot be reached; give --data FILE (JSONL "
+        "of question/answer), go online, or run the embedded task one_digit_sums, which needs no network"
+    )
+
+
+def test_any_other_generating_task(other_tasks: None, make_engine: Any) -> None:
+    report = run_eval(make_engine(lambda prompt: prompt[-1]), EvalOptions("copycat"))
+    (score,) = report.scores
+    assert (score.filter, score.value, score.n, score.unparsed) == ("none", 1.0, 3, None)
+    assert (report.num_fewshot, report.data_source) == (0, "made by the task")
+    report = run_eval(make_engine(lambda prompt: "0"), EvalOptions("copycat", num_fewshot=1))
+    assert "may be among its own examples" in report.fewshot_source
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("gsm9k", "no such task; did you mean gsm8k"),
+        ("copycatt", "no such task; did you mean copycat"),
+        ("zzzzzzz", "no such task; use gsm8k, gsm8k_platinum, one_digit_sums or a generating task of lm-eval"),
+        ("cats", "is a group of tasks"),
+        ("choosy", "is scored by multiple_choice, which needs log-likelihoods"),
+        ("needy", "lm-eval cannot load it here (No module named 'sympy')"),
+        ("unsafe", "runs code that the model wrote"),
+    ],
+)
+def test_refused_tasks(other_tasks: None, name: str, complaint: str) -> None:
+    with pytest.raises(SpecbatchError) as refused:
+        load(name)
+    assert str(refused.value).startswith(f"task={name!r}: {complaint}")
+    assert "\n" not in str(refused.value)
+
+
+def test_known_tasks_need_no_scan(monkeypatch: pytest.MonkeyPatch, scored_file: Path) -> None:
+    manager = lm_eval.tasks.TaskManager
+
+    def known_only(include_path: Any, include_defaults: bool) -> Any:
+        assert not include_defaults
+        return manager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", known_only)
+    load("gsm8k", data=scored_file)
+    load("gsm8k_platinum", data=scored_file)
+    load("one_digit_sums")
+
+
+def test_importing_costs_nothing() -> None:
+    modules = "run, report, task, data, reasoning, tasks.one_digit_sums"
+    code = "".join(f"import specbatch.evals.{name.strip()}\n" for name in modules.split(","))
+    heavy = ("torch", "lm_eval", "datasets", "pandas", "transformers", "tabulate")
+    code += f"import sys; print([name for name in {heavy} if name in sys.modules])"
+    root = Path(specbatch.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

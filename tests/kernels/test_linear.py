@@ -1,0 +1,57 @@
+"""Products with few and many rows against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.kernels.linear import linear
+
+ROWS = [1, 2, 5, 15, 16, 17, 63, 64, 65]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    y = linear(x, weight, bias)
+    assert y.shape == (x.shape[0], weight.shape[0])
+    assert y.dtype == x.dtype
+    assert y.is_contiguous()
+    expected = x.double() @ weight.double().t()
+    if bias is not None:
+        expected = expected + bias.double()
+    bound = TOLERANCE[x.dtype] * expected.abs().max().item()
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows(rows: int, biased: bool, dtype: torch.dtype) -> None:
+    x, weight = numbers(rows, 37, seed=rows).to(dtype), numbers(53, 37, seed=1).to(dtype)
+    check(x, weight, numbers(53, seed=2).to(dtype) if biased else None)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_inputs_may_be_views(rows: int) -> None:
+    weight, bias = numbers(53, 37, seed=1), numbers(53, seed=2)
+    check(numbers(37, rows, seed=rows).t(), weight, bias)  # what a product the other way round leaves
+    check(numbers(rows, 90, seed=rows)[:, 20:57], weight, bias)  # a slice of a fused projection
+    check(numbers(2 * rows, 37, seed=rows)[::2], weight, bias)
+    check(numbers(rows, 37, seed=rows), numbers(80, 37, seed=1)[9:62], bias)  # rows of a fused weight
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (1, 9), (9, 1), (64, 64)])
+@pytest.mark.parametrize("rows", [1, 2, 65])
+def test_small_matrices(rows: int, inner: int, outer: int) -> None:
+    check(numbers(rows, inner, seed=3), numbers(outer, inner, seed=4), numbers(outer, seed=5))
+
+
+def test_the_input_is_left_alone() -> None:
+    x, weight, bias = numbers(1, 8, seed=0), numbers(6, 8, seed=1), numbers(6, seed=2)
+    before = [item.clone() for item in (x, weight, bias)]
+    linear(x, weight, bias).add_(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, weight, bias), strict=True))
