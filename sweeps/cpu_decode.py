@@ -101,13 +101,15 @@ def _transformers(name: str) -> Side:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from specbatch.weights import load_tensors, open_checkpoint
+    from specbatch.weights import open_checkpoint
 
     path = pull(name) if name in MODELS else Path(name)
     where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     config = AutoConfig.from_pretrained(path.parent if where else path, **where)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    missing, unknown = model.load_state_dict(load_tensors(open_checkpoint(name), torch.float32), strict=False)
+    checkpoint = open_checkpoint(name)
+    weights = {tensor: checkpoint.tensor(tensor).float() for tensor in checkpoint.names()}
+    missing, unknown = model.load_state_dict(weights, strict=False)
     assert not unknown, unknown
     assert set(missing) <= {"lm_head.weight"}, missing  # shared with the embedding
     model.tie_weights()
