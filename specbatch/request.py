@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,8 +28,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     max_new_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: bool = False
@@ -46,9 +46,7 @@ class SamplingParams:
             raise refuse("min_p", self.min_p, "use a value from 0 (off) to 1")
         if self.max_new_tokens < 1:
             raise refuse("max_new_tokens", self.max_new_tokens, "use at least 1")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if any(not text for text in self.stop):
             raise refuse("stop", self.stop, "a stop string must not be empty")

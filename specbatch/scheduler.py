@@ -174,13 +174,12 @@ class Scheduler:
                 rows = [row for row in rows if row.request is not victim]
                 if victim is request:
                     break
-            if request.slot is None:
-                continue
-            for page in self._pool.take(max(need, 0)):
-                self._new_pages.append((request.slot, len(request.pages), page))
-                request.pages.append(page)
-            rows.append(Row(request, request.epoch, request.slot))
-            bound = max(bound, reach)
+            else:
+                for page in self._pool.take(max(need, 0)):
+                    self._new_pages.append((request.slot, len(request.pages), page))
+                    request.pages.append(page)
+                rows.append(Row(request, request.epoch, request.slot))
+                bound = max(bound, reach)
         if not rows:
             return None
         for row in rows:
