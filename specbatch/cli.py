@@ -40,9 +40,7 @@ models = typer.Typer(no_args_is_help=True, help="Bundled models: list them, fetc
 app.add_typer(models, name="models")
 
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
-Concurrency = Annotated[
-    int | None, Option(help="Keep at most this many requests unfinished; also sets --max-running.")
-]
+Concurrency = Annotated[int | None, Option(help="Keep at most this many requests unfinished; also sets --max-running.")]
 ChatTemplate = Annotated[
     bool, Option("--chat-template/--no-chat-template", help="Render messages by the model's template.")
 ]
@@ -70,9 +68,7 @@ def specbatch(
 @app.command("eval")
 @takes_engine()
 def evaluate(
-    task: Annotated[
-        str, Argument(help="one_digit_sums, gsm8k, gsm8k_platinum or another generating lm-eval task.")
-    ],
+    task: Annotated[str, Argument(help="one_digit_sums, gsm8k, gsm8k_platinum or another generating lm-eval task.")],
     engine: EngineOptions,
     limit: Annotated[int | None, Option(help="Only the first N questions.")] = None,
     num_fewshot: Annotated[
@@ -80,12 +76,9 @@ def evaluate(
     ] = None,
     data: Annotated[Path | None, Option(help="JSONL of question and answer to be scored.")] = None,
     fewshot_data: Annotated[Path | None, Option(help="JSONL to take the worked examples from.")] = None,
-    chat_template: Annotated[
-        bool, Option("--chat-template/--no-chat-template", help="Ask as a chat message.")
-    ] = False,
-    max_new_tokens: Annotated[
-        int | None, Option(help="Longest answer. Default: the task's, else 512.")
-    ] = None,
+    fewshot_seed: Annotated[int, Option(help="Of the choice of examples; 1234 is lm-eval's own.")] = 1234,
+    chat_template: Annotated[bool, Option("--chat-template/--no-chat-template", help="Ask as a chat message.")] = False,
+    max_new_tokens: Annotated[int | None, Option(help="Longest answer. Default: the task's, else 512.")] = None,
     concurrency: Concurrency = None,
     output: Annotated[Path | None, Option(help="New folder for the results. Default: out/eval-TIME.")] = None,
     as_json: Json = False,
@@ -98,38 +91,40 @@ def evaluate(
 
     one_digit_sums needs no network. Per-question results go to the output folder.
     """
-    config = engine.config(concurrency=concurrency)
-    folder = fresh_folder(output, f"eval-{task}")
-    from specbatch.engine import Engine
-    from specbatch.evals.run import EvalOptions, run_eval
+    from specbatch.evals.run import PARTIAL, EvalOptions, prepare
 
-    options = EvalOptions(
-        task=task,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        data=data,
-        fewshot_data=fewshot_data,
-        chat_template=chat_template,
-        max_new_tokens=max_new_tokens,
-        concurrency=concurrency,
-        seed=engine.seed,
-        output=folder,
-    )
-    with Engine(config, log=say) as running, progress(f"eval {task}") as report:
-        result = run_eval(running, options, progress=report)
-    result.save(folder)
-    show(
-        f"{result.table()}\n\nresults: {folder}", {**result.as_dict(), "output": str(folder)}, as_json=as_json
-    )
+    config = engine.config(concurrency=concurrency)
+    with fresh_folder(output, "eval") as folder:
+        options = EvalOptions(
+            task=task,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            data=data,
+            fewshot_data=fewshot_data,
+            chat_template=chat_template,
+            max_new_tokens=max_new_tokens,
+            concurrency=concurrency,
+            seed=fewshot_seed,
+            output=folder,
+        )
+        ready = prepare(options)
+        from specbatch.engine import Engine
+
+        with Engine(config, log=say) as running, progress(f"eval {task}") as report:
+            try:
+                result = ready.run(running, report)
+            except KeyboardInterrupt:
+                kept = (folder / PARTIAL).read_text().count("\n")
+                raise KeyboardInterrupt(f"kept {kept} finished answers in {folder / PARTIAL}") from None
+    text = f"{result.table()}\n\nresults: {folder}"
+    show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
 
 
 @app.command()
 @takes_engine(without=("spec",))
 def sweep(
     engine: EngineOptions,
-    concurrency: Annotated[
-        str, Option(help="Comma-separated numbers of requests kept unfinished.")
-    ] = "1,8,32,128",
+    concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
     configs: Annotated[str, Option(help="Some of baseline, v1, v2.")] = "baseline,v1,v2",
     dataset: Annotated[str, Option(help="random, gsm8k or FILE.jsonl.")] = "random",
     data: Annotated[Path | None, Option(help="The GSM8K file, for --dataset gsm8k.")] = None,
@@ -139,9 +134,7 @@ def sweep(
         int, Option(help="A point runs this many times its concurrency (4 at least).")
     ] = 4,
     repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
-    output: Annotated[
-        Path | None, Option(help="New folder for the results. Default: out/sweep-TIME.")
-    ] = None,
+    output: Annotated[Path | None, Option(help="New folder for the results. Default: out/sweep-TIME.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare configurations at several concurrencies, in one process, on the same prompts.
@@ -165,8 +158,7 @@ def sweep(
     workload = Workload(dataset, data, input_len, output_len, prompts_per_concurrency, engine.seed)
     options = SweepOptions(steps, tuple(configs.split(",")), repeats, workload)
     config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=False)
-    folder = fresh_folder(output, "sweep")
-    with progress("sweep") as report:
+    with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
         summary = run_sweep(config, options, folder, log=say, report=report)
     show(
         f"{summary}\nresults: {folder}",
@@ -178,9 +170,7 @@ def sweep(
 @app.command()
 @takes_engine()
 def generate(
-    source: Annotated[
-        Path, Argument(metavar="IN.jsonl", help="One prompt, question or messages object a line.")
-    ],
+    source: Annotated[Path, Argument(metavar="IN.jsonl", help="One prompt, question or messages object a line.")],
     engine: EngineOptions,
     output: Annotated[Path, Option("--output", "-o", metavar="OUT.jsonl", help="Appears when all is done.")],
     temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
@@ -191,9 +181,7 @@ def generate(
     stop: Annotated[
         list[str] | None, Option(help="End an answer before this text; may be given several times.")
     ] = None,
-    ignore_eos: Annotated[
-        bool, Option("--ignore-eos", help="Go on past the model's own end tokens.")
-    ] = False,
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the model's own end tokens.")] = False,
     chat_template: ChatTemplate = True,
     concurrency: Concurrency = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Throw an existing output away.")] = False,
@@ -279,9 +267,7 @@ def list_models(as_json: Json = False) -> None:
 
 
 @models.command("pull")
-def pull_model(
-    name: Annotated[str, Argument(help="For example smollm2-135m.")], as_json: Json = False
-) -> None:
+def pull_model(name: Annotated[str, Argument(help="For example smollm2-135m.")], as_json: Json = False) -> None:
     """Download a bundled model into the user's cache, checked by its hash.
 
     specbatch models pull smollm2-135m
@@ -305,9 +291,7 @@ def _whole_numbers(setting: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise refuse(
-            setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128"
-        ) from None
+        raise refuse(setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128") from None
 
 
 def _write_through(text: str) -> None:

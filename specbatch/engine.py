@@ -64,7 +64,7 @@ class Engine:
         draft_config = draft.config if draft else target.config
         draft_layers = draft.config.num_layers if draft else target.config.num_layers - len(skipped) if skipped else 0
         layers = target.config.num_layers
-        model_len = min(target.config.max_position, draft.config.max_position if draft else target.config.max_position)
+        model_len = min(config.max_position for config in (target.config, draft_config))
         plan = plan_memory(
             config,
             free=available_memory(self.device),

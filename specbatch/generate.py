@@ -92,9 +92,7 @@ class BatchJob:
                 job.partial.unlink(missing_ok=True)
             job._resume()
         except OSError as error:
-            raise refuse(
-                "output", str(output), f"cannot be written ({error.strerror}); name another file"
-            ) from error
+            raise refuse("output", str(output), f"cannot be written ({error.strerror}); name another file") from error
         return job
 
     @property

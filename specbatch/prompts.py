@@ -53,9 +53,7 @@ def read_prompts(path: Path, setting: str = "input") -> list[Prompt]:
         raise refuse(setting, str(path), f"cannot be read ({error.strerror}); name a JSONL file") from error
     except UnicodeDecodeError as error:
         raise refuse(setting, str(path), "is not UTF-8 text; name a JSONL file") from error
-    prompts = [
-        _parse(path, setting, number, text) for number, text in enumerate(lines, start=1) if text.strip()
-    ]
+    prompts = [_parse(path, setting, number, text) for number, text in enumerate(lines, start=1) if text.strip()]
     if not prompts:
         raise refuse(setting, str(path), "holds no prompts; write one JSON object a line")
     return prompts
@@ -68,9 +66,7 @@ def _parse(path: Path, setting: str, number: int, text: str) -> Prompt:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise malformed(
-            f"not JSON ({error.msg} at column {error.colno}); write one JSON object a line"
-        ) from error
+        raise malformed(f"not JSON ({error.msg} at column {error.colno}); write one JSON object a line") from error
     found = [form for form in FORMS if isinstance(row, dict) and form in row]
     if not found:
         raise malformed(f"write a JSON object with one of the keys {', '.join(FORMS)}")
@@ -103,8 +99,6 @@ def _well_formed(form: str, value: Any) -> bool:
     if form == "prompt_token_ids":
         return all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value)
     return all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in value
     )

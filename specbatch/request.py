@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,8 +28,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     max_new_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: bool = False
@@ -46,9 +46,7 @@ class SamplingParams:
             raise refuse("min_p", self.min_p, "use a value from 0 (off) to 1")
         if self.max_new_tokens < 1:
             raise refuse("max_new_tokens", self.max_new_tokens, "use at least 1")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if any(not text for text in self.stop):
             raise refuse("stop", self.stop, "a stop string must not be empty")
@@ -96,7 +94,7 @@ class Completion:
 class IncrementalText:
     """Text of a growing token list, one push per token, never splitting a character.
 
-    Byte-level tokens can end in the middle of a character; such text is held back until it is whole. Only the last
+    Byte-level tokens can end in the middle of a character; that end is held back until it is whole. Only the last
     few tokens are decoded again on each push.
     """
 
@@ -104,18 +102,19 @@ class IncrementalText:
         self._decode = decode
         self._tokens: list[int] = []
         self._start = 0  # decoding starts here, so that joining rules (leading spaces) see the token before
-        self._done = 0  # tokens whose text has been handed out
+        self._whole = 0  # tokens before here are whole characters and have been handed out
+        self._known = 0  # characters from _start on that have been handed out
         self.text = ""
 
     def push(self, token: int) -> str:
         """Add a token and return the new text (may be empty)."""
         self._tokens.append(token)
-        before = self._decode(self._tokens[self._start : self._done])
-        after = self._decode(self._tokens[self._start :])
-        if len(after) <= len(before) or after.endswith("\ufffd"):
-            return ""
-        new = after[len(before) :]
-        self._start, self._done = self._done, len(self._tokens)
+        decoded = self._decode(self._tokens[self._start :])
+        new = decoded.rstrip("\ufffd")[self._known :]
+        self._known += len(new)
+        if new and self._known == len(decoded):  # nothing is held back
+            self._start, self._whole = self._whole, len(self._tokens)
+            self._known = len(self._decode(self._tokens[self._start :]))
         self.text += new
         return new
 
@@ -226,7 +225,7 @@ class Request:
         assert self.finish_reason is not None
         metrics, output = self.metrics, self.output
         metrics.output_tokens = len(output)
-        metrics.e2e_s = (self.last_token or now) - self.submitted
+        metrics.e2e_s = (self.last_token if self.last_token is not None else now) - self.submitted
         metrics.queue_s = (self.admitted if self.admitted is not None else now) - self.submitted
         if self.first_token is not None and self.last_token is not None:
             metrics.ttft_s = self.first_token - self.submitted

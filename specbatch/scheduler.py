@@ -174,13 +174,12 @@ class Scheduler:
                 rows = [row for row in rows if row.request is not victim]
                 if victim is request:
                     break
-            if request.slot is None:
-                continue
-            for page in self._pool.take(max(need, 0)):
-                self._new_pages.append((request.slot, len(request.pages), page))
-                request.pages.append(page)
-            rows.append(Row(request, request.epoch, request.slot))
-            bound = max(bound, reach)
+            else:
+                for page in self._pool.take(max(need, 0)):
+                    self._new_pages.append((request.slot, len(request.pages), page))
+                    request.pages.append(page)
+                rows.append(Row(request, request.epoch, request.slot))
+                bound = max(bound, reach)
         if not rows:
             return None
         for row in rows:
@@ -234,7 +233,7 @@ class Scheduler:
     def _make_free(self, count: int) -> bool:
         """Are `count` pages free, after evicting cached ones if need be?"""
         missing = count - self._pool.free
-        if missing > 0 and self._cache is not None:
+        if 0 < missing <= self._pool.idle and self._cache is not None:
             missing -= self._cache.evict(missing)
         return missing <= 0
 

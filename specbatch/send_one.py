@@ -40,10 +40,7 @@ def send_one(
     (tokens per second of latency), text and finish_reason.
     """
     engine.generate([prompt], replace(params, max_new_tokens=min(params.max_new_tokens, WARM_UP_TOKENS)))
-    if write is None:
-        completion = engine.generate([prompt], params)[0]
-    else:
-        completion = _stream(engine, prompt, params, write)
+    completion = _stream(engine, prompt, params, write) if write else engine.generate([prompt], params)[0]
     metrics = completion.metrics
     return {
         "latency_s": metrics.e2e_s,

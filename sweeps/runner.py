@@ -77,9 +77,7 @@ def run_sweep(
     count = _counter(options, report)
     try:
         with ExitStack() as stack:
-            engines = {
-                name: stack.enter_context(_load(name, config, log)) for name, config in configs.items()
-            }
+            engines = {name: stack.enter_context(_load(name, config, log)) for name, config in configs.items()}
             tokenizer = next(iter(engines.values())).tokenizer
             most = max(options.concurrency)
             every = options.workload.prompts(tokenizer, options.workload.count(most))
@@ -115,9 +113,7 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
     if base.max_running < most:
         raise refuse("max_running", base.max_running, f"concurrency {most} needs at least {most}")
     if base.speculation.algorithm == "none" and set(options.configs) - {"baseline"}:
-        raise refuse(
-            "algorithm", "none", "only the configuration baseline drafts nothing; use ngram or standalone"
-        )
+        raise refuse("algorithm", "none", "only the configuration baseline drafts nothing; use ngram or standalone")
     configs = {}
     count = len(options.configs)
     for place, name in enumerate(options.configs):
@@ -167,13 +163,9 @@ def _measure(
 ) -> RunRecord:
     """One point: a closed loop that keeps `concurrency` requests unfinished."""
     engine.reset_record()
-    completions = engine.generate(
-        prompts, workload.params, concurrency=concurrency, on_completion=on_completion
-    )
+    completions = engine.generate(prompts, workload.params, concurrency=concurrency, on_completion=on_completion)
     output = sha256_of([completion.token_ids for completion in completions])
-    return engine.record(
-        concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output}
-    )
+    return engine.record(concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output})
 
 
 def _counter(options: SweepOptions, report: Report | None) -> Callable[[Completion], None]:

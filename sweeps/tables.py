@@ -39,9 +39,7 @@ def load_records(folder: Path) -> list[RunRecord]:
     records = [RunRecord.load(path.parent) for path in folder.glob("*/c*/r*/record.json")]
     if not records:
         raise refuse("folder", str(folder), "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)")
-    return sorted(
-        records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")]
-    )
+    return sorted(records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")])
 
 
 def table(records: list[RunRecord]) -> pd.DataFrame:
@@ -106,21 +104,29 @@ def _heading(records: list[RunRecord]) -> str:
     config, caps, hardware, work = first.config, first.caps, first.hardware, first.workload
     device = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
     text = f"{work['input_len']} input tokens each" if work.get("input_len") else "text"
-    drafting = {record.workload["configuration"]: record.config["speculation"] for record in records}
+    names = {record.workload["configuration"]: record for record in records}
     lines = {
-        "model": f"{config['model']} ({config['load_format']})"
-        if config["load_format"] != "auto"
-        else config["model"],
+        "model": f"{config['model']} ({config['load_format']})" if config["load_format"] != "auto" else config["model"],
         "device": f"{caps['device']} ({device})",
         "dtype": caps["dtype"],
         "workload": f"{work['dataset']}, {text}, output "
         f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
-        "configurations": "; ".join(f"{name}: {_drafting(asked)}" for name, asked in drafting.items()),
+        "configurations": "; ".join(
+            f"{name}: {_drafting(record.config['speculation'])}" for name, record in names.items()
+        ),
         "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
-        "effective caps": ", ".join(f"{name} {caps[name]}" for name in _CAPS),
+        "effective caps": "; ".join(_caps(names)),
         "prefix cache": "on" if config["prefix_cache"] else "off",
     }
     return "".join(f"* {name}: {value}\n" for name, value in lines.items())
+
+
+def _caps(records: dict[str, RunRecord]) -> list[str]:
+    """The caps of each configuration; said once, without a name, where they are the same of all."""
+    texts = {name: ", ".join(f"{cap} {record.caps[cap]}" for cap in _CAPS) for name, record in records.items()}
+    if len(set(texts.values())) == 1:
+        return [*texts.values()][:1]
+    return [f"{name}: {text}" for name, text in texts.items()]
 
 
 def _drafting(asked: dict[str, Any]) -> str:
@@ -131,33 +137,23 @@ def _drafting(asked: dict[str, Any]) -> str:
 
 
 def _notes(records: list[RunRecord]) -> list[str]:
-    notes = [
-        "Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."
-    ]
+    notes = ["Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."]
     tokens: dict[tuple[int, int], dict[str, str]] = {}
     for record in records:
         work = record.workload
         where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
-        tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work[
-            "output_sha256"
-        ]
+        tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
         if record.metrics["requests"] != work["prompts"]:
-            notes.append(
-                f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished."
-            )
+            notes.append(f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished.")
         if record.config["speculation"]["algorithm"] != "none" and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         if record.metrics.get("cached_tokens"):
-            notes.append(
-                f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache."
-            )
+            notes.append(f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache.")
     compared = [row for row in tokens.values() if len(row) > 1]
     differing = [place for place, row in tokens.items() if len(set(row.values())) > 1]
     if differing:
         places = ", ".join(f"{concurrency}" for concurrency in dict.fromkeys(place[0] for place in differing))
-        notes.append(
-            f"TOKENS DIFFER between configurations at concurrency {places} (expected only below float32)."
-        )
+        notes.append(f"TOKENS DIFFER between configurations at concurrency {places} (expected only below float32).")
     elif compared:
         notes.append("All configurations produced the same output tokens at every point.")
     return notes

@@ -44,9 +44,7 @@ class Workload:
             if getattr(self, name) < 1:
                 raise refuse(name, getattr(self, name), "use a whole number of at least 1")
         if self.data is not None and self.dataset != "gsm8k":
-            raise refuse(
-                "data", str(self.data), "goes with --dataset gsm8k; name other files as --dataset FILE.jsonl"
-            )
+            raise refuse("data", str(self.data), "goes with --dataset gsm8k; name other files as --dataset FILE.jsonl")
         object.__setattr__(self, "rows", tuple(self._read()))
 
     @property
@@ -73,9 +71,7 @@ class Workload:
             return [encoded[index % len(encoded)] for index in range(count)]
         avoid = tokenizer.eos_ids | {tokenizer.bos_id}
         usable = [token for token in range(tokenizer.vocab_size) if token not in avoid]
-        return [
-            random.Random(f"{self.seed}/{index}").choices(usable, k=self.input_len) for index in range(count)
-        ]
+        return [random.Random(f"{self.seed}/{index}").choices(usable, k=self.input_len) for index in range(count)]
 
     def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
         """What a record says of the prompts of its point."""
@@ -117,7 +113,4 @@ def _gsm8k_from_hub() -> list[Prompt]:
             "not in the local cache and the hub cannot be reached; pass --data FILE (JSONL of questions), "
             "run once with network access, or use --dataset random",
         ) from error
-    return [
-        Prompt(line=number, form="question", value=row["question"])
-        for number, row in enumerate(rows, start=1)
-    ]
+    return [Prompt(line=number, form="question", value=row["question"]) for number, row in enumerate(rows, start=1)]

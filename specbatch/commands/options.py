@@ -22,15 +22,13 @@ _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
 class EngineOptions:
     """One field per shared option; None leaves a setting at the engine's own default."""
 
-    model: Annotated[
-        str, Option(help="Bundled name, hub id, folder or .gguf file.", rich_help_panel=_MODEL)
-    ] = EngineConfig.model
-    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = (
-        EngineConfig.device
+    model: Annotated[str, Option(help="Bundled name, hub id, folder or .gguf file.", rich_help_panel=_MODEL)] = (
+        EngineConfig.model
     )
-    dtype: Annotated[
-        str, Option(metavar="|".join(DTYPES), help="auto: float32 on a CPU.", rich_help_panel=_MODEL)
-    ] = EngineConfig.dtype
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = EngineConfig.device
+    dtype: Annotated[str, Option(metavar="|".join(DTYPES), help="auto: float32 on a CPU.", rich_help_panel=_MODEL)] = (
+        EngineConfig.dtype
+    )
     load_format: Annotated[
         str,
         Option(
@@ -63,9 +61,7 @@ class EngineOptions:
     ] = None
     draft: Annotated[
         str | None,
-        Option(
-            help="Draft model, or self:skip=12-15 (the target without those layers).", rich_help_panel=_SPEC
-        ),
+        Option(help="Draft model, or self:skip=12-15 (the target without those layers).", rich_help_panel=_SPEC),
     ] = None
     draft_tokens: Annotated[
         int, Option(help="Tokens drafted per verify, the root not counted.", rich_help_panel=_SPEC)
@@ -73,9 +69,9 @@ class EngineOptions:
     draft_steps: Annotated[
         int | None, Option(help="Draft passes; a chain takes --draft-tokens of them.", rich_help_panel=_SPEC)
     ] = None
-    draft_topk: Annotated[
-        int, Option(help="Children per drafted node; 1 is a chain.", rich_help_panel=_SPEC)
-    ] = Speculation.draft_topk
+    draft_topk: Annotated[int, Option(help="Children per drafted node; 1 is a chain.", rich_help_panel=_SPEC)] = (
+        Speculation.draft_topk
+    )
     ngram_min: Annotated[int, Option(help="Shortest suffix that ngram looks up.", rich_help_panel=_SPEC)] = (
         Speculation.ngram_min
     )
@@ -94,9 +90,7 @@ class EngineOptions:
         int | None,
         Option(help="Longest prompt + output. Default: what the model allows.", rich_help_panel=_ENGINE),
     ] = None
-    page_size: Annotated[int, Option(help="Tokens per KV page.", rich_help_panel=_ENGINE)] = (
-        EngineConfig.page_size
-    )
+    page_size: Annotated[int, Option(help="Tokens per KV page.", rich_help_panel=_ENGINE)] = EngineConfig.page_size
     kv_pages: Annotated[
         int | None,
         Option(help="Pages in the KV pool. Default: what can be needed and fits.", rich_help_panel=_ENGINE),
@@ -104,9 +98,9 @@ class EngineOptions:
     memory_fraction: Annotated[
         float, Option(help="Share of free memory for weights and KV.", rich_help_panel=_ENGINE)
     ] = EngineConfig.memory_fraction
-    prefill_chunk: Annotated[
-        int, Option(help="Most prompt tokens computed in one step.", rich_help_panel=_ENGINE)
-    ] = EngineConfig.prefill_chunk
+    prefill_chunk: Annotated[int, Option(help="Most prompt tokens computed in one step.", rich_help_panel=_ENGINE)] = (
+        EngineConfig.prefill_chunk
+    )
     prefix_cache: Annotated[
         bool | None,
         Option(
@@ -115,9 +109,9 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = None
-    seed: Annotated[
-        int, Option(help="Of sampling, random prompts and dummy weights.", rich_help_panel=_ENGINE)
-    ] = EngineConfig.seed
+    seed: Annotated[int, Option(help="Of sampling, random prompts and dummy weights.", rich_help_panel=_ENGINE)] = (
+        EngineConfig.seed
+    )
 
     def speculation(self) -> Speculation:
         """What --spec, --algorithm and --draft mean together.

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from specbatch.errors import refuse
 
 
-def fresh_folder(asked: Path | None, command: str) -> Path:
-    """Create and return `asked`, or a new `out/COMMAND-TIME`. A folder that holds something is refused."""
+@contextmanager
+def fresh_folder(asked: Path | None, command: str) -> Iterator[Path]:
+    """Create and yield `asked`, or a new `out/COMMAND-TIME`; a folder that holds something is refused.
+
+    What was created and is still empty when the command ends (it was refused later) is removed again.
+    """
     folder = asked or Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
+    existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = any(folder.iterdir())
-        (probe := folder / ".writable").touch()
-        probe.unlink()
+        TemporaryFile(dir=folder).close()  # an unwritable place is found now, not after the run
     except OSError as error:
-        raise refuse(
-            "output", str(folder), f"cannot be written ({error.strerror}); name a folder that can"
-        ) from error
+        raise refuse("output", str(folder), f"cannot be written ({error.strerror}); name a folder that can") from error
     if taken:
-        raise refuse(
-            "output", str(folder), "this folder is not empty; name a new one, results are never overwritten"
-        )
-    return folder
+        raise refuse("output", str(folder), "this folder is not empty; name a new one, nothing is ever overwritten")
+    try:
+        yield folder
+    finally:
+        if not existed and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def say(line: str) -> None:

@@ -13,6 +13,8 @@ class PagePool:
         self.total = total
         self._free = list(range(total, 0, -1))
         self._holders = [0] * (total + 1)
+        self._kept = bytearray(total + 1)  # 1: the prefix cache is one of the holders
+        self.idle = 0  # pages that the prefix cache alone holds
 
     @property
     def free(self) -> int:
@@ -32,14 +34,31 @@ class PagePool:
         if self._holders[page] < 1:
             raise RuntimeError(f"page {page} is free and cannot be shared")
         self._holders[page] += 1
+        self.idle -= self._kept[page] and self._holders[page] == 2
 
     def release(self, page: int) -> None:
         """One holder less; the last one frees the page."""
-        if self._holders[page] < 1:
+        if self._holders[page] <= self._kept[page]:
             raise RuntimeError(f"page {page} is released twice")
         self._holders[page] -= 1
+        self.idle += self._kept[page] and self._holders[page] == 1
         if not self._holders[page]:
             self._free.append(page)
+
+    def keep(self, page: int) -> None:
+        """The prefix cache becomes a holder."""
+        if self._kept[page]:
+            raise RuntimeError(f"page {page} is cached twice")
+        self.hold(page)
+        self._kept[page] = 1
+
+    def drop(self, page: int) -> None:
+        """The prefix cache is no holder any more."""
+        if not self._kept[page]:
+            raise RuntimeError(f"page {page} is not cached")
+        self._kept[page] = 0
+        self.idle -= self._holders[page] == 1
+        self.release(page)
 
     def holders(self, page: int) -> int:
         return self._holders[page]

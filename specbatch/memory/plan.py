@@ -100,13 +100,19 @@ def plan_memory(
         limit = min(room, _CPU_KV_BYTES) if on_cpu else room
         pages = min(wanted, limit // page_bytes)
     if pages * size < slack + 2:
+        if config.kv_pages is not None:
+            least = -(-(slack + 2) // size)
+            raise refuse("kv_pages", pages, f"with page_size={size} and {rows} verify rows use at least {least}")
         raise SpecbatchError(
             f"memory_fraction={config.memory_fraction}: of {_size(free)} free, {_size(max(room, 0))} are left for KV "
             f"behind {_size(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
         )
     fits = pages * size - slack
     if config.max_model_len and fits < config.max_model_len:
-        raise refuse("max_model_len", config.max_model_len, f"the KV pool of {pages} pages holds requests of {fits}")
+        need = -(-(config.max_model_len + slack) // size)
+        more = f", or kv_pages={need}" if need * page_bytes <= room else ""
+        works = f"the KV pool of {pages} pages holds requests of {fits}; use at most that{more}"
+        raise refuse("max_model_len", config.max_model_len, works)
     return MemoryPlan(
         available=budget,
         weights=weights,

@@ -61,23 +61,30 @@ class PrefixCache:
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(key, page, node)
-                self._pool.hold(page)
+                self._pool.keep(page)
                 self._order[page] = child
             node = child
         self._touch(node)
 
     def evict(self, count: int) -> int:
-        """Give up to `count` pages back, least recently used first, none that a request holds. Returns how many."""
-        freed = 0
-        for page, node in list(self._order.items()):
-            if freed == count:
+        """Give up to `count` pages back, least recently used first, none that a request holds. Returns how many.
+
+        A page that is held counts as used now, so that later calls need not pass over it again.
+        """
+        freed, first_held = 0, 0
+        while freed < count and self._pool.idle:
+            node = next(iter(self._order.values()))
+            if node.page == first_held:  # once round: what is idle here has children that are held
                 break
-            if node.children or self._pool.holders(page) > 1:
-                continue
             assert node.parent is not None
+            assert not node.children
+            if self._pool.holders(node.page) > 1:
+                first_held = first_held or node.page
+                self._touch(node)
+                continue
             del node.parent.children[node.key]
-            del self._order[page]
-            self._pool.release(page)
+            del self._order[node.page]
+            self._pool.drop(node.page)
             freed += 1
         return freed
 

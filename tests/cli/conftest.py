@@ -30,9 +30,7 @@ class StubTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
 
@@ -72,9 +70,7 @@ class StubEngine:
         concurrency: int | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        StubEngine.order.append(
-            f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}"
-        )
+        StubEngine.order.append(f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         out: list[Completion | None] = [None] * len(prompts)
         for index in reversed(range(len(prompts))):  # completions arrive in another order than the input's
@@ -88,9 +84,7 @@ class StubEngine:
                 on_completion(out[index])  # type: ignore[arg-type]
         return [completion for completion in out if completion is not None]
 
-    def stream(
-        self, prompts: list[Any], params: Any = None, *, concurrency: int | None = None
-    ) -> Iterator[Any]:
+    def stream(self, prompts: list[Any], params: Any = None, *, concurrency: int | None = None) -> Iterator[Any]:
         completion = self.generate(prompts, params)[0]
         for token in completion.token_ids:
             yield types.SimpleNamespace(index=0, token_ids=[token], completion=None)

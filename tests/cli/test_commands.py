@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -12,23 +10,10 @@ import pytest
 
 @pytest.fixture
 def evals(monkeypatch):
-    """The eval module's agreed surface."""
-    from dataclasses import dataclass, fields
+    """What `prepare` was given, and an evaluation that answers one question and may be interrupted after it."""
+    from specbatch.evals import run
 
-    seen = {}
-
-    @dataclass
-    class EvalOptions:
-        task: str
-        limit: int | None
-        num_fewshot: int | None
-        data: Path | None
-        fewshot_data: Path | None
-        chat_template: bool
-        max_new_tokens: int | None
-        concurrency: int | None
-        seed: int
-        output: Path | None
+    seen = {"interrupt": False}
 
     class Report:
         def table(self):
@@ -37,39 +22,20 @@ def evals(monkeypatch):
         def as_dict(self):
             return {"exact_match": 0.5}
 
-        def save(self, folder):
-            (folder / "record.json").write_text("{}")
+    class Ready:
+        def __init__(self, options):
+            seen["options"] = options
 
-    def run_eval(engine, options, progress=None):
-        seen.update(
-            {item.name: getattr(options, item.name) for item in fields(options)}, engine=engine.config
-        )
-        progress(1, 1)
-        return Report()
+        def run(self, engine, progress=None):
+            seen["engine"] = engine.config
+            progress(1, 2)
+            (seen["options"].output / run.PARTIAL).write_text("{}\n")
+            if seen["interrupt"]:
+                raise KeyboardInterrupt
+            return Report()
 
-    module = types.ModuleType("specbatch.evals.run")
-    module.EvalOptions, module.run_eval = EvalOptions, run_eval
-    monkeypatch.setitem(sys.modules, "specbatch.evals.run", module)
+    monkeypatch.setattr(run, "prepare", Ready)
     return seen
-
-
-@pytest.fixture
-def bundled(monkeypatch):
-    module = types.ModuleType("specbatch.weights.bundled")
-    module.rows = lambda: [{"name": "tiny", "licence": "Apache-2.0", "here": "no", "sha256": "0" * 64}]
-
-    def pull(name, log=None):
-        log(f"downloading {name}")
-        return Path("/cache") / name
-
-    module.pull = pull
-    monkeypatch.setitem(sys.modules, "specbatch.weights.bundled", module)
-    cache = types.ModuleType("specbatch.weights.cache")
-    cache.cache_folder = lambda: Path("/cache")
-    monkeypatch.setitem(sys.modules, "specbatch.weights.cache", cache)
-    import specbatch.weights
-
-    monkeypatch.setattr(specbatch.weights, "bundled", module, raising=False)
 
 
 def test_eval_passes_its_options_on(run, evals, tmp_path):
@@ -77,13 +43,12 @@ def test_eval_passes_its_options_on(run, evals, tmp_path):
     result = run("eval", "gsm8k", *words.split(), "--max-new-tokens", 11, "--output", tmp_path / "o")
     assert result.exit_code == 0, result.output
     assert "| exact_match | 0.5 |" in result.stdout
-    assert (tmp_path / "o/record.json").exists()
-    engine = evals.pop("engine")
+    engine = evals["engine"]
     assert (engine.speculation.algorithm, engine.speculation.schedule) == ("ngram", "v1")
     assert (engine.max_running, engine.seed) == (7, 9)
-    assert evals == {
+    assert vars(evals["options"]) == {
         "task": "gsm8k", "limit": 3, "num_fewshot": 2, "data": Path("d.jsonl"), "fewshot_data": None,
-        "chat_template": True, "max_new_tokens": 11, "concurrency": 7, "seed": 9, "output": tmp_path / "o",
+        "chat_template": True, "max_new_tokens": 11, "concurrency": 7, "seed": 1234, "output": tmp_path / "o",
     }  # fmt: skip
 
 
@@ -92,6 +57,13 @@ def test_eval_json(run, evals):
     (line,) = result.stdout.splitlines()
     assert json.loads(line)["exact_match"] == 0.5
     assert Path(json.loads(line)["output"]).is_dir()
+
+
+def test_an_interrupted_eval_says_what_was_kept(run, evals, tmp_path):
+    evals["interrupt"] = True
+    result = run("eval", "gsm8k", "--output", tmp_path / "o")
+    assert result.exit_code == 130
+    assert f"interrupted; kept 1 finished answers in {tmp_path / 'o' / 'answers.partial.jsonl'}" in result.stderr
 
 
 def test_send_one_table(run, engine):
@@ -113,18 +85,30 @@ def test_send_one_streams_the_same_text(run):
     assert json.loads(whole.stdout)["accept_length"] == 1.0
 
 
-def test_models(run, bundled):
-    assert "Apache-2.0" in run("models", "list").stdout
-    assert json.loads(run("models", "list", "--json").stdout)["models"][0]["name"] == "tiny"
-    assert run("models", "pull", "tiny").stdout == "/cache/tiny\n"
+def test_models(run, monkeypatch, tmp_path):
+    from specbatch.weights import bundled
+
+    monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(bundled, "pull", lambda name, log: log(f"downloading {name}") or Path("/cache") / name)
+    shown = run("models", "list").stdout
+    assert "Apache-2.0" in shown
+    assert bundled.MODELS["smollm2-135m"].sha256 not in shown
+    (row, *_) = json.loads(run("models", "list", "--json").stdout)["models"]
+    assert (row["name"], row["sha256"]) == ("smollm2-135m", bundled.MODELS["smollm2-135m"].sha256)
+    pulled = run("models", "pull", "smollm2-135m")
+    assert pulled.stdout == "/cache/smollm2-135m\n"
+    assert "downloading" in pulled.stderr
 
 
-def test_doctor_gives_a_reason_for_everything(run, bundled, monkeypatch):
+def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path))
     found = json.loads(run("doctor", "--json").stdout)
+    assert found["cache"] == str(tmp_path)
     assert all(row["why"] for row in found["features"])
     why = {row["feature"]: row for row in found["features"]}
     assert why["engine on the CPU"]["runs"]
-    assert "specbatch models pull tiny" in why["bundled model tiny"]["why"]
+    assert not why["bundled model smollm2-135m"]["runs"]
+    assert "specbatch models pull smollm2-135m" in why["bundled model smollm2-135m"]["why"]
     assert "HF_HUB_OFFLINE" in why["models and data of the hub"]["why"]
     assert "| feature" in run("doctor").stdout

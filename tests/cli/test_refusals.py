@@ -14,6 +14,8 @@ REFUSED = [
     ("eval t --concurrency 0", [], "concurrency=0:"),
     ("eval t --dtype int3", [], "dtype='int3': use one of"),
     ("eval t --device tpu", [], "device='tpu':"),
+    ("eval t --limit 0", [], "limit=0:"),
+    ("eval no_such_task", [], "no_such_task"),
     ("eval t --output {in}", [GOOD], "output="),
     ("eval t --output {tmp}", [GOOD], "this folder is not empty"),
     ("sweep --concurrency 0", [], "concurrency=0:"),
@@ -70,15 +72,14 @@ REFUSED = [
 @pytest.mark.parametrize(("command", "lines", "says"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refused_before_an_engine_exists(run, engine, jsonl, tmp_path, command, lines, says):
     source = jsonl(*lines)
-    result = run(
-        *(word.replace("{in}", str(source)).replace("{tmp}", str(tmp_path)) for word in command.split())
-    )
+    result = run(*(word.replace("{in}", str(source)).replace("{tmp}", str(tmp_path)) for word in command.split()))
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert says in line
     assert engine.built == []
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())  # nothing is littered
 
 
 def test_a_concurrency_that_the_kv_pool_cannot_hold(run, engine, tmp_path):

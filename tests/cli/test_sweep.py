@@ -18,9 +18,7 @@ def test_points_records_and_summary(run, engine, tmp_path):
     records = sorted(
         str(path.parent.relative_to(tmp_path / "out")) for path in tmp_path.glob("out/*/c*/r*/record.json")
     )
-    assert records == [
-        f"{name}/c{c}/r{r}" for name in ("baseline", "v1", "v2") for c in (1, 4) for r in (1, 2)
-    ]
+    assert records == [f"{name}/c{c}/r{r}" for name in ("baseline", "v1", "v2") for c in (1, 4) for r in (1, 2)]
     assert (tmp_path / "out/v1/c4/r2/requests.jsonl").read_text().count("\n") == 8
 
     record = json.loads((tmp_path / "out/v1/c4/r2/record.json").read_text())
@@ -115,9 +113,7 @@ def test_an_interrupted_sweep_keeps_its_points_and_their_summary(run, engine, tm
 
 
 def test_json_rows(run, tmp_path):
-    result = run(
-        "sweep", "--concurrency", "1", "--configs", "v1", "--output", tmp_path / "out", "--json", *SMALL
-    )
+    result = run("sweep", "--concurrency", "1", "--configs", "v1", "--output", tmp_path / "out", "--json", *SMALL)
     (line,) = result.stdout.splitlines()
     (row,) = json.loads(line)["rows"]
     assert row["configuration"] == "v1"

@@ -14,14 +14,8 @@ from specbatch.sweeps.tables import COLUMNS, load_records, markdown, table, writ
 CAPS = {"max_running": 4, "max_model_len": 64, "kv_pages": 32, "page_size": 16, "prefill_chunk": 64}
 
 
-def record(
-    configuration: str, repeat: int, speed: float | None, *, concurrency: int = 4, **work: object
-) -> RunRecord:
-    spec = (
-        Speculation()
-        if configuration == "baseline"
-        else Speculation(algorithm="ngram", schedule=configuration)
-    )
+def record(configuration: str, repeat: int, speed: float | None, *, concurrency: int = 4, **work: object) -> RunRecord:
+    spec = Speculation() if configuration == "baseline" else Speculation(algorithm="ngram", schedule=configuration)
     metrics = dict.fromkeys(summarize([], 0.0)) | {
         "requests": 2,
         "output_throughput": speed,
@@ -46,9 +40,7 @@ def record(
 def test_the_ratio_is_the_median_of_paired_ratios():
     # Unpaired medians would say 30 / 20 = 1.5; the machine slowed down between the repeats.
     speeds = {"baseline": [10.0, 20.0, 100.0], "v1": [20.0, 30.0, 110.0]}
-    rows = table(
-        [record(name, repeat, speed) for name, row in speeds.items() for repeat, speed in enumerate(row, 1)]
-    )
+    rows = table([record(name, repeat, speed) for name, row in speeds.items() for repeat, speed in enumerate(row, 1)])
     v1 = rows[rows.configuration == "v1"].iloc[0]
     assert v1.repeats == 3
     assert v1.output_tok_s == 30.0
@@ -115,7 +107,11 @@ def test_the_heading_says_what_was_run_on_what():
     for name in ("model", "device", "dtype", "workload", "configurations", "versions", "effective caps"):
         assert f"* {name}: " in heading
     assert "v1: ngram, 4 drafted, schedule v1" in heading
-    assert "kv_pages 32" in heading
+    assert heading.count("kv_pages 32") == 1
+    records[1].caps = records[1].caps | {"kv_pages": 40}
+    heading = markdown(records, table(records)).split("|")[0]
+    assert "baseline: max_running 4, max_model_len 64, kv_pages 32" in heading
+    assert "v1: max_running 4, max_model_len 64, kv_pages 40" in heading
 
 
 def test_a_folder_without_records_is_refused(tmp_path):

@@ -50,8 +50,5 @@ def test_questions_of_a_file_start_over_when_they_run_out(tmp_path):
 
 def test_the_hash_tells_prompts_apart():
     workload = Workload()
-    hashes = {
-        workload.describe(prompts)["prompts_sha256"]
-        for prompts in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])
-    }
+    hashes = {workload.describe(prompts)["prompts_sha256"] for prompts in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}
     assert len(hashes) == 3

@@ -1,0 +1,63 @@
+"""The commands around the real engine, on random weights of a toy shape: the stub's promises are the engine's."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from specbatch.cli import app
+
+TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-model-len", "64")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: Any) -> Result:
+        result = CliRunner().invoke(app, [*map(str, words), *TOY])
+        assert result.exit_code == 0, result.output
+        return result
+
+    return call
+
+
+def test_sweep(run):
+    run("sweep", "--concurrency", "1,3", "--input-len", 8, "--output-len", 12, "--repeats", 2, "--output", "out")
+    rows = list(csv.DictReader(Path("out/summary.csv").read_text().splitlines()))
+    assert [row["configuration"] for row in rows] == ["baseline", "v1", "v2"] * 2
+    assert all(float(row["output_tok_s"]) > 0 for row in rows)
+    assert all(float(row["accept_length"]) >= 1 for row in rows if row["configuration"] != "baseline")
+    summary = Path("out/summary.md").read_text()
+    assert "same output tokens at every point" in summary
+    assert "INCOMPLETE" not in summary
+    record = json.loads(Path("out/v2/c3/r2/record.json").read_text())
+    assert record["metrics"]["output_tokens"] == 12 * 12  # the window holds this point and nothing else
+    assert record["metrics"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("spec", ["off", "v1", "v2"])
+def test_generate_gives_the_same_tokens_under_every_schedule(run, spec):
+    Path("in.jsonl").write_text("".join(json.dumps({"prompt": text * 3}) + "\n" for text in ("ab", "xyz", "q")))
+    run("generate", "in.jsonl", "-o", f"{spec}.jsonl", "--max-new-tokens", 10, "--concurrency", 2, "--spec", spec)
+    run("generate", "in.jsonl", "-o", "plain.jsonl", "--max-new-tokens", 10)
+    tokens, plain = (
+        [json.loads(line)["token_ids"] for line in Path(f"{name}.jsonl").read_text().splitlines()]
+        for name in (spec, "plain")
+    )
+    assert tokens == plain
+    assert len(plain) == 3
+
+
+def test_send_one_streams_what_it_returns(run):
+    words = ("--prompt", "hello", "--max-new-tokens", 12, "--spec", "v2")
+    result = json.loads(run("send-one", *words, "--json").stdout)
+    assert result["tokens"] == 12
+    streamed = run("send-one", *words, "--stream").stdout
+    assert streamed.startswith(result["text"])

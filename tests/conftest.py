@@ -1,0 +1,201 @@
+"""A toy model: random, seeded, small enough that a naive reference decodes beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, settings
+
+from specbatch.config import EngineConfig
+from specbatch.models.config import ModelConfig
+
+settings.register_profile(
+    "specbatch",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+settings.load_profile("specbatch")
+
+BOS, EOS = 1, 2
+_PIECES = [b"", b"<s>", b"</s>", *(bytes([97 + i]) for i in range(26))]
+_PIECES += [b" ", b"ab", b"\n", b"\xc3", b"\xa9", b"x\xf0\x9f", b"\x98\x80", "ü".encode()]  # é and an emoji in halves
+
+if importlib.util.find_spec("specbatch.tokenizer") is None:
+    stub = types.ModuleType("specbatch.tokenizer")
+    stub.__dict__["Tokenizer"] = object
+    stub.__dict__["vocabulary_difference"] = lambda a, b: (
+        None if a.vocabulary() == b.vocabulary() else f"{len(a.vocabulary())} and {len(b.vocabulary())} tokens"
+    )
+    sys.modules["specbatch.tokenizer"] = stub
+    weights = importlib.import_module("specbatch.weights")
+    if not hasattr(weights, "open_checkpoint"):
+        weights.__dict__.update(Checkpoint=object, open_checkpoint=None)
+
+
+class ToyTokenizer:
+    """37 tokens, some of them parts of characters; `size` cuts the vocabulary down."""
+
+    name = "toy"
+    eos_ids = frozenset({EOS})
+    bos_id = BOS
+    has_chat_template = False
+
+    def __init__(self, size: int = len(_PIECES)) -> None:
+        self.vocab_size = size
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [_PIECES.index(letter.encode()) for letter in text]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        gone = (BOS, EOS) if skip_special_tokens else ()
+        return b"".join(_PIECES[token] for token in ids if token not in gone).decode(errors="replace")
+
+    def vocabulary(self) -> list[str]:
+        return [piece.decode(errors="backslashreplace") for piece in _PIECES[: self.vocab_size]]
+
+
+class ToyCheckpoint:
+    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-small" (vocabulary of 31), "toy-nan"."""
+
+    origin = "memory"
+
+    def __init__(self, name: str = "toy", vocabulary: int = len(_PIECES)) -> None:
+        self.name = name
+        vocabulary = 31 if name == "toy-small" else vocabulary
+        self.config = ModelConfig.from_dict(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": vocabulary,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 512,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": True,
+                "eos_token_id": EOS,
+            }
+        )
+        generator = torch.Generator().manual_seed(2 if name == "toy-2" else 1)
+        self.tensors = {
+            key: torch.randn(shape, generator=generator) * (1.2 / math.sqrt(shape[-1]))
+            if len(shape) > 1
+            else torch.rand(shape, generator=generator) + 0.5
+            for key, shape in self.config.tensor_shapes().items()
+        }
+        if name == "toy-nan":  # token 36 poisons whatever reads it
+            self.tensors["model.embed_tokens.weight"][36, 0] = torch.nan
+            self.config = ModelConfig(**{**self.config.__dict__, "tie_embeddings": False})
+            self.tensors["lm_head.weight"] = torch.randn(vocabulary, 32, generator=generator) * 0.2
+
+    def names(self) -> list[str]:
+        return list(self.config.tensor_shapes())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def tokenizer(self) -> ToyTokenizer:
+        return ToyTokenizer(self.config.vocab_size)
+
+
+class Toy:
+    """The toy model and its naive decoding in float64: the whole sequence again for every token, no cache."""
+
+    eos = EOS
+    pieces = _PIECES
+
+    def __init__(self) -> None:
+        self.checkpoint = ToyCheckpoint()
+        self.tokenizer = ToyTokenizer()
+        self._weights = {key: value.double() for key, value in self.checkpoint.tensors.items()}
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """float64 [len(tokens), V]."""
+        config, weights = self.checkpoint.config, self._weights
+        count, dim, half = len(tokens), config.head_dim, config.head_dim // 2
+        angles = torch.outer(
+            torch.arange(count).double(), 1e4 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        ).repeat(1, 2)
+
+        def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+            return F.rms_norm(x, (x.shape[-1],), weights[name], config.rms_norm_eps)
+
+        def heads(x: torch.Tensor, name: str, turn: bool) -> torch.Tensor:
+            y = (x @ weights[name].T).view(count, -1, dim).transpose(0, 1)
+            if turn:
+                y = y * angles.cos() + torch.cat([-y[..., half:], y[..., :half]], -1) * angles.sin()
+            return y.repeat_interleave(config.num_heads // y.shape[0], 0)
+
+        x = weights["model.embed_tokens.weight"][tokens]
+        causal = torch.ones(count, count).triu(1).bool()
+        for index in range(config.num_layers):
+            layer = f"model.layers.{index}"
+            y = norm(x, f"{layer}.input_layernorm.weight")
+            q, k = (heads(y, f"{layer}.self_attn.{part}_proj.weight", True) for part in "qk")
+            v = heads(y, f"{layer}.self_attn.v_proj.weight", False)
+            scores = (q @ k.mT / math.sqrt(dim)).masked_fill(causal, -math.inf).softmax(-1)
+            x = x + (scores @ v).transpose(0, 1).flatten(1) @ weights[f"{layer}.self_attn.o_proj.weight"].T
+            y = norm(x, f"{layer}.post_attention_layernorm.weight")
+            gate, up = (y @ weights[f"{layer}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            x = x + (F.silu(gate) * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
+        return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].T
+
+    @cache  # noqa: B019  (one toy per test run)
+    def greedy(self, prompt: tuple[int, ...], count: int = 40) -> tuple[int, ...] | None:
+        """The likeliest continuation; None where two tokens are so near that rounding could decide."""
+        tokens = list(prompt)
+        for _ in range(count):
+            best = self.logits(tokens)[-1].topk(2)
+            if best.values[0] - best.values[1] < 1e-4:
+                return None
+            tokens.append(int(best.indices[0]))
+        return tuple(tokens[len(prompt) :])
+
+    @cache  # noqa: B019
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """28 prompts of 1 to 45 tokens, half of them with a prefix of 21 in common, clear at every greedy token."""
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(count: int) -> tuple[int, ...]:
+            return tuple(torch.randint(3, 37, (count,), generator=generator).tolist())
+
+        shared = draw(21)
+        lengths = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 45]
+        drawn = [draw(length) for length in lengths] + [shared + draw(length) for length in lengths[:14]]
+        clear = [prompt for prompt in drawn if self.greedy(prompt) is not None]
+        assert len(clear) >= 28
+        return tuple(clear[:28])
+
+
+@pytest.fixture(scope="session")
+def toy() -> Toy:
+    return Toy()
+
+
+@pytest.fixture(scope="session")
+def toy_engine() -> Callable[..., Any]:
+    """`toy_engine(**settings of EngineConfig)` builds an Engine over the toy model, whatever weights are installed."""
+    from specbatch.engine import Engine
+
+    def open_toy(model: str, load_format: str = "auto", **_: Any) -> ToyCheckpoint:
+        return ToyCheckpoint(model)
+
+    def build(log: Callable[[str], None] | None = None, **config: Any) -> Engine:
+        config = {"model": "toy", "device": "cpu", "max_running": 8, "max_model_len": 120, "page_size": 4} | config
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("specbatch.engine.open_checkpoint", open_toy)
+            return Engine(EngineConfig(**config), log=log)
+
+    return build

@@ -1,0 +1,97 @@
+"""What fits: numbers, caps and refusals of the memory plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbatch.config import EngineConfig
+from specbatch.errors import SpecbatchError
+from specbatch.memory.plan import MemoryPlan, plan_memory
+
+MIB = 1 << 20
+
+
+def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryPlan:
+    numbers: dict[str, Any] = {"model_len": 1000, "weights": 100 * MIB, "draft_weights": 20 * MIB, "page_bytes": MIB}
+    numbers |= {"vocabulary": 1000, "rows": 5}
+    numbers |= {key: config.pop(key) for key in list(config) if key in numbers}
+    settings = {"max_running": 4, "memory_fraction": 0.5} | config
+    return plan_memory(EngineConfig(**settings), free=free, on_cpu=on_cpu, **numbers)
+
+
+def test_the_pool_is_what_is_left_behind_weights_and_workspace() -> None:
+    found = plan()
+    workspace = 3 * 4 * 1000 * 4 * 5
+    assert (found.available, found.workspace) == (500 * MIB, workspace)
+    assert found.wanted_pages == 4 * -(-(1000 + 10) // 16) == 256
+    assert found.kv_pages == 256
+    assert found.max_model_len == 1000
+    less = plan(free=600 * MIB)
+    assert less.kv_pages == (300 * MIB - 120 * MIB - workspace) // MIB == 179
+    assert less.kv == 179 * MIB
+    assert less.wanted_pages == 256
+
+
+def test_settings_are_followed() -> None:
+    found = plan(kv_pages=77, max_model_len=300, page_size=32)
+    assert (found.kv_pages, found.max_model_len, found.page_size) == (77, 300, 32)
+    assert found.wanted_pages == 4 * -(-310 // 32)
+
+
+def test_a_small_pool_shortens_the_longest_request() -> None:
+    found = plan(kv_pages=10)
+    assert found.max_model_len == 10 * 16 - 10
+
+
+def test_a_cpu_keeps_memory_for_others_unless_told() -> None:
+    large = {"free": 100_000 * MIB, "on_cpu": True, "max_running": 10, "model_len": 10_000}
+    assert plan(**large).kv_pages == 4096
+    assert plan(**large, kv_pages=9000).kv_pages == 9000
+    assert plan(**(large | {"on_cpu": False})).kv_pages == plan(**large).wanted_pages > 4096
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "works"),
+    [
+        ({"kv_pages": 1000}, "kv_pages=1000", "at most 379"),
+        ({"max_model_len": 1001}, "max_model_len=1001", "at most 1000"),
+        ({"max_model_len": 500, "kv_pages": 20}, "max_model_len=500", "at most that, or kv_pages=32"),
+        ({"max_model_len": 900, "free": 320 * MIB}, "max_model_len=900", "requests of 614; use at most that"),
+        ({"free": 200 * MIB}, "memory_fraction=0.5", "0.0 MiB are left"),
+        ({"free": 240 * MIB, "page_bytes": 60 * MIB}, "memory_fraction=0.5", "smaller model"),
+        ({"kv_pages": 2, "page_size": 4}, "kv_pages=2", "at least 3"),
+        ({"kv_pages": 11, "page_size": 1}, "kv_pages=11", "at least 12"),
+    ],
+)
+def test_what_cannot_fit_is_refused_in_one_line(settings: dict[str, Any], named: str, works: str) -> None:
+    with pytest.raises(SpecbatchError) as caught:
+        plan(**settings)
+    message = str(caught.value)
+    assert named in message
+    assert works in message
+    assert "\n" not in message
+
+
+def test_the_number_that_a_refusal_gives_works() -> None:
+    assert plan(kv_pages=379).kv_pages == 379
+    assert plan(max_model_len=310, kv_pages=20).max_model_len == 310
+    assert plan(max_model_len=500, kv_pages=32).max_model_len == 500
+    assert plan(kv_pages=3, page_size=4).max_model_len == 2
+
+
+def test_on_a_cpu_the_refusal_of_a_length_names_the_pool() -> None:
+    with pytest.raises(SpecbatchError, match=r"max_model_len=90000: .*, or kv_pages=5626$"):
+        plan(free=100_000 * MIB, on_cpu=True, model_len=100_000, max_model_len=90_000)
+
+
+def test_the_printed_plan_holds_the_numbers() -> None:
+    text = "\n".join(plan().lines())
+    for part in ("500.0 MiB may be used", "weights    100.0 MiB", "draft      20.0 MiB", "256.0 MiB: 256 pages of 16"):
+        assert part in text
+    assert "retracted" not in text
+    text = "\n".join(plan(free=600 * MIB, draft_weights=0).lines())
+    assert "holds 199 of the 256 pages" in text
+    assert "draft" not in text
+    assert "2.00 GiB" in "\n".join(plan(free=4096 * MIB).lines())

@@ -1,0 +1,188 @@
+"""The radix tree over pages against a plain dictionary of prefixes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from specbatch.memory.pages import PagePool
+from specbatch.memory.prefix_cache import PrefixCache
+
+TOTAL = 24
+
+
+class Owner:
+    """Stands for a request: its tokens and the pages it holds."""
+
+    def __init__(self, tokens: list[int], pages: list[int]) -> None:
+        self.tokens = tokens
+        self.pages = pages
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The model: every cached prefix (a tuple of tokens) with its page, and when it was last used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+        self.pool = PagePool(TOTAL)
+        self.cache = PrefixCache(self.pool, self.size)
+        self.known: dict[tuple[int, ...], int] = {}
+        self.used: dict[tuple[int, ...], int] = {}
+        self.owners: list[Owner] = []
+        self.clock = 0
+
+    def touch(self, tokens: list[int], count: int) -> None:
+        self.clock += 1
+        for end in range(self.size, count * self.size + 1, self.size):
+            self.used[tuple(tokens[:end])] = self.clock
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def admit(self, tokens: list[int]) -> None:
+        """Match what is cached, take pages for the rest."""
+        count = 0
+        while (count + 1) * self.size < len(tokens) and tuple(tokens[: (count + 1) * self.size]) in self.known:
+            count += 1
+        found = self.cache.match(tokens)
+        assert found == [self.known[tuple(tokens[: (i + 1) * self.size])] for i in range(count)]
+        assert len(found) * self.size < len(tokens), "a token must be left to compute"
+        self.touch(tokens, count)
+        need = -(-len(tokens) // self.size) - count
+        if need > self.pool.free:
+            for page in found:
+                self.pool.release(page)
+        else:
+            self.owners.append(Owner(tokens, found + self.pool.take(need)))
+
+    @precondition(lambda self: self.owners)
+    @rule(pick=st.integers(0, 99), share=st.integers(0, 9))
+    def insert(self, pick: int, share: int) -> None:
+        owner = self.owners[pick % len(self.owners)]
+        share = min(share, len(owner.tokens))
+        self.cache.insert(owner.tokens, share, owner.pages)
+        for index in range(share // self.size):
+            self.known.setdefault(tuple(owner.tokens[: (index + 1) * self.size]), owner.pages[index])
+        self.touch(owner.tokens, share // self.size)
+
+    @precondition(lambda self: self.owners)
+    @rule(pick=st.integers(0, 99))
+    def end(self, pick: int) -> None:
+        for page in self.owners.pop(pick % len(self.owners)).pages:
+            self.pool.release(page)
+
+    @rule(count=st.integers(0, 6))
+    def evict(self, count: int) -> None:
+        """One leaf at a time that nobody holds; the least recently used first."""
+        held = {page for owner in self.owners for page in owner.pages}
+        before, free = dict(self.known), self.pool.free
+        freed = self.cache.evict(count)
+        assert self.pool.free == free + freed
+        gone = {prefix for prefix, page in before.items() if self.pool.holders(page) == 0}
+        assert len(gone) == freed <= count
+        for prefix in gone:
+            assert self.known.pop(prefix) not in held
+        for prefix in gone:
+            assert not any(len(other) > len(prefix) and other[: len(prefix)] == prefix for other in self.known)
+
+        def free_to_go(prefix: tuple[int, ...]) -> bool:  # itself and all behind it
+            return all(page not in held for key, page in self.known.items() if key[: len(prefix)] == prefix)
+
+        left = [prefix for prefix in self.known if free_to_go(prefix)]
+        assert freed == count or not left, "pages that nobody holds were kept although more were asked"
+        ages = [[self.used[prefix] for prefix in group if prefix in self.used] for group in (gone, left)]
+        assert not all(ages) or max(ages[0]) <= min(ages[1])
+        for prefix in self.known:
+            if not free_to_go(prefix):
+                self.used.pop(prefix, None)  # held: used now, or at the next eviction that comes by
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        holders = dict.fromkeys(range(1, TOTAL + 1), 0)
+        for owner in self.owners:
+            for page in owner.pages:
+                holders[page] += 1
+        for page in self.known.values():
+            holders[page] += 1
+        assert {page: self.pool.holders(page) for page in holders} == holders
+        assert self.pool.free == sum(count == 0 for count in holders.values())
+        assert self.pool.idle == sum(holders[page] == 1 for page in self.known.values())
+        assert len(self.cache) == len(self.known) == len(set(self.known.values()))
+
+    def teardown(self) -> None:
+        for owner in self.owners:
+            for page in owner.pages:
+                self.pool.release(page)
+        assert self.cache.evict(TOTAL) == len(self.known)
+        assert (self.pool.free, len(self.cache)) == (TOTAL, 0)
+
+
+TestPrefixCache = CacheMachine.TestCase
+TestPrefixCache.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    return PagePool(10)
+
+
+def test_a_known_prefix_keeps_its_page_and_the_newcomers_own_stays_private(pool: PagePool) -> None:
+    cache = PrefixCache(pool, 2)
+    first, second = pool.take(2), pool.take(2)
+    cache.insert([1, 2, 3, 4], 4, first)
+    cache.insert([1, 2, 3, 4], 4, second)
+    assert cache.match([1, 2, 3, 4, 5]) == first
+    assert [pool.holders(page) for page in second] == [1, 1]
+
+
+def test_a_prompt_that_is_cached_whole_leaves_one_page_to_compute(pool: PagePool) -> None:
+    cache = PrefixCache(pool, 2)
+    pages = pool.take(2)
+    cache.insert([1, 2, 3, 4], 4, pages)
+    assert cache.match([1, 2, 3, 4]) == pages[:1]
+    assert cache.match([1, 2]) == []
+    assert cache.match([9, 2, 3, 4]) == []
+
+
+def test_only_full_pages_are_shared(pool: PagePool) -> None:
+    cache = PrefixCache(pool, 4)
+    pages = pool.take(2)
+    cache.insert([1, 2, 3, 4, 5, 6, 7], 7, pages)
+    assert len(cache) == 1
+    assert cache.match([1, 2, 3, 4, 5, 6, 7, 8, 9]) == pages[:1]
+
+
+def test_an_eviction_costs_no_more_with_a_large_cache() -> None:
+    """Under pressure a page is evicted for every page that decoding needs."""
+    looked_at = 0
+
+    class Watched(PagePool):
+        def holders(self, page: int) -> int:
+            nonlocal looked_at
+            looked_at += 1
+            return super().holders(page)
+
+    pool = Watched(4000)
+    cache = PrefixCache(pool, 1)
+    for start in range(4000):  # every other one is held; the oldest are looked at first
+        (page,) = pool.take(1)
+        cache.insert([start], 1, [page])
+        if start % 2:
+            pool.release(page)
+    assert pool.idle == 2000
+    assert sum(cache.evict(1) for _ in range(1000)) == 1000
+    assert looked_at <= 2002
+
+
+def test_an_eviction_that_can_free_nothing_ends(pool: PagePool) -> None:
+    cache = PrefixCache(pool, 1)
+    known, own = pool.take(1), pool.take(2)
+    cache.insert([1], 1, known)
+    cache.insert([1, 2], 2, own)  # holds the page of [1, 2], but not the known one of [1]
+    pool.release(known[0])
+    assert pool.idle == 1
+    assert cache.evict(1) == 0
+    pool.release(own[1])
+    assert cache.evict(3) == 2
+    assert pool.free == 9
