@@ -195,7 +195,7 @@ def toy_engine() -> Callable[..., Any]:
     def build(log: Callable[[str], None] | None = None, **config: Any) -> Engine:
         config = {"model": "toy", "device": "cpu", "max_running": 8, "max_model_len": 120, "page_size": 4} | config
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("specbatch.engine.open_checkpoint", open_toy)
+            patch.setattr("specbatch.weights.open_checkpoint", open_toy)
             return Engine(EngineConfig(**config), log=log)
 
     return build
