@@ -67,7 +67,7 @@ def probabilities_ref(
 def draw_ref(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     """Draw an index per row by inversion: weights [..., V] >= 0 (need not sum to 1), coins [...] in [0, 1) -> int64.
 
-    Strictly greater than the coin: an index of weight 0 is never drawn.
+    An index of weight 0 is never drawn, though a parallel sum need not be monotone to the last bit.
     """
     sums = weights.double().cumsum(-1)
-    return (sums > coins[..., None] * sums[..., -1:]).int().argmax(-1)
+    return ((sums > coins[..., None] * sums[..., -1:]) & (weights > 0)).int().argmax(-1)
