@@ -16,7 +16,7 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.shape = weight.shape
         self.bias = bias
-        self._blocked = weight.device.type == "cpu" and weight.dtype == torch.float32 and _has_blocked()
+        self._blocked = is_blocked(weight.dtype, weight.device)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._blocked else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -26,5 +26,7 @@ class Linear:
         return F.linear(x, self._weight, self.bias)
 
 
-def _has_blocked() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def is_blocked(dtype: torch.dtype, device: torch.device) -> bool:
+    """Is a weight of this type kept as a reordered copy of its own?"""
+    has_product = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return device.type == "cpu" and dtype == torch.float32 and has_product

@@ -24,7 +24,7 @@ from specbatch.memory.pages import PagePool
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.metrics import RunRecord, emitted_histogram, summarize
-from specbatch.models.loader import Loader
+from specbatch.models.loader import Loader, weight_bytes
 from specbatch.prefill import PromptPass
 from specbatch.request import Completion, Request, SamplingParams
 from specbatch.runner import Counters, Runner
@@ -64,8 +64,8 @@ class Engine:
             free=available_memory(self.device),
             on_cpu=self.device.type == "cpu",
             model_len=min(target.config.max_position, draft.config.max_position),
-            weights=target.config.parameter_count() * dtype.itemsize,
-            draft_weights=draft.parameters * dtype.itemsize,
+            weights=weight_bytes(target.config, dtype, self.device),
+            draft_weights=weight_bytes(draft.weights, dtype, self.device) if draft.weights else 0,
             page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, dtype)
             + bytes_per_page(draft.config, draft.kv_layers, config.page_size, dtype),
             vocabulary=target.config.vocab_size,

@@ -58,13 +58,14 @@ class Drafter(Protocol):
 class DraftPlan:
     """What a drafter takes, known before anything is loaded, and how it is built once the target is.
 
-    parameters: weights of its own; kv_layers: layers of its own KV cache, in the shape that `config` says.
+    config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
+    for it, None if they are the target's or none.
     """
 
     build: Callable[[Llama, Loader], Drafter]
     config: ModelConfig
-    parameters: int = 0
     kv_layers: int = 0
+    weights: ModelConfig | None = None
 
 
 class NoDraft:

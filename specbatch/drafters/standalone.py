@@ -100,7 +100,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         own = loader.model(draft)
         return Standalone(own, loader.cache(own), asked.draft_tokens, target.config.vocab_size)
 
-    return DraftPlan(build, draft.config, draft.config.parameter_count(), draft.config.num_layers)
+    return DraftPlan(build, draft.config, draft.config.num_layers, draft.config)
 
 
 def parse_skip(draft: str, layers: int) -> frozenset[int]:

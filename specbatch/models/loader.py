@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbatch.kernels.linear import is_blocked
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
 
 if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Memory that a model's weights take once they are loaded."""
+    count = config.parameter_count()
+    if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
+        count += config.vocab_size * config.hidden_size
+    return count * dtype.itemsize
 
 
 @dataclass(frozen=True)
