@@ -61,7 +61,7 @@ def test_operands_are_left_alone() -> None:
 def test_without_the_blocked_layout_the_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = numbers(3, 37, seed=0), numbers(53, 37, seed=1), numbers(53, seed=2)
     blocked = Linear(weight, bias)(x)
-    monkeypatch.setattr(linear, "_has_blocked", lambda: False)
+    monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
     check(x, weight, bias)
     torch.testing.assert_close(Linear(weight, bias)(x), blocked, rtol=0, atol=1e-5)
     assert Linear(weight).shape == weight.shape
