@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -165,11 +166,11 @@ class Engine:
         """As `generate`, handing tokens over as the host learns of them. One stream may be open at a time."""
         if isinstance(prompts, str):
             raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
-        if concurrency is not None and concurrency < 1:
-            raise refuse("concurrency", concurrency, "use at least 1")
+        if concurrency is not None and not (isinstance(concurrency, int) and concurrency >= 1):
+            raise refuse("concurrency", concurrency, "use a whole number of at least 1")
         self._require("ready")
         settings = self._settings(params, len(prompts))
-        tokens = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in prompts]
+        tokens = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
         for index, (ids, setting) in enumerate(zip(tokens, settings, strict=True)):
             self._check(index, ids, setting)
         return self._work(tokens, settings, concurrency or len(tokens))
@@ -300,9 +301,20 @@ class Engine:
     def _settings(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        wrong = [params] if isinstance(params, dict) else [x for x in params if not isinstance(x, SamplingParams)]
+        if wrong:
+            raise refuse("params", type(wrong[0]).__name__, "give one SamplingParams, or a list of them")
         if len(params) != count:
             raise refuse("params", len(params), f"give one SamplingParams, or one for each of the {count} prompts")
         return list(params)
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise refuse(f"prompt {index}", f"{prompt!r:.60}", "give text or a list of token ids") from None
 
     def _check(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         self._scheduler.check(len(tokens), params.max_new_tokens, index)

@@ -138,7 +138,8 @@ class RunRecord:
     def load(cls, folder: Path) -> RunRecord:
         body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         rows = folder / "requests.jsonl"
-        body["requests"] = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
+        text = rows.read_text(encoding="utf-8") if rows.exists() else ""
+        body["requests"] = [json.loads(line) for line in text.splitlines()]
         return cls(**body)
 
 
