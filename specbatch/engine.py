@@ -9,31 +9,29 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from specbatch import weights
 from specbatch.batch import DeviceBatch
 from specbatch.config import EngineConfig
-from specbatch.drafters.base import Drafter, NoDraft
-from specbatch.drafters.ngram import NGram
-from specbatch.drafters.standalone import Standalone
+from specbatch.drafters import ALGORITHMS
+from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.iteration import Iteration
-from specbatch.memory.kv_cache import KVCache, bytes_per_page
+from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.metrics import RunRecord, emitted_histogram, summarize
-from specbatch.models.llama import Llama
-from specbatch.models.registry import load_model, parse_skip
+from specbatch.models.loader import Loader
 from specbatch.prefill import PromptPass
 from specbatch.request import Completion, Request, SamplingParams
 from specbatch.runner import Counters, Runner
 from specbatch.scheduler import Scheduler
 from specbatch.schedules import SCHEDULES
-from specbatch.tokenizer import vocabulary_difference
-from specbatch.weights import Checkpoint, open_checkpoint
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -56,46 +54,35 @@ class Engine:
         self.config = config
         say = log or (lambda line: None)
         self.device = _device(config.device)
-        target = open_checkpoint(
+        target = weights.open_checkpoint(
             config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
         )
         self.tokenizer = target.tokenizer()
         dtype = _dtype(config.dtype, target.config.dtype, self.device)
-        skipped, draft = self._open_draft(target, say)
+        say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {self.device}; {target.config.rope}")
+        draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
         rows = config.speculation.drafted + 1
-
-        draft_config = draft.config if draft else target.config
-        draft_layers = draft.config.num_layers if draft else target.config.num_layers - len(skipped) if skipped else 0
-        layers = target.config.num_layers
-        model_len = min(config.max_position for config in (target.config, draft_config))
         plan = plan_memory(
             config,
             free=available_memory(self.device),
             on_cpu=self.device.type == "cpu",
-            model_len=model_len,
+            model_len=min(target.config.max_position, draft.config.max_position),
             weights=target.config.parameter_count() * dtype.itemsize,
-            draft_weights=draft.config.parameter_count() * dtype.itemsize if draft else 0,
-            page_bytes=bytes_per_page(target.config, layers, config.page_size, dtype)
-            + bytes_per_page(draft_config, draft_layers, config.page_size, dtype),
+            draft_weights=draft.parameters * dtype.itemsize,
+            page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, dtype)
+            + bytes_per_page(draft.config, draft.kv_layers, config.page_size, dtype),
             vocabulary=target.config.vocab_size,
             rows=rows,
         )
-        rope = target.config.rope
-        where = f"{target.name} ({target.origin}), {dtype}, on {self.device}"
-        say(f"model: {where}; rope theta {rope.theta:g} (from {rope.source})")
-        if draft:
-            theirs = draft.config.rope
-            say(f"draft: {draft.name} ({draft.origin}); rope theta {theirs.theta:g} (from {theirs.source})")
         for line in plan.lines():
             say(line)
 
         width = plan.max_model_len + 2 * rows + 1
-        load = partial(load_model, dtype=dtype, device=self.device, max_positions=width)
-        model = load(target)
-        cache = KVCache(target.config, layers, plan.kv_pages, config.page_size, dtype, self.device)
-        drafter = self._drafter(model, skipped, load(draft) if draft else None, plan, dtype)
+        loader = Loader(dtype, self.device, width, plan.kv_pages, config.page_size)
+        model = loader.model(target)
+        cache = loader.cache(model)
+        drafter = draft.build(model, loader)
         batch = DeviceBatch(config.max_running, width, -(-width // config.page_size), self.device)
-
         pool = PagePool(plan.kv_pages)
         self._scheduler = Scheduler(
             pool,
@@ -119,7 +106,7 @@ class Engine:
         self.plan: MemoryPlan = plan
         self.caps: dict[str, Any] = {
             "device": str(self.device),
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": _name(dtype),
             "max_running": config.max_running,
             "max_model_len": plan.max_model_len,
             "kv_pages": plan.kv_pages,
@@ -269,35 +256,6 @@ class Engine:
             self._scheduler.forget_prefixes()
             self._trusted = True
 
-    def _open_draft(self, target: Checkpoint, log: Callable[[str], None]) -> tuple[frozenset[int], Checkpoint | None]:
-        """What the drafter runs: layers to skip in the target, or a checkpoint of its own, or nothing."""
-        name = self.config.speculation.draft
-        if name is None:
-            return frozenset(), None
-        skipped = parse_skip(name, target.config.num_layers)
-        if skipped is not None:
-            return skipped, None
-        load_format = "dummy" if self.config.load_format == "dummy" else "auto"
-        draft = open_checkpoint(name, load_format, seed=self.config.seed + 1, log=log)
-        difference = vocabulary_difference(self.tokenizer, draft.tokenizer())
-        if difference:
-            raise refuse(
-                "draft", name, f"its vocabulary differs from the target's: {difference}; use one of the same family"
-            )
-        return frozenset(), draft
-
-    def _drafter(
-        self, model: Llama, skipped: frozenset[int], draft: Llama | None, plan: MemoryPlan, dtype: torch.dtype
-    ) -> Drafter:
-        speculation = self.config.speculation
-        if speculation.algorithm == "none":
-            return NoDraft()
-        if speculation.algorithm == "ngram":
-            return NGram(speculation.draft_tokens, speculation.ngram_min, speculation.ngram_max)
-        own = draft if draft is not None else model.without(skipped)
-        cache = KVCache(own.config, len(own.layers), plan.kv_pages, self.config.page_size, dtype, self.device)
-        return Standalone(own, cache, speculation.draft_tokens, model.config.vocab_size)
-
     def _settings(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
@@ -362,6 +320,10 @@ def _device(name: str) -> torch.device:
             raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
         return torch.device("cuda", index)
     return torch.device(name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:

@@ -427,6 +427,6 @@ def test_the_schedules_are_the_ones_that_were_asked_for(toy_engine: Callable[...
 def test_the_plan_is_told_before_anything_is_loaded(toy_engine: Callable[..., Engine]) -> None:
     lines: list[str] = []
     toy_engine(log=lines.append, speculation=Speculation("standalone", draft="toy-2"))
-    assert lines[0].startswith("model: toy (memory), torch.float32, on cpu")
+    assert lines[0].startswith("model: toy (memory), float32 on cpu; ")
     assert lines[1].startswith("draft: toy-2 (memory)")
     assert any("KV pages" in line for line in lines)

@@ -82,6 +82,11 @@ class Lattice(Sampling):
         return self.grid[stream].gather(1, positions - 1)
 
 
+def lattice_of(grid: dict[int, torch.Tensor]) -> Lattice:
+    plain = sampling_of(1)
+    return Lattice(**{name: getattr(plain, name) for name in plain.__dataclass_fields__}, grid=grid)
+
+
 @dataclass(frozen=True)
 class Toy:
     """A target and a draft whose laws are whole multiples of 1 / units, different after every prefix.
@@ -116,9 +121,7 @@ class Toy:
         midpoints = (torch.arange(self.cells, dtype=torch.float64) + 0.5) / self.cells
         coins = torch.cartesian_prod(*[midpoints] * rows).view(-1, rows)
         # A verify draws once from what is left: that coin may be the same at all positions.
-        grid = {TARGET: coins, ACCEPT: coins, RESIDUAL: coins[:, -1:].expand_as(coins)}
-        plain = sampling_of(1)
-        sampling = Lattice(**{name: getattr(plain, name) for name in plain.__dataclass_fields__}, grid=grid)
+        sampling = lattice_of({TARGET: coins, ACCEPT: coins, RESIDUAL: coins[:, -1:].expand_as(coins)})
         prefixes = [tuple(drafts[:place]) for place in range(rows)]
         p = torch.tensor([self.target(prefix) for prefix in prefixes], dtype=torch.float64)
         q = torch.tensor([self.draft(prefix) for prefix in prefixes[:-1]], dtype=torch.float64)
@@ -228,11 +231,7 @@ def emits_the_impossible(rule: Verify, coin: float) -> bool:
     q = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.0, 0.5, 0.25, 0.25]], dtype=torch.float64)
     chains = torch.cartesian_prod(torch.arange(4), torch.arange(4))
     coins = torch.full((16, 3), coin, dtype=torch.float64)
-    plain = sampling_of(1)
-    sampling = Lattice(
-        **{name: getattr(plain, name) for name in plain.__dataclass_fields__},
-        grid={TARGET: coins, ACCEPT: coins, RESIDUAL: coins},
-    )
+    sampling = lattice_of({TARGET: coins, ACCEPT: coins, RESIDUAL: coins})
     drafted = torch.full((16,), 2)
     for law in (q.expand(16, -1, -1), None):
         verdict = rule(
@@ -252,6 +251,17 @@ def test_no_coin_lets_an_impossible_token_through() -> None:
 def test_what_lets_an_impossible_token_through_is_seen() -> None:
     assert emits_the_impossible(mutant("coins * drafts_q < drafts_p", "coins * drafts_q <= drafts_p"), 0.0)
     assert emits_the_impossible(verify, 1.0), "a coin of exactly 1 is none that the rules can take"
+
+
+def test_where_rounding_leaves_nothing_to_draw_from_the_target_itself_is_the_law() -> None:
+    q = torch.tensor([0.0, 0.5, 0.5], dtype=torch.float64)
+    p = q * (1 - 2.0**-20)
+    coins = torch.tensor([[LARGEST_COIN, 0.0]] * 2 + [[LARGEST_COIN, 0.9]] * 2, dtype=torch.float64)
+    sampling = lattice_of({ACCEPT: coins, RESIDUAL: coins.flip(1)})
+    proposal = Proposal(torch.tensor([[1], [2], [1], [2]]), torch.ones(4, dtype=torch.int64), q.expand(4, 1, 3))
+    verdict = verify(p.expand(4, 2, 3), proposal, torch.tensor([[1, 2]] * 4), sampling)
+    assert verdict.accepted.tolist() == [0] * 4
+    assert verdict.tokens[:, 0].tolist() == [1, 1, 2, 2]
 
 
 def test_a_draft_from_the_target_itself_is_always_accepted() -> None:

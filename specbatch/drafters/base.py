@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from specbatch.batch import DeviceBatch, Sampling
 from specbatch.context import Prefill
+from specbatch.models.config import ModelConfig
+from specbatch.models.llama import Llama
+from specbatch.models.loader import Loader
 from specbatch.verification import Proposal
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+    from specbatch.weights import Checkpoint, Log
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,19 @@ class Drafter(Protocol):
         """Take in what a verify showed; rows beyond accepted [B] are of no account."""
 
 
+@dataclass(frozen=True)
+class DraftPlan:
+    """What a drafter takes, known before anything is loaded, and how it is built once the target is.
+
+    parameters: weights of its own; kv_layers: layers of its own KV cache, in the shape that `config` says.
+    """
+
+    build: Callable[[Llama, Loader], Drafter]
+    config: ModelConfig
+    parameters: int = 0
+    kv_layers: int = 0
+
+
 class NoDraft:
     """The baseline: a verify of the root alone."""
 
@@ -57,3 +78,8 @@ class NoDraft:
 
     def absorb(self, step: Step, hidden: torch.Tensor, accepted: torch.Tensor) -> None:
         pass
+
+
+def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
+    """Plain decoding takes nothing."""
+    return DraftPlan(lambda model, loader: NoDraft(), target.config)

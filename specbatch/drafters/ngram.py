@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from specbatch.drafters.base import NoDraft, Step
+from typing import TYPE_CHECKING
+
+from specbatch.drafters.base import DraftPlan, NoDraft, Step
 from specbatch.kernels.ngram import ngram_match_ref
 from specbatch.verification import Proposal
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+    from specbatch.weights import Checkpoint, Log
 
 
 class NGram(NoDraft):
@@ -19,3 +25,9 @@ class NGram(NoDraft):
         history = step.batch.tokens[step.rows, : step.bound + 1]
         tokens, found = ngram_match_ref(history, step.lengths, self._longest, self._shortest, self._count)
         return Proposal(tokens, found * self._count)
+
+
+def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
+    """No memory: the tokens are on the device already."""
+    asked = config.speculation
+    return DraftPlan(lambda *_: NGram(asked.draft_tokens, asked.ngram_min, asked.ngram_max), target.config)

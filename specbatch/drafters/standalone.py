@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from specbatch import weights
 from specbatch.batch import DeviceBatch
 from specbatch.context import Prefill, Verify
-from specbatch.drafters.base import NoDraft, Step
+from specbatch.drafters.base import DraftPlan, NoDraft, Step
+from specbatch.errors import refuse
 from specbatch.kernels.sampling import DRAFT, draw_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
+from specbatch.models.loader import Loader
+from specbatch.tokenizer import vocabulary_difference
 from specbatch.verification import Proposal
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+    from specbatch.weights import Checkpoint, Log
 
 
 class Standalone(NoDraft):
@@ -60,3 +70,51 @@ class Standalone(NoDraft):
         if missing <= 0:
             return logits[:, : self._vocabulary]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+
+
+def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
+    """Another checkpoint of the same vocabulary, or the target without some layers ("self:skip=12-15").
+
+    Leaving layers out follows Zhang et al., "Draft & Verify" (2023). Raises SpecbatchError where the draft does not
+    fit the target.
+    """
+    asked = config.speculation
+    assert asked.draft is not None
+    if asked.draft.startswith("self"):
+        skipped = parse_skip(asked.draft, target.config.num_layers)
+
+        def build_view(model: Llama, loader: Loader) -> Standalone:
+            view = model.without(skipped)
+            return Standalone(view, loader.cache(view), asked.draft_tokens, target.config.vocab_size)
+
+        return DraftPlan(build_view, target.config, kv_layers=target.config.num_layers - len(skipped))
+
+    load_format = "dummy" if config.load_format == "dummy" else "auto"
+    draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log)
+    difference = vocabulary_difference(target.tokenizer(), draft.tokenizer())
+    if difference:
+        raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
+    log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
+
+    def build(model: Llama, loader: Loader) -> Standalone:
+        own = loader.model(draft)
+        return Standalone(own, loader.cache(own), asked.draft_tokens, target.config.vocab_size)
+
+    return DraftPlan(build, draft.config, draft.config.parameter_count(), draft.config.num_layers)
+
+
+def parse_skip(draft: str, layers: int) -> frozenset[int]:
+    """Layers that "self:skip=12-15,20" leaves out of a model with `layers` layers; ranges are inclusive."""
+    skipped: set[int] = set()
+    head, _, ranges = draft.partition("=")
+    try:
+        if head != "self:skip":
+            raise ValueError
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            skipped |= set(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise refuse("draft", draft, "write self:skip=FIRST-LAST, for example self:skip=12-15") from None
+    if not skipped or not skipped < set(range(layers)):
+        raise refuse("draft", draft, f"the model has layers 0-{layers - 1}; skip some of them and keep at least one")
+    return frozenset(skipped)

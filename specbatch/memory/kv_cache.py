@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from specbatch.models.config import ModelConfig
@@ -25,6 +28,13 @@ class KVCache:
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
         self.dtype = dtype
-        # Zeros, not empty: masked keys are multiplied by a zero weight, and 0 * NaN is NaN.
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.k = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.v = [_zeros(shape, dtype, device) for _ in range(layers)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not empty: masked keys are multiplied by a zero weight, and 0 * NaN is NaN. On a CPU they come from the
+    system, which takes memory for a page only once it is written to; torch.zeros would touch them all."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

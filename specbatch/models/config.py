@@ -66,6 +66,10 @@ class Rope:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
 
+    def __str__(self) -> str:
+        scaling = "" if self.kind == "default" else f", scaled by {self.kind}"
+        return f"rope theta {self.theta:g} (from {self.source}{scaling})"
+
     def inverse_frequencies(self) -> torch.Tensor:
         """Angle per position of each pair of channels: float32, [rotary_dim / 2]."""
         import torch

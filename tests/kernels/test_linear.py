@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specbatch.kernels import linear
 from specbatch.kernels.linear import Linear
 
 ROWS = [1, 2, 5, 15, 16, 17, 63, 64, 65]
@@ -50,8 +51,25 @@ def test_small_matrices(rows: int, inner: int, outer: int) -> None:
     check(numbers(rows, inner, seed=3), numbers(outer, inner, seed=4), numbers(outer, seed=5))
 
 
-def test_the_input_is_left_alone() -> None:
+def test_operands_are_left_alone() -> None:
     x, weight, bias = numbers(1, 8, seed=0), numbers(6, 8, seed=1), numbers(6, seed=2)
     before = [item.clone() for item in (x, weight, bias)]
     Linear(weight, bias)(x).add_(1)
     assert all(torch.equal(a, b) for a, b in zip(before, (x, weight, bias), strict=True))
+
+
+def test_without_the_blocked_layout_the_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = numbers(3, 37, seed=0), numbers(53, 37, seed=1), numbers(53, seed=2)
+    blocked = Linear(weight, bias)(x)
+    monkeypatch.setattr(linear, "_has_blocked", lambda: False)
+    check(x, weight, bias)
+    torch.testing.assert_close(Linear(weight, bias)(x), blocked, rtol=0, atol=1e-5)
+    assert Linear(weight).shape == weight.shape
+
+
+def test_a_row_is_the_same_whatever_rows_are_with_it() -> None:
+    """To rounding: equal tokens with and without drafts hang on it."""
+    product, x = Linear(numbers(200, 300, seed=1)), numbers(65, 300, seed=2)
+    alone = torch.cat([product(row[None]) for row in x])
+    for rows in (2, 5, 16, 33, 65):
+        torch.testing.assert_close(product(x[:rows]), alone[:rows], rtol=0, atol=5e-5)

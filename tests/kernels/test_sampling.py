@@ -195,12 +195,34 @@ def test_the_order_is_temperature_top_k_top_p_min_p(
     torch.testing.assert_close(p, expected / expected.sum())
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(0.7, 20, 0.9, 0.05), (1.5, 0, 0.6, 0.0), (1.0, 5, 1.0, 0.0), (0.9, 0, 1.0, 0.1), (1.2, 50, 0.95, 0.02)],
+)
+def test_the_law_is_that_of_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(5)) * 3
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    for value, warper in ((top_k, TopKLogitsWarper), (top_p % 1, TopPLogitsWarper), (min_p, MinPLogitsWarper)):
+        if value:
+            scores = warper(value)(None, scores)
+    ours = probabilities_ref(logits, *(item.expand(20) for item in of(temperature, top_k, top_p, min_p)))
+    torch.testing.assert_close(ours, scores.softmax(-1), rtol=1e-5, atol=1e-8)
+    assert torch.equal(ours > 0, scores > -torch.inf)
+
+
 def test_ties_at_a_cut_go_to_the_lower_ids() -> None:
     tied = torch.zeros(1, 6)
     assert probabilities_ref(tied, *of(1.0, 2, 1.0, 0.0))[0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
     assert probabilities_ref(tied, *of(1.0, 0, 0.4, 0.0))[0, 3:].tolist() == [0, 0, 0]
     assert probabilities_ref(tied, *of(0.0, 0, 1.0, 0.0))[0].tolist() == [1, 0, 0, 0, 0, 0]
     assert probabilities_ref(tied, *of(1.0, 0, 1.0, 1.0))[0].tolist() == pytest.approx([1 / 6] * 6)
+
+
+def test_the_likeliest_token_stays_whatever_the_cut() -> None:
+    smallest = 0.0  # what a top-p of 1e-50 is in float32
+    assert probabilities_ref(torch.tensor([[1.0, 3.0, 2.0]]), *of(1.0, 1, smallest, 1.0))[0].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -276,6 +298,14 @@ def test_an_impossible_token_is_never_drawn(weights: list[float], coin: float) -
 def test_the_smallest_and_the_largest_coin_draw_the_outermost_possible_tokens() -> None:
     weights = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.7, 0.2, 0.0]).expand(2, 7)
     assert draw_ref(weights, torch.tensor([0.0, LARGEST_COIN], dtype=torch.float64)).tolist() == [2, 5]
+
+
+def test_rare_tokens_are_told_apart_behind_a_likely_one() -> None:
+    weights = torch.tensor([1.0] + [1e-8] * 1000)  # in float32 the sums would stand still for ten tokens each
+    wanted = torch.tensor([1, 7, 500, 1000])
+    sums = weights.double().cumsum(0)
+    coins = (sums[wanted] - 0.5e-8) / sums[-1]
+    assert draw_ref(weights.expand(4, -1), coins).tolist() == wanted.tolist()
 
 
 def test_frequencies_of_draws_are_the_weights() -> None:
