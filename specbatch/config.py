@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -18,8 +19,8 @@ def _choice(setting: str, value: str, allowed: tuple[str, ...]) -> None:
         raise refuse(setting, value, f"use one of {', '.join(allowed)}")
 
 
-def _at_least(setting: str, value: int | None, least: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+def _at_least(setting: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise refuse(setting, value, f"use a whole number of at least {least}")
 
 
@@ -67,6 +68,8 @@ class Speculation:
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft model; use 'standalone'")
         _at_least("ngram_min", self.ngram_min, 1)
         _at_least("ngram_max", self.ngram_max, 1)
+        if self.ngram_min > 16:
+            raise refuse("ngram_min", self.ngram_min, "use at most 16")
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
             raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
 
@@ -126,18 +129,21 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise refuse("model", self.model, "name a model, for example smollm2-135m")
-        if self.device not in ("auto", "cpu", "cuda") and not (
-            self.device.startswith("cuda:") and self.device[5:].isdigit()
-        ):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _at_least("max_running", self.max_running, 1)
-        _at_least("max_model_len", self.max_model_len, 2)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
         _at_least("page_size", self.page_size, 1)
-        _at_least("kv_pages", self.kv_pages, 2)
+        if self.kv_pages is not None:
+            _at_least("kv_pages", self.kv_pages, 2)
         _at_least("prefill_chunk", self.prefill_chunk, 1)
-        if not 0.0 < self.memory_fraction <= 1.0:
+        _at_least("seed", self.seed, 0)
+        if not isinstance(self.prefix_cache, bool):
+            raise refuse("prefix_cache", self.prefix_cache, "use True or False")
+        if not isinstance(self.memory_fraction, (int, float)) or not 0.0 < self.memory_fraction <= 1.0:
             raise refuse("memory_fraction", self.memory_fraction, "use a share above 0 and up to 1")
 
     def as_dict(self) -> dict[str, Any]:

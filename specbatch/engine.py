@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -33,6 +35,7 @@ from specbatch.schedules import SCHEDULES
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Events = Generator["StreamEvent", None, None]
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Engine:
         }
         self._active: dict[int, Request] = {}
         self._events: list[StreamEvent] = []
+        self._state = "ready"  # or "busy" while a stream is open, or "closed"
         self._trusted = True
         self._vocabulary = target.config.vocab_size
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
@@ -137,30 +141,30 @@ class Engine:
         before any work; an interruption drops what is unfinished.
         """
         done: dict[int, Completion] = {}
-        for event in self.stream(prompts, params, concurrency=concurrency):
-            if event.completion is not None:
-                done[event.index] = event.completion
-                if on_completion is not None:
-                    on_completion(event.completion)
+        with closing(self.stream(prompts, params, concurrency=concurrency)) as events:
+            for event in events:
+                if event.completion is not None:
+                    done[event.index] = event.completion
+                    if on_completion is not None:
+                        on_completion(event.completion)
         return [done[index] for index in range(len(prompts))]
 
-    def stream(
-        self, prompts: Sequence[Prompt], params: Params = None, *, concurrency: int | None = None
-    ) -> Iterator[StreamEvent]:
-        """As `generate`, handing tokens over as the host learns of them."""
+    def stream(self, prompts: Sequence[Prompt], params: Params = None, *, concurrency: int | None = None) -> Events:
+        """As `generate`, handing tokens over as the host learns of them. One stream may be open at a time."""
         if isinstance(prompts, str):
             raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
-        if concurrency is not None and concurrency < 1:
-            raise refuse("concurrency", concurrency, "use at least 1")
-        if self._active:
-            raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+        if concurrency is not None and not (isinstance(concurrency, int) and concurrency >= 1):
+            raise refuse("concurrency", concurrency, "use a whole number of at least 1")
+        self._require("ready")
         settings = self._settings(params, len(prompts))
-        tokens = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in prompts]
+        tokens = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
         for index, (ids, setting) in enumerate(zip(tokens, settings, strict=True)):
             self._check(index, ids, setting)
         return self._work(tokens, settings, concurrency or len(tokens))
 
-    def _work(self, tokens: list[list[int]], settings: list[SamplingParams], concurrency: int) -> Iterator[StreamEvent]:
+    def _work(self, tokens: list[list[int]], settings: list[SamplingParams], concurrency: int) -> Events:
+        self._require("ready")
+        self._state = "busy"
         waiting = deque(range(len(tokens)))
         try:
             while waiting or self._active or self._events:
@@ -169,21 +173,18 @@ class Engine:
                     self._submit(index, tokens[index], settings[index])
                 if self._active and not self._schedule.step() and not self._events:
                     raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
-                events, self._events = self._events, []
-                yield from events
+                yield from self._take_events()
+                self._require("busy")
             while self._schedule.step():  # what v2 still has in flight: void rows of requests that have ended
                 pass
         except (Exception, KeyboardInterrupt):
             self._trusted = False
+            yield from self._take_events()  # what had ended by then is not lost
             raise
         finally:
-            for request in list(self._active.values()):
-                self._end(request, "abort")
-            self._schedule.drop()
-            self._events.clear()
-            if not self._trusted:  # a pass that was planned may not have run: its pages hold anything
-                self._scheduler.forget_prefixes()
-                self._trusted = True
+            self._drop_work()
+            if self._state == "busy":
+                self._state = "ready"
 
     def abort(self, index: int) -> None:
         """End the running request of that prompt; its completion so far follows with finish_reason "abort"."""
@@ -217,8 +218,11 @@ class Engine:
 
     def close(self) -> None:
         """Free the memory of model and caches. The engine cannot be used afterwards."""
-        for name in ("_runner", "_schedule", "_scheduler"):
-            self.__dict__.pop(name, None)
+        if self._state == "closed":
+            return
+        self._drop_work()
+        self._state = "closed"
+        del self._runner, self._schedule
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -230,12 +234,45 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
+    def _require(self, state: str) -> None:
+        if self._state == state:
+            return
+        if self._state == "closed":
+            raise SpecbatchError("the engine is closed: build a new one")
+        raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+
+    def _take_events(self) -> list[StreamEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _drop_work(self) -> None:
+        """Forget what an error, a closed stream or a closed engine leaves unfinished."""
+        for request in list(self._active.values()):
+            self._end(request, "abort")
+        self._events.clear()
+        if self._state != "closed":
+            self._schedule.drop()
+        if not self._trusted:  # a pass that was planned may not have run: its pages hold anything
+            self._scheduler.forget_prefixes()
+            self._trusted = True
+
     def _settings(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        wrong = [params] if isinstance(params, dict) else [x for x in params if not isinstance(x, SamplingParams)]
+        if wrong:
+            raise refuse("params", type(wrong[0]).__name__, "give one SamplingParams, or a list of them")
         if len(params) != count:
             raise refuse("params", len(params), f"give one SamplingParams, or one for each of the {count} prompts")
         return list(params)
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise refuse(f"prompt {index}", f"{prompt!r:.60}", "give text or a list of token ids") from None
 
     def _check(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         self._scheduler.check(len(tokens), params.max_new_tokens, index)

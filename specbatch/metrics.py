@@ -97,9 +97,11 @@ def summarize(
 
 
 def emitted_histogram(completions: Iterable[Completion]) -> list[int]:
-    """How many verifies left 0, 1, 2, ... tokens (index = tokens, bonus included)."""
+    """How many verifies left 0, 1, 2, ... tokens (index = tokens, bonus included); aborted requests count nowhere."""
     total: list[int] = []
     for item in completions:
+        if item.finish_reason == "abort":
+            continue
         counts = item.metrics.emitted_histogram
         total += [0] * (len(counts) - len(total))
         for place, count in enumerate(counts):
@@ -134,17 +136,22 @@ class RunRecord:
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
-        body = json.loads((folder / "record.json").read_text())
+        body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         rows = folder / "requests.jsonl"
-        body["requests"] = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+        text = rows.read_text(encoding="utf-8") if rows.exists() else ""
+        body["requests"] = [json.loads(line) for line in text.splitlines()]
         return cls(**body)
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a file so that it is either the old one or the whole new one, never half."""
     part = path.with_name(f"{path.name}.part{os.getpid()}")
-    part.write_text(text)
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def versions() -> dict[str, str]:

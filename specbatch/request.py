@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from specbatch.errors import refuse
@@ -36,20 +37,44 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not (_is_number(self.temperature) and self.temperature >= 0):
             raise refuse("temperature", self.temperature, "use 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise refuse("top_p", self.top_p, "use a value above 0 and up to 1 (1 is off)")
-        if self.top_k < 0:
+        if not (_is_whole(self.top_k) and self.top_k >= 0):
             raise refuse("top_k", self.top_k, "use 0 (off) or a positive whole number")
-        if not 0 <= self.min_p <= 1:
+        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
             raise refuse("min_p", self.min_p, "use a value from 0 (off) to 1")
-        if self.max_new_tokens < 1:
-            raise refuse("max_new_tokens", self.max_new_tokens, "use at least 1")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if any(not text for text in self.stop):
+        if not (_is_whole(self.max_new_tokens) and self.max_new_tokens >= 1):
+            raise refuse("max_new_tokens", self.max_new_tokens, "use a whole number of at least 1")
+        if self.seed is not None and not _is_whole(self.seed):
+            raise refuse("seed", self.seed, "use a whole number, or None")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _listed("stop", stop, "use a text or a list of texts"))
+        works = "use a list of token ids"
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, works))
+        if not all(isinstance(text, str) for text in self.stop):
+            raise refuse("stop", self.stop, "use a text or a list of texts")
+        if not all(self.stop):
             raise refuse("stop", self.stop, "a stop string must not be empty")
+        if not all(_is_whole(token) and token >= 0 for token in self.stop_token_ids):
+            raise refuse("stop_token_ids", self.stop_token_ids, works)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _listed(setting: str, values: object, works: str) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise refuse(setting, values, works)
+    return tuple(values)
 
 
 @dataclass

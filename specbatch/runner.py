@@ -150,5 +150,5 @@ class Runner:
     def _seed_of(self, request: Request) -> int:
         """The request's own seed, or one from the engine's seed and its index; as a signed 64-bit number."""
         own = request.params.seed
-        value = own if own is not None else (self._seed << 32) + request.index
+        value = int(own) if own is not None else (self._seed << 32) + request.index
         return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-import types
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -29,17 +26,6 @@ settings.load_profile("specbatch")
 BOS, EOS = 1, 2
 _PIECES = [b"", b"<s>", b"</s>", *(bytes([97 + i]) for i in range(26))]
 _PIECES += [b" ", b"ab", b"\n", b"\xc3", b"\xa9", b"x\xf0\x9f", b"\x98\x80", "ü".encode()]  # é and an emoji in halves
-
-if importlib.util.find_spec("specbatch.tokenizer") is None:
-    stub = types.ModuleType("specbatch.tokenizer")
-    stub.__dict__["Tokenizer"] = object
-    stub.__dict__["vocabulary_difference"] = lambda a, b: (
-        None if a.vocabulary() == b.vocabulary() else f"{len(a.vocabulary())} and {len(b.vocabulary())} tokens"
-    )
-    sys.modules["specbatch.tokenizer"] = stub
-    weights = importlib.import_module("specbatch.weights")
-    if not hasattr(weights, "open_checkpoint"):
-        weights.__dict__.update(Checkpoint=object, open_checkpoint=None)
 
 
 class ToyTokenizer:

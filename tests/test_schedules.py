@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch import Engine, SamplingParams, Speculation
 from specbatch.runner import Launched, Runner
@@ -306,3 +308,60 @@ def test_accepted_drafts_save_iterations(toy: Any, toy_engine: Callable[..., Eng
     assert verifies < numbers["none", "v2"][0]
     assert 0 < rate < 1
     assert accepted >= emitted - verifies  # a trimmed run may end with a correct draft and no bonus
+
+
+# -- nothing is read on the host -------------------------------------------------------------------------------------
+
+
+class NoHostRead(TorchDispatchMode):
+    """Stands in for a GPU's sync check: operators whose result's shape or value the host must wait for raise."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not name.startswith(self.FORBIDDEN), f"{name} waits for the device"
+        if name.startswith("index"):
+            for index in args[1] if isinstance(args[1], (list, tuple)) else []:
+                assert index is None or index.dtype != torch.bool, "indexing by a mask waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other"])
+def test_launching_reads_nothing_from_the_device(
+    toy: Any, toy_engine: Callable[..., Engine], drafter: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = toy_engine(speculation=Speculation(schedule="v2", **DRAFTERS[drafter]), kv_pages=40, max_model_len=80)
+    launching = 0
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal launching
+            launching += 1
+            try:
+                with NoHostRead():
+                    return method(*arguments, **options)
+            finally:
+                launching -= 1
+
+        return call
+
+    def reader(name: str) -> Callable[..., Any]:
+        read = getattr(torch.Tensor, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            assert not launching, f"Tensor.{name} waits for the device"
+            return read(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(engine._runner, "decode", guarded(engine._runner.decode))
+    monkeypatch.setattr(engine._runner, "prefill", guarded(engine._runner.prefill))
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, reader(name))
+    params = SamplingParams(
+        max_new_tokens=12, temperature=0.8 * sampled, top_k=9, top_p=0.9, min_p=0.01, logprobs=sampled, seed=1
+    )
+    completions = engine.generate([list(prompt) for prompt in toy.prompts()[:10]], params)
+    assert len(completions) == 10

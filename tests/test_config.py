@@ -1,0 +1,53 @@
+"""Configurations: defaults, what follows from them, and that they are values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from specbatch.config import EngineConfig, Graphs, Speculation
+
+
+def test_the_baseline_drafts_nothing() -> None:
+    assert Speculation().drafted == 0
+    assert Speculation(draft_tokens=9).drafted == 0
+    assert Speculation("ngram").drafted == 4
+    assert Speculation("standalone", draft="self:skip=1", draft_tokens=7).drafted == 7
+
+
+def test_a_chain_takes_a_step_for_every_token() -> None:
+    assert Speculation("ngram", draft_tokens=3, draft_steps=3).draft_steps == 3
+    assert Speculation("ngram", draft_tokens=3).draft_steps is None
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:13"])
+def test_devices_are_spelled_as_in_torch(device: str) -> None:
+    assert EngineConfig(device=device).device == device
+
+
+def test_edges_that_are_allowed() -> None:
+    EngineConfig(max_running=1, max_model_len=2, page_size=1, kv_pages=2, prefill_chunk=1, memory_fraction=1.0)
+    Speculation("ngram", draft_tokens=63, ngram_min=16, ngram_max=16)
+    Speculation("ngram", draft_tokens=1, ngram_min=1, ngram_max=1)
+
+
+def test_a_configuration_is_a_value_that_goes_into_a_record() -> None:
+    config = EngineConfig(speculation=Speculation("ngram"), kv_pages=7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.kv_pages = 8  # type: ignore[misc]
+    found = json.loads(json.dumps(config.as_dict()))
+    assert found["kv_pages"] == 7
+    assert found["speculation"]["algorithm"] == "ngram"
+    assert found["graphs"] == dataclasses.asdict(Graphs())
+    assert set(EngineConfig.option_names()) == set(found)
+    assert config == dataclasses.replace(config)
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+def test_configurations_load_no_heavy_library() -> None:
+    code = "import sys, specbatch; specbatch.EngineConfig, specbatch.SamplingParams; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

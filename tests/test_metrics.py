@@ -1,0 +1,163 @@
+"""Every number by its definition, and records that survive a round trip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbatch.metrics import RunRecord, emitted_histogram, hardware, percentile, summarize, versions, write_atomic
+from specbatch.request import Completion, RequestMetrics
+
+
+def completion(index: int = 0, reason: str = "length", **numbers: Any) -> Completion:
+    return Completion(index, [1], [2], "b", reason, RequestMetrics(**numbers))
+
+
+TWO = [
+    completion(
+        prompt_tokens=10,
+        cached_tokens=4,
+        output_tokens=5,
+        queue_s=0.5,
+        ttft_s=1.0,
+        tpot_s=0.25,
+        e2e_s=2.0,
+        verify_steps=2,
+        emitted=4,
+        drafted=8,
+        accepted=2,
+        emitted_histogram=[0, 1, 0, 1],
+        itl_s=[0.1, 0.1, 0.1, 0.7],
+        retractions=1,
+    ),
+    completion(
+        prompt_tokens=20,
+        output_tokens=13,
+        ttft_s=3.0,
+        tpot_s=0.75,
+        e2e_s=12.0,
+        verify_steps=6,
+        emitted=12,
+        drafted=24,
+        accepted=6,
+        emitted_histogram=[0, 2, 2, 2],
+        itl_s=[0.5],
+    ),
+]
+
+
+def test_totals_are_sums_over_the_run_and_not_means_of_means() -> None:
+    found = summarize(TWO, 4.0, concurrency=2)
+    assert (found["requests"], found["input_tokens"], found["output_tokens"], found["cached_tokens"]) == (2, 30, 18, 4)
+    assert found["accept_length"] == 16 / 8
+    assert found["accept_rate"] == 8 / 32
+    assert (found["request_throughput"], found["input_throughput"], found["output_throughput"]) == (0.5, 7.5, 4.5)
+    assert (found["total_throughput"], found["per_user_throughput"]) == (12.0, 2.25)
+    assert (found["verify_steps"], found["drafted_tokens"], found["accepted_tokens"]) == (8, 32, 8)
+    assert (found["retractions"], found["duration_s"]) == (1, 4.0)
+
+
+def test_spreads() -> None:
+    found = summarize(TWO, 4.0)
+    assert (found["mean_ttft_s"], found["median_ttft_s"], found["max_ttft_s"]) == (2.0, 2.0, 3.0)
+    assert found["p90_ttft_s"] == pytest.approx(2.8)
+    assert found["p99_ttft_s"] == pytest.approx(2.98)
+    assert found["mean_itl_s"] == pytest.approx(1.5 / 5)
+    assert found["median_itl_s"] == pytest.approx(0.1)
+    assert found["per_user_throughput"] is None
+    for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
+        assert {f"{kind}_{name}" for kind in ("mean", "median", "p90", "p99", "max")} <= set(found)
+
+
+def test_what_was_not_measured_is_none() -> None:
+    found = summarize([], 0.0)
+    assert (found["requests"], found["output_tokens"]) == (0, 0)
+    for name in ("output_throughput", "accept_length", "accept_rate", "mean_ttft_s", "p99_itl_s", "max_e2e_s"):
+        assert found[name] is None
+    one = summarize([completion(output_tokens=1, ttft_s=1.0, e2e_s=1.0)], 1.0)
+    assert (one["mean_tpot_s"], one["accept_length"], one["mean_ttft_s"]) == (None, None, 1.0)
+
+
+def test_aborted_requests_count_nowhere() -> None:
+    aborted = completion(reason="abort", output_tokens=99, verify_steps=9, emitted=9, emitted_histogram=[0, 9])
+    assert summarize([*TWO, aborted], 4.0) == summarize(TWO, 4.0)
+    assert emitted_histogram([*TWO, aborted]) == emitted_histogram(TWO)
+
+
+def test_histograms_add_up() -> None:
+    assert emitted_histogram(TWO) == [0, 3, 2, 3]
+    assert emitted_histogram([completion(), *TWO, completion(emitted_histogram=[0, 1, 0, 0, 0, 2])]) == [
+        0,
+        4,
+        2,
+        3,
+        0,
+        2,
+    ]
+    assert emitted_histogram([]) == []
+    counts = emitted_histogram(TWO)
+    found = summarize(TWO, 1.0)["accept_length"]
+    assert found == sum(place * count for place, count in enumerate(counts)) / sum(counts)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 100))
+def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
+    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
+
+
+def test_a_record_survives_a_round_trip(tmp_path: Path) -> None:
+    record = RunRecord(
+        config={"model": "modèle"},
+        caps={"kv_pages": 7},
+        metrics=summarize(TWO, 4.0),
+        counters={"iterations": 3},
+        requests=[item.as_row() for item in TWO],
+        workload={"seed": 1},
+    )
+    record.save(tmp_path)
+    assert RunRecord.load(tmp_path) == record
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "requests.jsonl"]
+    body = json.loads((tmp_path / "record.json").read_text())
+    assert body["schema"] == 1
+    assert "requests" not in body
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 2
+    (tmp_path / "requests.jsonl").unlink()
+    assert RunRecord.load(tmp_path).requests == []
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.json"
+    write_atomic(path, "old")
+
+    def full(self: Path, *arguments: Any, **options: Any) -> int:
+        with self.open("w") as file:
+            file.write("ne")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space"):
+            write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [item.name for item in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_files_are_utf8_whatever_the_machine_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locale.getencoding", lambda: "latin-1")
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "latin-1")
+    write_atomic(tmp_path / "x", "é☃")
+    assert (tmp_path / "x").read_bytes() == "é☃".encode()
+
+
+def test_a_record_says_what_it_was_made_with() -> None:
+    assert {"python", "torch"} <= set(versions())
+    found = hardware()
+    assert found["cores"] >= 1
+    assert found["memory_gib"] > 0
+    assert found["cpu"]
