@@ -118,7 +118,7 @@ class Runner:
             self.counters.iteration_s += now - start
         for index, row in enumerate(launched.rows):
             request = row.request
-            if self.scheduler.launched_before_retraction(request, row.epoch):
+            if self.scheduler.is_void(request, row.epoch):
                 self.counters.void_results += 1
                 continue
             self._book(request, values[index], logprobs[0][index] if logprobs else None, launched.first, now)

@@ -78,7 +78,6 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._running: list[Request] = []
         self._new_pages: list[tuple[int, int, int]] = []  # reserved, not yet handed to the device
-        self.retractions = 0
 
     @property
     def unfinished(self) -> int:
@@ -190,7 +189,7 @@ class Scheduler:
 
     # -- results and endings ----------------------------------------------------------------------------------
 
-    def launched_before_retraction(self, request: Request, epoch: int) -> bool:
+    def is_void(self, request: Request, epoch: int) -> bool:
         """Is a result void: the request has ended, or was retracted after the launch?"""
         return request.finished or request.epoch != epoch
 
@@ -217,7 +216,6 @@ class Scheduler:
         request.epoch += 1
         request.prefilled = request.committed = request.in_flight = request.pending = 0
         request.metrics.retractions += 1
-        self.retractions += 1
         self._waiting.appendleft(request)
 
     def _vacate(self, request: Request) -> None:

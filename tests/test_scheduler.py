@@ -228,7 +228,7 @@ class Machine(RuleBasedStateMachine):
         return Launched(plan.rows, outputs, False)
 
     def void(self, row: Row) -> bool:
-        return self.scheduler.launched_before_retraction(row.request, row.epoch)
+        return self.scheduler.is_void(row.request, row.epoch)
 
     def handle(self, launched: Launched) -> None:
         for row, tokens in zip(launched.rows, launched.outputs, strict=True):
@@ -400,7 +400,7 @@ def test_the_one_with_the_fewest_tokens_is_retracted_and_comes_back_first() -> N
             book(row.request)
     assert plan.rows[0].request is old
     assert (young.slot, young.pages, young.epoch, young.metrics.retractions) == (None, [], 1, 1)
-    assert scheduler.launched_before_retraction(young, 0)
+    assert scheduler.is_void(young, 0)
     old.finish_reason = "abort"
     scheduler.release(old)
     assert spans(scheduler) == [(1, 0, len(young.tokens), True)]

@@ -34,14 +34,16 @@ class PagePool:
         if self._holders[page] < 1:
             raise RuntimeError(f"page {page} is free and cannot be shared")
         self._holders[page] += 1
-        self.idle -= self._kept[page] and self._holders[page] == 2
+        if self._kept[page] and self._holders[page] == 2:
+            self.idle -= 1
 
     def release(self, page: int) -> None:
         """One holder less; the last one frees the page."""
         if self._holders[page] <= self._kept[page]:
             raise RuntimeError(f"page {page} is released twice")
         self._holders[page] -= 1
-        self.idle += self._kept[page] and self._holders[page] == 1
+        if self._kept[page] and self._holders[page] == 1:
+            self.idle += 1
         if not self._holders[page]:
             self._free.append(page)
 
@@ -57,7 +59,8 @@ class PagePool:
         if not self._kept[page]:
             raise RuntimeError(f"page {page} is not cached")
         self._kept[page] = 0
-        self.idle -= self._holders[page] == 1
+        if self._holders[page] == 1:
+            self.idle -= 1
         self.release(page)
 
     def holders(self, page: int) -> int:
