@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -200,17 +200,20 @@ class Engine:
         self._completions: list[Completion] = []
         self._opened: float | None = None
         self._closed = 0.0
-        self._runner.counters = Counters()
+        self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
+        self._counters = self._runner.counters = Counters()
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
         """All work since the engine was made or `reset_record` was called."""
         window = self._closed - self._opened if self._opened is not None else 0.0
-        counters: dict[str, Any] = asdict(self._runner.counters)
+        metrics = summarize(self._completions, window, concurrency)
+        metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
+        counters: dict[str, Any] = asdict(self._counters)
         counters["emitted_histogram"] = emitted_histogram(self._completions)
         return RunRecord(
             config=self.config.as_dict(),
             caps=dict(self.caps),
-            metrics=summarize(self._completions, window, concurrency),
+            metrics=metrics,
             counters=counters,
             requests=[item.as_row() for item in self._completions],
             workload=workload or {},
@@ -290,6 +293,9 @@ class Engine:
         self._scheduler.add(request)
 
     def _on_tokens(self, request: Request, tokens: list[int]) -> None:
+        assert request.last_token is not None
+        assert self._opened is not None
+        self._per_second[int(request.last_token - self._opened)] += len(tokens)
         if request.finished:
             self._finish(request, tokens)
         else:

@@ -7,8 +7,8 @@
 * TPOT: (last - first token) / (tokens - 1). ITL: gap between arrivals / tokens in the arrival, once per token.
 * E2E: last token - submitted. Times are seconds.
 * throughput: requests, input tokens, output tokens per second of the measured window (first submission to last
-  token); per user: output / concurrency; peak: tokens in the fullest whole second.
-* step time: mean seconds of one iteration (launch to result), where the schedule waits for it.
+  token); per user: output / concurrency; peak: output tokens in the fullest second after the first submission.
+* counters: `iteration_s / iterations` is the host's time to launch an iteration and to wait for its result.
 """
 
 from __future__ import annotations

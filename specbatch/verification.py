@@ -6,7 +6,9 @@ p(d), and the token after a rejection has law p given "not d": the rejection rul
 plain decoding's own, a seed gives the same tokens with and without drafts.
 
 Sampled drafts, drawn from q: speculative sampling (Leviathan et al. 2023, Chen et al. 2023). d stays if
-u * q(d) < p(d); the first rejection is replaced by a draw from max(p - q, 0).
+u * q(d) < p(d); the first rejection is replaced by a draw from max(p - q, 0). Coins are keyed as above, but which of
+them decides a token depends on where a verify begins: a retraction, which moves that, may change a seed's tokens (not
+their law).
 """
 
 from __future__ import annotations

@@ -430,3 +430,13 @@ def test_the_plan_is_told_before_anything_is_loaded(toy_engine: Callable[..., En
     assert lines[0].startswith("model: toy (memory), float32 on cpu; ")
     assert lines[1].startswith("draft: toy-2 (memory)")
     assert any("KV pages" in line for line in lines)
+
+
+def test_the_peak_is_the_fullest_second_and_a_closed_engine_keeps_its_record(toy: Any, toy_engine: Any) -> None:
+    engine = toy_engine()
+    engine.generate([list(prompt) for prompt in toy.prompts()], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    metrics = engine.record().metrics
+    assert metrics["output_tokens"] / (metrics["duration_s"] + 1) <= metrics["peak_output_throughput"]
+    assert metrics["peak_output_throughput"] <= metrics["output_tokens"]
+    engine.close()
+    assert engine.record().metrics == metrics

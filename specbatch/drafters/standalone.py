@@ -80,7 +80,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """
     asked = config.speculation
     assert asked.draft is not None
-    if asked.draft.startswith("self"):
+    if asked.draft == "self" or asked.draft.startswith("self:"):
         skipped = parse_skip(asked.draft, target.config.num_layers)
 
         def build_view(model: Llama, loader: Loader) -> Standalone:
@@ -112,7 +112,7 @@ def parse_skip(draft: str, layers: int) -> frozenset[int]:
             raise ValueError
         for part in ranges.split(","):
             first, _, last = part.partition("-")
-            skipped |= set(range(int(first), int(last or first) + 1))
+            skipped |= set(range(int(first), min(int(last or first), layers) + 1))
     except ValueError:
         raise refuse("draft", draft, "write self:skip=FIRST-LAST, for example self:skip=12-15") from None
     if not skipped or not skipped < set(range(layers)):
