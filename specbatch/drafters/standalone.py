@@ -112,7 +112,7 @@ def parse_skip(draft: str, layers: int) -> frozenset[int]:
             raise ValueError
         for part in ranges.split(","):
             first, _, last = part.partition("-")
-            skipped |= set(range(int(first), int(last or first) + 1))
+            skipped |= set(range(int(first), min(int(last or first), layers) + 1))  # `layers` itself is refused below
     except ValueError:
         raise refuse("draft", draft, "write self:skip=FIRST-LAST, for example self:skip=12-15") from None
     if not skipped or not skipped < set(range(layers)):
