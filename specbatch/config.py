@@ -124,10 +124,15 @@ class EngineConfig:
     graphs: Graphs = field(default_factory=Graphs)
 
     def __post_init__(self) -> None:
-        if not self.model:
+        if not self.model or not isinstance(self.model, str):
             raise refuse("model", self.model, "name a model, for example smollm2-135m")
-        if self.device not in ("auto", "cpu", "cuda") and not (
-            self.device.startswith("cuda:") and self.device[5:].isdigit()
+        if not isinstance(self.speculation, Speculation):
+            raise refuse("speculation", self.speculation, "give a Speculation, such as Speculation(algorithm='ngram')")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise refuse("seed", self.seed, "use a whole number")
+        if not isinstance(self.device, str) or (
+            self.device not in ("auto", "cpu", "cuda")
+            and not (self.device.startswith("cuda:") and self.device[5:].isdigit())
         ):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         _choice("dtype", self.dtype, DTYPES)

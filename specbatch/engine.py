@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -150,17 +151,17 @@ class Engine:
         """As `generate`, handing tokens over as the host learns of them."""
         if isinstance(prompts, str):
             raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
-        if concurrency is not None and concurrency < 1:
-            raise refuse("concurrency", concurrency, "use at least 1")
-        if self._active:
-            raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+        if concurrency is not None and (not isinstance(concurrency, int) or concurrency < 1):
+            raise refuse("concurrency", concurrency, "use a whole number of at least 1")
+        self._refuse_busy()
         settings = self._settings(params, len(prompts))
-        tokens = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in prompts]
+        tokens = [self._tokens(index, item) for index, item in enumerate(prompts)]
         for index, (ids, setting) in enumerate(zip(tokens, settings, strict=True)):
             self._check(index, ids, setting)
         return self._work(tokens, settings, concurrency or len(tokens))
 
     def _work(self, tokens: list[list[int]], settings: list[SamplingParams], concurrency: int) -> Iterator[StreamEvent]:
+        self._refuse_busy()  # a stream may be opened long before it is read
         waiting = deque(range(len(tokens)))
         try:
             while waiting or self._active or self._events:
@@ -230,9 +231,26 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
+    def _refuse_busy(self) -> None:
+        if not hasattr(self, "_scheduler"):
+            raise SpecbatchError("the engine is closed: make another one")
+        if self._active:
+            raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+
+    def _tokens(self, index: int, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise refuse(f"prompt {index}", prompt, "give a string or a list of token ids") from None
+
     def _settings(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        wrong = [item for item in params if not isinstance(item, SamplingParams)]
+        if wrong:
+            raise refuse("params", wrong[0], "give one SamplingParams, or a list of them")
         if len(params) != count:
             raise refuse("params", len(params), f"give one SamplingParams, or one for each of the {count} prompts")
         return list(params)

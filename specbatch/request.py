@@ -36,6 +36,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(getattr(self, name), int | float):
+                raise refuse(name, getattr(self, name), "use a number")
+        for name in ("top_k", "max_new_tokens", "seed"):
+            value = getattr(self, name)
+            if (isinstance(value, bool) or not isinstance(value, int)) and not (name == "seed" and value is None):
+                raise refuse(name, value, "use a whole number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise refuse("temperature", self.temperature, "use 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
