@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbatch.errors import refuse
+from specbatch.prompts import is_text
 
 FIELDS = ("question", "answer")
 _FORM = 'JSONL with one {"question": ..., "answer": ...} per line'
@@ -37,12 +38,12 @@ def read_questions(setting: str, path: Path) -> QuestionFile:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:  # not JSON, or not UTF-8
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
             raise refuse(setting, str(path), f"line {number} is not JSON; write {_FORM}") from error
         if not isinstance(row, dict):
             raise refuse(setting, str(path), f"line {number} is not an object; write {_FORM}")
         for field in FIELDS:
-            if not isinstance(row.get(field), str) or not row[field].strip():
+            if not isinstance(row.get(field), str) or not row[field].strip() or not is_text(row[field]):
                 raise refuse(setting, str(path), f"line {number} has no text in {field!r}; write {_FORM}")
         rows.append({field: row[field] for field in FIELDS})
     if not rows:

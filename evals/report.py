@@ -98,8 +98,10 @@ class EvalReport:
             "mean TPOT (s)": _number(metrics.get("mean_tpot_s"), ".4f"),
             "output tok/s": _number(metrics.get("output_throughput"), ".1f"),
         }
+        config, caps = self.record.config, self.record.caps
         form = "chat template" if self.chat_template else "plain prompt"
         notes = [
+            f"Model: {config['model']}, {caps['dtype']} on {caps['device']}. {_drafting(config['speculation'])}",
             f"Questions: {self.data_source}. Examples before each: {self.num_fewshot}, from: {self.fewshot_source}.",
             f"Prompts: {form}, sha256 {self.prompts_sha256[:16]}, seed {self.seed}. Answers: up to "
             f"{self.max_new_tokens} tokens. lm-eval {self.lm_eval_version}, task version {self.task_version}.",
@@ -135,6 +137,13 @@ class EvalReport:
         shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
         speed = {name: metrics.get(name) for name in shown}
         return [{**asdict(score), "truncated": self.truncated, **speed, **settings} for score in self.scores]
+
+
+def _drafting(asked: dict[str, Any]) -> str:
+    if asked["algorithm"] == "none":
+        return f"Nothing drafted, schedule {asked['schedule']}."
+    draft = f" {asked['draft']}" if asked["draft"] else ""
+    return f"Drafts: {asked['algorithm']}{draft}, {asked['draft_tokens']} per verify, schedule {asked['schedule']}."
 
 
 def _number(value: float | None, form: str) -> str:

@@ -156,7 +156,7 @@ def sweep(
 
     steps = _whole_numbers("concurrency", concurrency)
     workload = Workload(dataset, data, input_len, output_len, prompts_per_concurrency, engine.seed)
-    options = SweepOptions(steps, tuple(configs.split(",")), repeats, workload)
+    options = SweepOptions(steps, tuple(name.strip() for name in configs.split(",")), repeats, workload)
     config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=False)
     with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
         summary = run_sweep(config, options, folder, log=say, report=report)

@@ -127,8 +127,10 @@ class EngineConfig:
     graphs: Graphs = field(default_factory=Graphs)
 
     def __post_init__(self) -> None:
-        if not self.model:
+        if not self.model or not isinstance(self.model, str):
             raise refuse("model", self.model, "name a model, for example smollm2-135m")
+        if not isinstance(self.speculation, Speculation):
+            raise refuse("speculation", self.speculation, "give a Speculation, such as Speculation(algorithm='ngram')")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         _choice("dtype", self.dtype, DTYPES)

@@ -10,18 +10,21 @@ same job again continues it; a job that differs (input, model, sampling ...) is 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, TextIO
 
 from specbatch.config import EngineConfig
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.metrics import write_atomic
 from specbatch.progress import Report
 from specbatch.prompts import Prompt, read_prompts
@@ -53,6 +56,8 @@ class BatchJob:
     seed: int
     header: dict[str, Any]
     finished: dict[int, dict[str, Any]]  # output rows of an interrupted run, by index
+    overwrite: bool = False
+    replaces: bool = False  # an output was there at the start; it stays until the new one is complete
 
     @classmethod
     def open(
@@ -67,14 +72,16 @@ class BatchJob:
     ) -> BatchJob:
         """Read the input and what an interrupted run left.
 
-        `overwrite` throws an existing output, finished or not, away. Refused: a malformed line, an output
-        that exists, a partial output of another job, a place that cannot be written.
+        `overwrite` starts anew whatever is there; nothing is touched before `run` has checked the prompts.
+        Refused: a malformed line, an output that exists, a partial output of another job, a place that cannot
+        be written, the input itself.
         """
         prompts = read_prompts(source)
         if output.is_dir():
             raise refuse("output", str(output), "is a folder; name a .jsonl file")
-        if output.exists() and not overwrite:
-            raise refuse("output", str(output), "exists already; name another file or pass --overwrite")
+        replaces = output.exists()
+        if replaces and output.samefile(source):
+            raise refuse("output", str(output), "is the input; name another file")
         settings = config.as_dict()
         header = {
             "format": FORMAT,
@@ -84,13 +91,15 @@ class BatchJob:
             "chat_template": chat_template,
         }
         seed = config.seed if params.seed is None else params.seed
-        job = cls(output, prompts, params, chat_template, seed, json.loads(json.dumps(header)), {})
+        header = json.loads(json.dumps(header))
+        job = cls(output, prompts, params, chat_template, seed, header, {}, overwrite, replaces)
+        if replaces and not overwrite and not job.partial.exists():
+            raise job._exists()
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            if overwrite:
-                output.unlink(missing_ok=True)
-                job.partial.unlink(missing_ok=True)
-            job._resume()
+            TemporaryFile(dir=output.parent).close()  # an unwritable place is found now, not after the run
+            if job.partial.exists() and not overwrite:
+                job._load()
         except OSError as error:
             raise refuse("output", str(output), f"cannot be written ({error.strerror}); name another file") from error
         return job
@@ -108,7 +117,7 @@ class BatchJob:
         """
         missing = [index for index in range(len(self.prompts)) if index not in self.finished]
         encoded = [self._encode(engine, self.prompts[index]) for index in missing]
-        with self.partial.open("a", encoding="utf-8") as file:
+        with self._claim() as file:
             synced = time.monotonic()
 
             def keep(completion: Completion) -> None:
@@ -131,14 +140,38 @@ class BatchJob:
                     engine.generate(encoded, params, concurrency=concurrency, on_completion=keep)
             except KeyboardInterrupt:
                 kept = f"kept {len(self.finished)} finished of {len(self.prompts)} in {self.partial}"
-                raise KeyboardInterrupt(f"{kept}; the same command continues") from None
+                same = "the same command without --overwrite" if self.overwrite else "the same command"
+                raise KeyboardInterrupt(f"{kept}; {same} continues") from None
             finally:
                 file.flush()
                 os.fsync(file.fileno())
-        rows = [self.finished[index] for index in range(len(self.prompts))]
-        write_atomic(self.output, "".join(json.dumps(row) + "\n" for row in rows))
-        self.partial.unlink()
+            rows = [self.finished[index] for index in range(len(self.prompts))]
+            write_atomic(self.output, "".join(json.dumps(row) + "\n" for row in rows))
+            self.partial.unlink()
         return rows
+
+    @contextmanager
+    def _claim(self) -> Iterator[TextIO]:
+        """The partial file, open for appending and this process's alone: a header and whole lines."""
+        with self.partial.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                works = "another process is writing it; wait for that or name another output"
+                raise refuse("output", str(self.partial), works) from None
+            if self.output.exists() and not self.replaces:  # another process was faster
+                raise self._exists()
+            file.seek(0)
+            text = file.read() if self.finished else ""
+            whole = text[: text.rfind("\n") + 1]  # a last line that a crash cut short is dropped
+            file.truncate(len(whole.encode()))
+            if not whole:
+                file.write(json.dumps(self.header) + "\n")
+                file.flush()
+            yield file
+
+    def _exists(self) -> SpecbatchError:
+        return refuse("output", str(self.output), "exists already; name another file or pass --overwrite")
 
     def _encode(self, engine: Engine, prompt: Prompt) -> list[int]:
         ids = prompt.encode(engine.tokenizer, chat_template=self.chat_template)
@@ -175,13 +208,12 @@ class BatchJob:
         }
         return row
 
-    def _resume(self) -> None:
-        """Load the partial file, or start it. A last line that a crash cut short is dropped."""
-        if not self.partial.exists():
-            write_atomic(self.partial, json.dumps(self.header) + "\n")
-            return
+    def _load(self) -> None:
+        """Load the partial file's whole lines."""
         text = self.partial.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
+        if not whole:
+            return
         try:
             header, *rows = [json.loads(line) for line in whole.splitlines()]
             differs = [name for name in self.header if header.get(name) != self.header[name]]
@@ -190,15 +222,13 @@ class BatchJob:
             raise refuse(
                 "output", str(self.partial), "is not a partial output; pass --overwrite to start anew"
             ) from error
-        if differs:
+        if differs and self.finished:
             raise refuse(
                 "output",
                 str(self.partial),
                 f"was made with another {_difference(header, self.header, differs)}; finish that job, name "
                 "another output or pass --overwrite",
             )
-        if len(whole) < len(text):
-            write_atomic(self.partial, whole)
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> str:

@@ -67,6 +67,8 @@ def _parse(path: Path, setting: str, number: int, text: str) -> Prompt:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         raise malformed(f"not JSON ({error.msg} at column {error.colno}); write one JSON object a line") from error
+    except RecursionError as error:
+        raise malformed("not JSON that can be read (nested too deeply); write one JSON object a line") from error
     found = [form for form in FORMS if isinstance(row, dict) and form in row]
     if not found:
         raise malformed(f"write a JSON object with one of the keys {', '.join(FORMS)}")
@@ -77,10 +79,21 @@ def _parse(path: Path, setting: str, number: int, text: str) -> Prompt:
         raise malformed(f"{form} is empty; write at least one token of text")
     if not _well_formed(form, value):
         raise malformed(f"{form} must be {_EXPECTED[form]}")
+    if not is_text(json.dumps(value, ensure_ascii=False)):
+        raise malformed(f"{form} holds half of a surrogate pair, which is no text; write the whole character")
     name = row.get("id")
     if name is not None and not isinstance(name, (str, int)):
         raise malformed("id must be a string or a number")
     return Prompt(line=number, form=form, value=value, id=name)
+
+
+def is_text(value: str) -> bool:
+    """False where JSON smuggled in half of a surrogate pair (\\ud800), which no tokenizer takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _EXPECTED = {

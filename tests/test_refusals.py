@@ -54,6 +54,8 @@ VALUES: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: Graphs(decode="on"), "graphs.decode='on'", "'off'"),
     (lambda: Graphs(prefill="piecewise"), "graphs.prefill='piecewise'", "'off'"),
     (config(model=""), "model=''", "smollm2-135m"),
+    (config(model=5), "model=5", "smollm2-135m"),
+    (config(speculation={"algorithm": "ngram"}), "speculation={'algorithm': 'ngram'}", "Speculation("),
     (config(device="tpu"), "device='tpu'", "auto, cpu, cuda or cuda:N"),
     (config(device="cuda:"), "device='cuda:'", "cuda:N"),
     (config(device="cuda:-1"), "device='cuda:-1'", "cuda:N"),

@@ -46,7 +46,7 @@ class EngineOptions:
         str | None,
         Option(
             metavar="|".join(SPECS),
-            help="off: plain decoding. v1: wait for each result. v2: handle it one step late. "
+            help="off: plain decoding, whatever else is given. v1: wait for each result. v2: handle it one step late. "
             "Default: v2 if --algorithm or --draft is given, else off.",
             rich_help_panel=_SPEC,
         ),
@@ -122,6 +122,10 @@ class EngineOptions:
             raise refuse("spec", self.spec, f"use one of {', '.join(SPECS)}")
         if self.spec == "off":
             return Speculation()
+        if self.spec is None and self.algorithm is None and self.draft is None:
+            for name in ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"):
+                if getattr(self, name) != getattr(Speculation, name):
+                    raise refuse(name, getattr(self, name), "nothing is drafted; add --spec v1 or v2, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
         return Speculation(
             algorithm=self.algorithm or default,

@@ -20,7 +20,7 @@ def fresh_folder(asked: Path | None, command: str) -> Iterator[Path]:
 
     What was created and is still empty when the command ends (it was refused later) is removed again.
     """
-    folder = asked or Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = asked or _unused(Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}")
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,6 +35,12 @@ def fresh_folder(asked: Path | None, command: str) -> Iterator[Path]:
     finally:
         if not existed and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def _unused(folder: Path) -> Path:
+    """`folder`, or with -2, -3 ... behind it: two runs may start within one second."""
+    names = (folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, 100)))
+    return next((name for name in names if not name.exists()), folder)
 
 
 def say(line: str) -> None:

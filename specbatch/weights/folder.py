@@ -100,6 +100,8 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
             raise _damaged(index, "it has no weight_map")
         files: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise _damaged(index, f"its weight_map says {file!r} for {name}; it must name a file")
             files.setdefault(folder / file, set()).add(name)
         return files
     found = sorted(folder.glob("*.safetensors"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 
 import pytest
@@ -137,3 +138,44 @@ def test_overwrite_replaces_a_finished_output(run, jsonl, tmp_path):
     run("generate", jsonl(*PROMPTS), "-o", out)
     assert run("generate", jsonl(PROMPTS[0]), "-o", out, "--overwrite").exit_code == 0
     assert len(rows(out)) == 1
+
+
+@pytest.mark.parametrize("wrong", [["--max-running", "0"], ["--max-new-tokens", "300"]])
+def test_overwrite_throws_nothing_away_before_the_job_is_checked(run, jsonl, tmp_path, wrong):
+    out = tmp_path / "out.jsonl"
+    run("generate", jsonl(*PROMPTS), "-o", out)
+    before = out.read_text()
+    assert run("generate", jsonl(*PROMPTS), "-o", out, "--overwrite", *wrong).exit_code == 2
+    assert out.read_text() == before
+
+
+def test_an_interrupted_overwrite_keeps_the_old_output_and_continues(run, engine, jsonl, tmp_path):
+    out, source = tmp_path / "out.jsonl", jsonl(*PROMPTS)
+    run("generate", source, "-o", out, "--max-new-tokens", 3)
+    before = out.read_text()
+    engine.interrupt_after = 2
+    result = run("generate", source, "-o", out, "--overwrite")
+    assert "the same command without --overwrite continues" in result.stderr
+    assert out.read_text() == before
+    engine.interrupt_after = None
+    result = run("generate", source, "-o", out)
+    assert "2 of 4 are finished" in result.stderr
+    assert len(rows(out)[0]["token_ids"]) == 128
+
+
+def test_a_refused_job_leaves_nothing_that_stands_in_the_way(run, engine, jsonl, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert run("generate", jsonl(*PROMPTS), "-o", out, "--max-new-tokens", 300).exit_code == 2
+    engine.interrupt_after = 0
+    assert run("generate", jsonl(*PROMPTS), "-o", out, "--temperature", 1).exit_code == 130
+    engine.interrupt_after = None
+    assert run("generate", jsonl(*PROMPTS), "-o", out).exit_code == 0
+
+
+def test_one_process_at_a_time_writes_an_output(run, jsonl, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with (tmp_path / "out.jsonl.partial").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        result = run("generate", jsonl(*PROMPTS), "-o", out)
+    assert result.exit_code == 2
+    assert "another process is writing it" in result.stderr

@@ -40,6 +40,13 @@ def test_numbers_of_speculation_arrive():
     )
 
 
+@pytest.mark.parametrize("name", ["draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"])
+def test_a_number_of_speculation_without_speculation_is_refused(name):
+    with pytest.raises(SpecbatchError, match=f"{name}=9: nothing is drafted"):
+        EngineOptions(**{name: 9}).config()
+    EngineOptions(**{name: 9}, spec="off").config()
+
+
 @pytest.mark.parametrize(
     ("max_running", "concurrency", "expected"), [(None, None, 32), (None, 5, 5), (3, 5, 3), (3, None, 3)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from datetime import datetime
 
 import pytest
 
@@ -144,3 +145,18 @@ def test_a_file_of_prompts(run, engine, jsonl, tmp_path):
     work = json.loads((tmp_path / "out/v1/c4/r1/record.json").read_text())["workload"]
     assert (work["prompts"], work["distinct_prompts"], work["ignore_eos"]) == (8, 3, False)
     assert engine.built[0].max_model_len is None
+
+
+def test_two_runs_within_a_second_get_two_folders(run, tmp_path, monkeypatch):
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2030, 1, 2, 3, 4, 5)
+
+    monkeypatch.setattr("specbatch.commands.output.datetime", Clock)
+    for _ in range(2):
+        assert run("sweep", "--concurrency", "1", "--configs", "baseline, v2").exit_code == 0
+    assert {folder.name for folder in (tmp_path / "out").iterdir()} == {
+        "sweep-20300102-030405",
+        "sweep-20300102-030405-2",
+    }

@@ -10,7 +10,8 @@ import torch
 from scipy import stats
 
 from specbatch.context import Prefill, Span
-from specbatch.drafters.standalone import Standalone
+from specbatch.drafters.standalone import Standalone, parse_skip
+from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling import DRAFT, draw_ref, probabilities_ref, uniform_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
@@ -177,3 +178,14 @@ def test_a_draft_of_another_width_speaks_the_targets_vocabulary(
                 expected = (logits / temperature).softmax(-1)
                 torch.testing.assert_close(q[index, 0, : len(expected)], expected, rtol=0, atol=1e-5)
         here.commit(proposal.tokens, [3] * len(LENGTHS), [0] * len(LENGTHS))
+
+
+@pytest.mark.parametrize("ranges", ["", "4", "0-3", "2-1", "a-b", "-1", "1-99999999999", "1,,2"])
+def test_layers_that_cannot_be_skipped_are_refused(ranges: str) -> None:
+    with pytest.raises(SpecbatchError, match="self:skip"):
+        parse_skip(f"self:skip={ranges}", 4)
+
+
+def test_skipped_layers_are_inclusive_ranges() -> None:
+    assert parse_skip("self:skip=1-2", 4) == {1, 2}
+    assert parse_skip("self:skip=0,2-3,2", 4) == {0, 2, 3}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specbatch.config import Speculation
 from specbatch.metrics import RunRecord, summarize
 from specbatch.request import Completion, RequestMetrics, SamplingParams
 
@@ -50,7 +52,7 @@ class FakeEngine:
 
     def __init__(self, reply: Reply, *, max_model_len: int = 100_000) -> None:
         self.tokenizer = FakeTokenizer()
-        self.caps: dict[str, Any] = {"max_model_len": max_model_len}
+        self.caps: dict[str, Any] = {"max_model_len": max_model_len, "dtype": "float32", "device": "cpu"}
         self.reply = reply
         self.stop_after: int | None = None
         self.calls: list[dict[str, Any]] = []
@@ -104,7 +106,7 @@ class FakeEngine:
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
         return RunRecord(
-            config={"model": "fake"},
+            config={"model": "fake", "speculation": asdict(Speculation())},
             caps=self.caps,
             metrics=summarize(self.done, 2.0, concurrency),
             counters={},

@@ -104,6 +104,8 @@ def test_a_missing_shard_and_a_bad_index_are_refused_by_name(tiny_model: Make, s
     found["weight_map"][names[0]] = found["weight_map"][names[-1]]
     index.write_text(json.dumps(found))
     assert f"holds {names[0]}" in refusal(folder)
+    index.write_text(json.dumps({"weight_map": {names[0]: 5}}))
+    assert "must name a file" in refusal(folder)
     index.write_text("{")
     assert "index.json" in refusal(folder)
     assert "not valid JSON" in refusal(folder)
