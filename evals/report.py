@@ -95,6 +95,7 @@ class EvalReport:
             "accept length": _number(metrics.get("accept_length"), ".2f"),
             "accept rate": _number(metrics.get("accept_rate"), ".3f"),
             "mean TTFT (s)": _number(metrics.get("mean_ttft_s"), ".3f"),
+            "of it queued (s)": _number(metrics.get("mean_queue_s"), ".3f"),
             "mean TPOT (s)": _number(metrics.get("mean_tpot_s"), ".4f"),
             "output tok/s": _number(metrics.get("output_throughput"), ".1f"),
         }

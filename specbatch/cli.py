@@ -114,8 +114,12 @@ def evaluate(
             try:
                 result = ready.run(running, report)
             except KeyboardInterrupt:
-                kept = (folder / PARTIAL).read_text().count("\n")
-                raise KeyboardInterrupt(f"kept {kept} finished answers in {folder / PARTIAL}") from None
+                partial = folder / PARTIAL
+                kept = partial.read_text().count("\n") if partial.exists() else 0
+                if not kept:
+                    partial.unlink(missing_ok=True)
+                    raise
+                raise KeyboardInterrupt(f"kept {kept} finished answers in {partial}") from None
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
 
@@ -245,6 +249,8 @@ def send_one(
 
     with Engine(config, log=say) as running:
         result = send(running, prompt or PROMPT, params, write=_write_through if stream else None)
+    if stream and as_json:
+        print()  # the JSON is a line of its own
     show(f"{'' if stream else result['text']}\n\n{table(result)}", result, as_json=as_json)
 
 

@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from specbatch import __version__
 from specbatch.request import Completion
 
 SCHEMA = 1
@@ -156,8 +157,8 @@ def write_atomic(path: Path, text: str) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of what a number depends on."""
-    found = {"python": platform.python_version()}
-    for name in ("specbatch", "torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets"):
+    found = {"python": platform.python_version(), "specbatch": __version__}
+    for name in ("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

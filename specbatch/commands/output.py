@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 
 
 @contextmanager
@@ -24,17 +26,32 @@ def fresh_folder(asked: Path | None, command: str) -> Iterator[Path]:
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        claim = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two runs must not mix their results
         taken = any(folder.iterdir())
         TemporaryFile(dir=folder).close()  # an unwritable place is found now, not after the run
+    except BlockingIOError:
+        os.close(claim)
+        raise refuse("output", str(folder), "another run is writing to it; name a new one") from None
     except OSError as error:
-        raise refuse("output", str(folder), f"cannot be written ({error.strerror}); name a folder that can") from error
+        os.close(claim)
+        raise _unwritable(folder, error) from error
     if taken:
+        os.close(claim)
         raise refuse("output", str(folder), "this folder is not empty; name a new one, nothing is ever overwritten")
     try:
         yield folder
     finally:
         if not existed and not any(folder.iterdir()):
             folder.rmdir()
+        os.close(claim)
+
+
+def _unwritable(folder: Path, error: OSError) -> SpecbatchError:
+    return refuse("output", str(folder), f"cannot be written ({error.strerror}); name a folder that can")
 
 
 def _unused(folder: Path) -> Path:

@@ -66,6 +66,12 @@ def test_an_interrupted_eval_says_what_was_kept(run, evals, tmp_path):
     assert f"interrupted; kept 1 finished answers in {tmp_path / 'o' / 'answers.partial.jsonl'}" in result.stderr
 
 
+def test_an_eval_interrupted_before_its_first_answer_leaves_nothing(run, engine, evals, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "__enter__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run("eval", "gsm8k", "--output", tmp_path / "o").exit_code == 130
+    assert not (tmp_path / "o").exists()
+
+
 def test_send_one_table(run, engine):
     result = run("send-one", "--max-new-tokens", 5, "--spec", "v2", "--prompt", "abc")
     lines = result.stdout.splitlines()
@@ -83,6 +89,8 @@ def test_send_one_streams_the_same_text(run):
     whole = run("send-one", "--max-new-tokens", 4, "--prompt", "é", "--json")
     assert result.stdout.split("\n\n|")[0].strip("\n") == json.loads(whole.stdout)["text"].strip("\n")
     assert json.loads(whole.stdout)["accept_length"] == 1.0
+    both = run("send-one", "--max-new-tokens", 4, "--prompt", "é", "--stream", "--json")
+    assert json.loads(both.stdout.splitlines()[-1])["text"] == json.loads(whole.stdout)["text"]
 
 
 def test_models(run, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ from datetime import datetime
 
 import pytest
 
+from specbatch.commands.output import fresh_folder
 from specbatch.sweeps.tables import write_summary
 
 SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
@@ -160,3 +161,10 @@ def test_two_runs_within_a_second_get_two_folders(run, tmp_path, monkeypatch):
         "sweep-20300102-030405",
         "sweep-20300102-030405-2",
     }
+
+
+def test_one_run_at_a_time_writes_to_a_folder(run, tmp_path):
+    with fresh_folder(tmp_path / "new", "sweep"):
+        result = run("sweep", "--output", tmp_path / "new")
+    assert result.exit_code == 2
+    assert "another run is writing to it" in result.stderr
