@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 	$(BIN)/specbatch models pull smollm2-135m
 	$(BIN)/specbatch eval one_digit_sums --limit 40 --spec off
 	$(BIN)/specbatch eval one_digit_sums --limit 40 --spec v2
-	$(BIN)/specbatch sweep --concurrency 1,4 --configs baseline,v1,v2 --input-len 64 --output-len 32
+	$(BIN)/specbatch sweep --concurrency 1,4 --configs baseline,v1,v2 --input-len 64 --output-len 32 --repeats 3
 
 # Toy models gain nothing from threads, which on a busy machine wait for each other most of the time.
 test: check

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from specbatch.config import Speculation
 from specbatch.metrics import RunRecord, write_atomic
 
 
@@ -102,11 +103,15 @@ class EvalReport:
         config, caps = self.record.config, self.record.caps
         form = "chat template" if self.chat_template else "plain prompt"
         notes = [
-            f"Model: {config['model']}, {caps['dtype']} on {caps['device']}. {_drafting(config['speculation'])}",
+            f"Model: {config['model']}, {caps['dtype']} on {caps['device']}. "
+            f"Speculation: {Speculation(**config['speculation'])}.",
             f"Questions: {self.data_source}. Examples before each: {self.num_fewshot}, from: {self.fewshot_source}.",
             f"Prompts: {form}, sha256 {self.prompts_sha256[:16]}, seed {self.seed}. Answers: up to "
             f"{self.max_new_tokens} tokens. lm-eval {self.lm_eval_version}, task version {self.task_version}.",
         ]
+        if metrics.get("cached_tokens"):
+            cached = f"{metrics['cached_tokens']:.0f} of {metrics['input_tokens']:.0f}"
+            notes.append(f"{cached} prompt tokens came from the prefix cache.")
         if "abort" in self.finish_reasons:
             notes.append(f"{self.finish_reasons['abort']} answers were aborted and are scored as they stand.")
         parts = [tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True) for rows in (scores, [speed])]
@@ -138,13 +143,6 @@ class EvalReport:
         shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
         speed = {name: metrics.get(name) for name in shown}
         return [{**asdict(score), "truncated": self.truncated, **speed, **settings} for score in self.scores]
-
-
-def _drafting(asked: dict[str, Any]) -> str:
-    if asked["algorithm"] == "none":
-        return f"Nothing drafted, schedule {asked['schedule']}."
-    draft = f" {asked['draft']}" if asked["draft"] else ""
-    return f"Drafts: {asked['algorithm']}{draft}, {asked['draft_tokens']} per verify, schedule {asked['schedule']}."
 
 
 def _number(value: float | None, form: str) -> str:

@@ -198,6 +198,7 @@ def generate(
     A line is an object with prompt, prompt_token_ids, question or messages, and an id if you like.
     """
     from specbatch.generate import BatchJob
+    from specbatch.metrics import write_atomic
     from specbatch.request import SamplingParams
 
     params = SamplingParams(
@@ -217,9 +218,11 @@ def generate(
 
     with Engine(config, log=say) as running, progress("generate") as report:
         rows = job.run(running, concurrency=concurrency, report=report)
-        metrics = running.record(concurrency=concurrency).metrics
-    result = {"output": str(output), "rows": len(rows), "metrics": metrics}
-    show(f"{len(rows)} rows in {output}", result, as_json=as_json)
+        record = running.record(concurrency=concurrency, workload={"command": "generate", **job.header})
+    beside = output.with_name(f"{output.name}.record.json")
+    write_atomic(beside, record.summary())
+    result = {"output": str(output), "rows": len(rows), "record": str(beside), "metrics": record.metrics}
+    show(f"{len(rows)} rows in {output}; what they were made with, and how fast: {beside}", result, as_json=as_json)
 
 
 @app.command("send-one")

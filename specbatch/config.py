@@ -73,6 +73,12 @@ class Speculation:
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
             raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
 
+    def __str__(self) -> str:
+        if self.algorithm == "none":
+            return f"nothing drafted, schedule {self.schedule}"
+        draft = f" {self.draft}" if self.draft else ""
+        return f"{self.algorithm}{draft}, {self.draft_tokens} drafted, schedule {self.schedule}"
+
     @property
     def drafted(self) -> int:
         """Tokens drafted per verify; 0 for the baseline."""

@@ -74,6 +74,7 @@ class Engine:
             vocabulary=target.config.vocab_size,
             rows=rows,
         )
+        say(f"speculation: {config.speculation}")
         for line in plan.lines():
             say(line)
 
@@ -117,6 +118,7 @@ class Engine:
             "kv_bytes": plan.kv,
         }
         self._active: dict[int, Request] = {}
+        self._aborted: set[int] = set()
         self._events: list[StreamEvent] = []
         self._state = "ready"  # or "busy" while a stream is open, or "closed"
         self._trusted = True
@@ -151,7 +153,7 @@ class Engine:
 
     def stream(self, prompts: Sequence[Prompt], params: Params = None, *, concurrency: int | None = None) -> Events:
         """As `generate`, handing tokens over as the host learns of them. One stream may be open at a time."""
-        if isinstance(prompts, str):
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
         if concurrency is not None and not (isinstance(concurrency, int) and concurrency >= 1):
             raise refuse("concurrency", concurrency, "use a whole number of at least 1")
@@ -165,12 +167,15 @@ class Engine:
     def _work(self, tokens: list[list[int]], settings: list[SamplingParams], concurrency: int) -> Events:
         self._require("ready")
         self._state = "busy"
+        self._aborted.clear()
         waiting = deque(range(len(tokens)))
         try:
             while waiting or self._active or self._events:
                 while waiting and len(self._active) < concurrency:
                     index = waiting.popleft()
                     self._submit(index, tokens[index], settings[index])
+                    if index in self._aborted:
+                        self.abort(index)
                 if self._active and not self._schedule.step() and not self._events:
                     raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
                 yield from self._take_events()
@@ -187,9 +192,11 @@ class Engine:
                 self._state = "ready"
 
     def abort(self, index: int) -> None:
-        """End the running request of that prompt; its completion so far follows with finish_reason "abort"."""
+        """End the request of that prompt; its completion so far follows with finish_reason "abort"."""
         request = self._active.get(index)
-        if request is not None:
+        if request is None:
+            self._aborted.add(index)  # it may still wait for its turn
+        else:
             self._end(request, "abort")
             self._finish(request, [])
 

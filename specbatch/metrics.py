@@ -128,12 +128,16 @@ class RunRecord:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def summary(self) -> str:
+        """The record as JSON, without the raw rows."""
+        body = self.as_dict()
+        del body["requests"]
+        return json.dumps(body, indent=2) + "\n"
+
     def save(self, folder: Path) -> None:
         """Write `record.json` (without the raw rows) and `requests.jsonl` into `folder`, each atomically."""
-        body = self.as_dict()
-        rows = body.pop("requests")
-        write_atomic(folder / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        write_atomic(folder / "record.json", json.dumps(body, indent=2) + "\n")
+        write_atomic(folder / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in self.requests))
+        write_atomic(folder / "record.json", self.summary())
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:

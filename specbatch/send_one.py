@@ -37,9 +37,10 @@ def send_one(
     """Run `prompt` once, after a short warm-up of the same prompt; `write` gets the text as it arrives.
 
     Returns latency_s (submission to last token), tokens, accept_length (1 where nothing was verified), speed
-    (tokens per second of latency), text and finish_reason.
+    (tokens per second of latency), text, finish_reason and the record of the run.
     """
     engine.generate([prompt], replace(params, max_new_tokens=min(params.max_new_tokens, WARM_UP_TOKENS)))
+    engine.reset_record()
     completion = _stream(engine, prompt, params, write) if write else engine.generate([prompt], params)[0]
     metrics = completion.metrics
     return {
@@ -49,6 +50,7 @@ def send_one(
         "speed": metrics.output_tokens / metrics.e2e_s,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
+        "record": engine.record(concurrency=1, workload={"command": "send-one", "prompt": prompt}).as_dict(),
     }
 
 

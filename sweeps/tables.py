@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.config import Speculation
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, write_atomic
 
@@ -112,7 +113,7 @@ def _heading(records: list[RunRecord]) -> str:
         "workload": f"{work['dataset']}, {text}, output "
         f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
         "configurations": "; ".join(
-            f"{name}: {_drafting(record.config['speculation'])}" for name, record in names.items()
+            f"{name}: {Speculation(**record.config['speculation'])}" for name, record in names.items()
         ),
         "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
         "effective caps": "; ".join(_caps(names)),
@@ -127,13 +128,6 @@ def _caps(records: dict[str, RunRecord]) -> list[str]:
     if len(set(texts.values())) == 1:
         return [*texts.values()][:1]
     return [f"{name}: {text}" for name, text in texts.items()]
-
-
-def _drafting(asked: dict[str, Any]) -> str:
-    if asked["algorithm"] == "none":
-        return f"nothing drafted, schedule {asked['schedule']}"
-    draft = f" {asked['draft']}" if asked["draft"] else ""
-    return f"{asked['algorithm']}{draft}, {asked['draft_tokens']} drafted, schedule {asked['schedule']}"
 
 
 def _notes(records: list[RunRecord]) -> list[str]:

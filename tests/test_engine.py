@@ -440,3 +440,14 @@ def test_the_peak_is_the_fullest_second_and_a_closed_engine_keeps_its_record(toy
     assert metrics["peak_output_throughput"] <= metrics["output_tokens"]
     engine.close()
     assert engine.record().metrics == metrics
+
+
+def test_a_prompt_that_waits_for_its_turn_can_be_aborted(toy: Any, toy_engine: Any) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:3]]
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with toy_engine() as engine:
+        done = engine.generate(prompts, params, concurrency=1, on_completion=lambda item: engine.abort(2))
+        assert [item.finish_reason for item in done] == ["length", "length", "abort"]
+        assert done[2].token_ids == []
+        again = engine.generate(prompts, params)
+        assert [item.finish_reason for item in again] == ["length"] * 3

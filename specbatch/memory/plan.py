@@ -42,7 +42,7 @@ class MemoryPlan:
         if self.draft_weights:
             yield f"  draft      {_size(self.draft_weights)}"
         yield f"  KV pages   {_size(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
-        yield f"  workspace  {_size(self.workspace)} (logits and activations, estimated)"
+        yield f"  workspace  {_size(self.workspace)} (logits and the batch's tables)"
         if self.kv_pages < self.wanted_pages:
             yield (
                 f"  the pool holds {self.kv_pages} of the {self.wanted_pages} pages that max_running requests of "
@@ -82,8 +82,10 @@ def plan_memory(
     budget = int(free * config.memory_fraction)
     # Logits of a full batch three times over (raw, float32, sorted or probabilities).
     workspace = 3 * 4 * vocabulary * config.max_running * rows
-    room = budget - weights - draft_weights - workspace
     longest = min(config.max_model_len or model_len, model_len)
+    # Tokens and page table of every slot, 8 bytes each.
+    workspace += 8 * (config.max_running + 1) * (longest + slack + 1) * (size + 1) // size
+    room = budget - weights - draft_weights - workspace
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
     wanted = config.max_running * -(-(longest + slack) // size)

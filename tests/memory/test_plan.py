@@ -23,7 +23,8 @@ def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryP
 
 def test_the_pool_is_what_is_left_behind_weights_and_workspace() -> None:
     found = plan()
-    workspace = 3 * 4 * 1000 * 4 * 5
+    logits, tables = 3 * 4 * 1000 * 4 * 5, 8 * (4 + 1) * (1000 + 10 + 1) * 17 // 16
+    workspace = logits + tables
     assert (found.available, found.workspace) == (500 * MIB, workspace)
     assert found.wanted_pages == 4 * -(-(1000 + 10) // 16) == 256
     assert found.kv_pages == 256
@@ -95,3 +96,8 @@ def test_the_printed_plan_holds_the_numbers() -> None:
     assert "holds 199 of the 256 pages" in text
     assert "draft" not in text
     assert "2.00 GiB" in "\n".join(plan(free=4096 * MIB).lines())
+
+
+def test_slots_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(SpecbatchError, match="smaller model, dtype or max_running"):
+        plan(max_running=1_000_000)
