@@ -41,6 +41,16 @@ def test_rows_keep_the_order_of_the_input(run, jsonl, tmp_path):
     assert not (tmp_path / "deep" / "out.jsonl.partial").exists()
 
 
+def test_a_record_lies_beside_the_rows(run, jsonl, tmp_path):
+    result = run("generate", jsonl(*PROMPTS), "-o", tmp_path / "out.jsonl", "--json")
+    found = json.loads(result.stdout.splitlines()[-1])
+    record = json.loads((tmp_path / "out.jsonl.record.json").read_text())
+    assert found["record"] == str(tmp_path / "out.jsonl.record.json")
+    assert record["metrics"] == found["metrics"]
+    assert record["workload"]["command"] == "generate"
+    assert len(record["workload"]["input_sha256"]) == 64
+
+
 def test_json_is_the_only_line_on_stdout(run, jsonl, tmp_path):
     result = run("generate", jsonl(*PROMPTS), "-o", tmp_path / "out.jsonl", "--json")
     (line,) = result.stdout.splitlines()
