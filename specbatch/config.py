@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specbatch.drafters import ALGORITHMS
-from specbatch.errors import refuse
+from specbatch.errors import at_least, refuse
 
 SCHEDULES = ("v1", "v2")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -17,11 +17,6 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 def _choice(setting: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise refuse(setting, value, f"use one of {', '.join(allowed)}")
-
-
-def _at_least(setting: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refuse(setting, value, f"use a whole number of at least {least}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Speculation:
     def __post_init__(self) -> None:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
         _choice("schedule", self.schedule, SCHEDULES)
-        _at_least("draft_tokens", self.draft_tokens, 1)
+        at_least("draft_tokens", self.draft_tokens, 1)
         if self.draft_tokens > 63:
             raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
         if self.draft_topk != 1:
@@ -66,8 +61,8 @@ class Speculation:
             raise refuse("draft", self.draft, "algorithm 'standalone' needs a draft model or 'self:skip=FIRST-LAST'")
         if self.algorithm != "standalone" and self.draft:
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft model; use 'standalone'")
-        _at_least("ngram_min", self.ngram_min, 1)
-        _at_least("ngram_max", self.ngram_max, 1)
+        at_least("ngram_min", self.ngram_min, 1)
+        at_least("ngram_max", self.ngram_max, 1)
         if self.ngram_min > 16:
             raise refuse("ngram_min", self.ngram_min, "use at most 16")
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
@@ -141,14 +136,14 @@ class EngineConfig:
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
-        _at_least("max_running", self.max_running, 1)
+        at_least("max_running", self.max_running, 1)
         if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 2)
-        _at_least("page_size", self.page_size, 1)
+            at_least("max_model_len", self.max_model_len, 2)
+        at_least("page_size", self.page_size, 1)
         if self.kv_pages is not None:
-            _at_least("kv_pages", self.kv_pages, 2)
-        _at_least("prefill_chunk", self.prefill_chunk, 1)
-        _at_least("seed", self.seed, 0)
+            at_least("kv_pages", self.kv_pages, 2)
+        at_least("prefill_chunk", self.prefill_chunk, 1)
+        at_least("seed", self.seed, 0)
         if not isinstance(self.prefix_cache, bool):
             raise refuse("prefix_cache", self.prefix_cache, "use True or False")
         if not isinstance(self.memory_fraction, (int, float)) or not 0.0 < self.memory_fraction <= 1.0:
@@ -156,7 +151,3 @@ class EngineConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def option_names(cls) -> tuple[str, ...]:
-        return tuple(item.name for item in fields(cls))

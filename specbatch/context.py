@@ -15,6 +15,7 @@ from specbatch.kernels.attention import (
     write_kv_ref,
 )
 from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.pages import pages_for
 from specbatch.transfer import upload
 
 
@@ -103,7 +104,7 @@ class _PrefillOn:
         parts, at = [], 0
         for span in shape._spans:
             count = span.end - span.start
-            pages = shape._page_table[span.slot, : -(-span.end // shape._page_size)]
+            pages = shape._page_table[span.slot, : pages_for(span.end, shape._page_size)]
             parts.append(prefill_attention_ref(q[at : at + count], k_cache, v_cache, pages, span.start))
             at += count
         return torch.cat(parts).flatten(1)

@@ -34,7 +34,7 @@ def examine() -> dict[str, Any]:
             _feature("bfloat16 on the GPU", _no_bfloat16(), "the checkpoint's own type"),
             _feature("CUDA graphs", "this version runs eagerly only"),
             *(
-                _feature(f"algorithm {name}", _no_module(target.partition(":")[0]), f"--algorithm {name}")
+                _feature(f"algorithm {name}", _no_module(target), f"--algorithm {name}")
                 for name, target in ALGORITHMS.items()
             ),
             *(

@@ -19,10 +19,10 @@ from specbatch.batch import DeviceBatch
 from specbatch.config import EngineConfig
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.iteration import Iteration
 from specbatch.memory.kv_cache import bytes_per_page
-from specbatch.memory.pages import PagePool
+from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.metrics import RunRecord, emitted_histogram, summarize
@@ -78,12 +78,12 @@ class Engine:
         for line in plan.lines():
             say(line)
 
-        width = plan.max_model_len + 2 * rows + 1
+        width = reach_of(plan.max_model_len, rows) + 1
         loader = Loader(dtype, self.device, width, plan.kv_pages, config.page_size)
         model = loader.model(target)
         cache = loader.cache(model)
         drafter = draft.build(model, loader)
-        batch = DeviceBatch(config.max_running, width, -(-width // config.page_size), self.device)
+        batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), self.device)
         pool = PagePool(plan.kv_pages)
         self._scheduler = Scheduler(
             pool,
@@ -155,8 +155,8 @@ class Engine:
         """As `generate`, handing tokens over as the host learns of them. One stream may be open at a time."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
-        if concurrency is not None and not (isinstance(concurrency, int) and concurrency >= 1):
-            raise refuse("concurrency", concurrency, "use a whole number of at least 1")
+        if concurrency is not None:
+            at_least("concurrency", concurrency, 1)
         self._require("ready")
         settings = self._settings(params, len(prompts))
         tokens = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]

@@ -26,7 +26,7 @@ class PromptPass:
     def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Compute the chunks. For those that complete a prompt: int64 [B, 2] of first token and sound, and float32
         [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
-        spans = [Span(chunk.request.slot or 0, chunk.start, chunk.end) for chunk in chunks]
+        spans = [Span(chunk.slot, chunk.start, chunk.end) for chunk in chunks]
         shape = Prefill(batch.page_table, spans, self._cache.page_size)
         tokens = batch.tokens[shape.rows, shape.positions]
         hidden = self._model.forward(tokens, shape.positions, shape.on(self._cache))

@@ -258,18 +258,19 @@ class Request:
                 metrics.tpot_s = (self.last_token - self.first_token) / (len(output) - 1)
         if metrics.verify_steps:
             metrics.accept_length = metrics.emitted / metrics.verify_steps
-        text = self._text.text[: self._cut] if self._text is not None and self._cut is not None else None
-        if text is None:
-            shown = output
-            if self.finish_reason == "stop" and self.params.skip_special_tokens and output and output[-1] in self._ends:
-                shown = output[:-1]
-            text = self._decode(shown)
         return Completion(
             index=self.index,
             prompt_token_ids=self.tokens[: self.prompt_len],
             token_ids=output,
-            text=text,
+            text=self._shown(output),
             finish_reason=self.finish_reason,
             metrics=metrics,
             logprobs=list(self.logprobs) if self.params.logprobs else None,
         )
+
+    def _shown(self, output: list[int]) -> str:
+        """The output's text: up to its stop string, without the token that ended it."""
+        if self._text is not None and self._cut is not None:
+            return self._text.text[: self._cut]
+        ended = self.finish_reason == "stop" and bool(output) and output[-1] in self._ends
+        return self._decode(output[:-1] if ended and self.params.skip_special_tokens else output)

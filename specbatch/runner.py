@@ -12,6 +12,7 @@ from specbatch.batch import DeviceBatch
 from specbatch.drafters.base import Step
 from specbatch.errors import SpecbatchError
 from specbatch.iteration import Iteration
+from specbatch.memory.pages import pages_for
 from specbatch.prefill import PromptPass
 from specbatch.request import Request
 from specbatch.scheduler import Row, Scheduler
@@ -81,7 +82,7 @@ class Runner:
         self.counters.prefill_s += time.perf_counter() - start
         if result is None:
             return None
-        rows = [Row(chunk.request, chunk.epoch, chunk.request.slot or 0) for chunk in plan.chunks if chunk.last]
+        rows = [Row(chunk.request, chunk.epoch, chunk.slot) for chunk in plan.chunks if chunk.last]
         return Launched(rows, self._send(result), first=True)
 
     @torch.inference_mode()
@@ -98,7 +99,7 @@ class Runner:
             batch=batch,
             rows=rows,
             lengths=batch.lengths[rows],
-            page_table=batch.page_table[rows, : -(-plan.bound // self._page_size)],
+            page_table=batch.page_table[rows, : pages_for(plan.bound, self._page_size)],
             page_size=self._page_size,
             bound=plan.bound,
             sampling=batch.sampling(rows, [row.request for row in plan.rows]),

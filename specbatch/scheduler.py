@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specbatch.errors import refuse
-from specbatch.memory.pages import PagePool
+from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.request import Request
 
@@ -22,6 +22,7 @@ class Chunk:
 
     request: Request
     epoch: int
+    slot: int
     start: int
     end: int
     last: bool
@@ -95,7 +96,7 @@ class Scheduler:
                 else f"the prompt has {prompt_len} tokens and max_model_len={self._max_model_len}; shorten it"
             )
             raise refuse(f"max_new_tokens of prompt {index}", max_new_tokens, works)
-        need = self._pages_for(prompt_len + max_new_tokens + 2 * self._rows)
+        need = self._pages_for(reach_of(prompt_len + max_new_tokens, self._rows))
         if need > self._pool.total:
             raise refuse(
                 "kv_pages", self._pool.total, f"prompt {index} with its output needs {need}; use at least that"
@@ -123,7 +124,7 @@ class Scheduler:
         shared = self._cache.match(request.tokens) if self._cache is not None else []
         # One spare page per running request: admitting must not force a retraction in the very next step.
         spare = len(self._running) + len(self._prefilling)
-        need = self._pages_for(len(request.tokens) + 2 * self._rows) - len(shared)
+        need = self._pages_for(reach_of(len(request.tokens), self._rows)) - len(shared)
         if not self._make_free(need + spare):
             for page in shared:
                 self._pool.release(page)
@@ -137,12 +138,13 @@ class Scheduler:
         return True
 
     def _plan_chunk(self, plan: PrefillPlan, request: Request, budget: int) -> int:
+        assert request.slot is not None
         count = min(budget, len(request.tokens) - request.prefilled)
         if count <= 0:
             return 0
         end = request.prefilled + count
         last = end == len(request.tokens)
-        plan.chunks.append(Chunk(request, request.epoch, request.prefilled, end, last))
+        plan.chunks.append(Chunk(request, request.epoch, request.slot, request.prefilled, end, last))
         request.prefilled = end
         if self._cache is not None:
             self._cache.insert(request.tokens, end, request.pages)
@@ -236,4 +238,4 @@ class Scheduler:
         return missing <= 0
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
+        return pages_for(tokens, self._page_size)

@@ -6,6 +6,7 @@ n + 1 from upper bounds while n runs, and handles n one step late.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from specbatch.runner import Launched, Runner
@@ -75,4 +76,4 @@ class Overlapped:
         self._in_flight = None
 
 
-SCHEDULES: dict[str, type[Synchronous] | type[Overlapped]] = {"v1": Synchronous, "v2": Overlapped}
+SCHEDULES: dict[str, Callable[[Runner], Schedule]] = {"v1": Synchronous, "v2": Overlapped}

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.errors import refuse
+from specbatch.errors import at_least, refuse
+from specbatch.memory.pages import pages_for, reach_of
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
@@ -55,8 +56,7 @@ class SweepOptions:
             values = getattr(self, setting)
             if not values or len(set(values)) < len(values):
                 raise refuse(setting, ",".join(map(str, values)), "name at least one, and each only once")
-        if self.repeats < 1:
-            raise refuse("repeats", self.repeats, "use a whole number of at least 1")
+        at_least("repeats", self.repeats, 1)
 
 
 def run_sweep(
@@ -136,8 +136,8 @@ def _load(name: str, config: EngineConfig, log: Callable[[str], None] | None) ->
 def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int], workload: Workload) -> None:
     """Refuse what would wait for a place or for pages: its numbers would be of another concurrency."""
     caps = engine.caps
-    extra = workload.output_len + 2 * caps["verify_rows"]  # a step in flight and the next one
-    pages = sorted((-(-(length + extra) // caps["page_size"]) for length in lengths), reverse=True)
+    reaches = (reach_of(length + workload.output_len, caps["verify_rows"]) for length in lengths)
+    pages = sorted((pages_for(reach, caps["page_size"]) for reach in reaches), reverse=True)
     held = sum(total <= caps["kv_pages"] for total in accumulate(pages))
     limit = min(held, caps["max_running"])
     if most > limit:

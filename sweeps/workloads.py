@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.errors import refuse
+from specbatch.errors import at_least, refuse
 from specbatch.prompts import Prompt, read_prompts
 from specbatch.request import SamplingParams
 
@@ -41,8 +41,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "prompts_per_concurrency"):
-            if getattr(self, name) < 1:
-                raise refuse(name, getattr(self, name), "use a whole number of at least 1")
+            at_least(name, getattr(self, name), 1)
         if self.data is not None and self.dataset != "gsm8k":
             raise refuse("data", str(self.data), "goes with --dataset gsm8k; name other files as --dataset FILE.jsonl")
         object.__setattr__(self, "rows", tuple(self._read()))

@@ -12,7 +12,7 @@ from typer import Option
 
 from specbatch.config import DTYPES, LOAD_FORMATS, EngineConfig, Speculation
 from specbatch.drafters import ALGORITHMS
-from specbatch.errors import refuse
+from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")
 _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
@@ -140,8 +140,8 @@ class EngineOptions:
 
     def config(self, *, concurrency: int | None = None, prefix_cache: bool = True) -> EngineConfig:
         """The engine asked for, with the command's `concurrency` and its default for the prefix cache."""
-        if concurrency is not None and concurrency < 1:
-            raise refuse("concurrency", concurrency, "use a whole number of at least 1")
+        if concurrency is not None:
+            at_least("concurrency", concurrency, 1)
         same = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(EngineOptions)}
         settings = {name: getattr(self, name) for name in same}
         settings["max_running"] = next(

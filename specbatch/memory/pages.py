@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold `tokens`."""
+    return -(-tokens // page_size)
+
+
+def reach_of(tokens: int, rows: int) -> int:
+    """KV positions that must be there for a request to get to `tokens`: a verify of `rows` rows may be in flight while
+    the next one is launched."""
+    return tokens + 2 * rows
+
+
 class PagePool:
     """Pages 1..total with a count of holders each; page 0 is never handed out, padding rows write there.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.memory.pages import pages_for, reach_of
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ def plan_memory(
     free: bytes free on the device; model_len: positions the model was made for; page_bytes: one page in all caches;
     rows: query rows of a verify. Refuses what cannot fit, naming the setting.
     """
-    size, slack = config.page_size, 2 * rows
+    size, slack = config.page_size, reach_of(0, rows)
     budget = int(free * config.memory_fraction)
     # Logits of a full batch three times over (raw, float32, sorted or probabilities).
     workspace = 3 * 4 * vocabulary * config.max_running * rows
@@ -88,7 +89,7 @@ def plan_memory(
     room = budget - weights - draft_weights - workspace
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
-    wanted = config.max_running * -(-(longest + slack) // size)
+    wanted = config.max_running * pages_for(longest + slack, size)
     if config.kv_pages is not None:
         pages = config.kv_pages
         if pages * page_bytes > room:
@@ -103,7 +104,7 @@ def plan_memory(
         pages = min(wanted, limit // page_bytes)
     if pages * size < slack + 2:
         if config.kv_pages is not None:
-            least = -(-(slack + 2) // size)
+            least = pages_for(slack + 2, size)
             raise refuse("kv_pages", pages, f"with page_size={size} and {rows} verify rows use at least {least}")
         raise SpecbatchError(
             f"memory_fraction={config.memory_fraction}: of {_size(free)} free, {_size(max(room, 0))} are left for KV "
@@ -111,7 +112,7 @@ def plan_memory(
         )
     fits = pages * size - slack
     if config.max_model_len and fits < config.max_model_len:
-        need = -(-(config.max_model_len + slack) // size)
+        need = pages_for(config.max_model_len + slack, size)
         more = f", or kv_pages={need}" if need * page_bytes <= room else ""
         works = f"the KV pool of {pages} pages holds requests of {fits}; use at most that{more}"
         raise refuse("max_model_len", config.max_model_len, works)

@@ -63,7 +63,8 @@ def open_checkpoint(
     path = Path(model).expanduser()
     if model in MODELS:
         _refuse_safetensors(load_format, model)
-        return _open_gguf(pull(model, log), model, MODELS[model].origin, override, log)
+        known = MODELS[model]
+        return _open_gguf(pull(model, log), model, known.origin, override, log, known.sha256)
     if path.is_file() and path.suffix == ".gguf":
         _refuse_safetensors(load_format, model)
         return _open_gguf(path, path.stem, str(path), override, log)
@@ -121,10 +122,12 @@ def _open_folder(
     raise refuse("model", origin, f"the folder holds no {wanted}; give one with config.json and safetensors")
 
 
-def _open_gguf(path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None) -> Checkpoint:
+def _open_gguf(
+    path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None, sha256: str | None = None
+) -> Checkpoint:
     from specbatch.weights.gguf_checkpoint import GgufCheckpoint
 
-    return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log)
+    return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log, sha256=sha256)
 
 
 def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Log | None) -> Checkpoint:

@@ -51,6 +51,7 @@ class FolderCheckpoint:
         if found.vocab_size > self.config.vocab_size:
             works = f"it has {found.vocab_size} ids and {self.name} has rows for {self.config.vocab_size}"
             raise refuse("tokenizer", found.name, works)
+        self._tokenizer = found  # a draft's vocabulary is compared with it: not read again for that
         return found
 
     def _open_files(self) -> None:

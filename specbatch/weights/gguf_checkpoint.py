@@ -41,8 +41,9 @@ class GgufCheckpoint(FolderCheckpoint):
         origin: str,
         tokenizer: Tokenizer | None = None,
         log: Log | None = None,
+        sha256: str | None = None,
     ) -> None:
-        super().__init__(convert(path, log), name=name, origin=origin, tokenizer=tokenizer)
+        super().__init__(convert(path, log, sha256), name=name, origin=origin, tokenizer=tokenizer)
         self.path = path
         if self.config.rope.source == "rope_parameters":
             self.config = replace(self.config, rope=replace(self.config.rope, source="gguf"))
@@ -55,13 +56,14 @@ class GgufCheckpoint(FolderCheckpoint):
         return super().tokenizer()
 
 
-def convert(path: Path, log: Log | None = None) -> Path:
+def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Path:
     """The cache's checkpoint folder of a GGUF file (config, safetensors), made now if it is not there yet.
 
+    `sha256` is the file's, where somebody has just checked it; reading a large file again for it takes seconds.
     Raises SpecbatchError for a damaged file, an unsupported architecture, quantisation or rope.
     """
     try:
-        target = cache_folder() / FORMAT / file_hash(path)
+        target = cache_folder() / FORMAT / (sha256 or file_hash(path))
     except OSError as error:
         raise refuse("model", str(path), f"it cannot be read ({error.strerror})") from None
     if target.is_dir():
