@@ -1,0 +1,44 @@
+"""From one row of the qkv product to rotated heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specbatch.kernels.norm import rms_norm_ref
+from specbatch.kernels.rope import apply_rope_ref
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How a row of qkv splits: `count` query heads, `kv` key heads and `kv` value heads of `dim` each.
+
+    q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
+    in the model's type.
+    """
+
+    count: int
+    kv: int
+    dim: int
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def split_heads_ref(
+    qkv: torch.Tensor, heads: Heads, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qkv [T, (count + 2 kv) * dim] at `positions` int64 [T] -> q [T, count, dim], k and v [T, kv, dim].
+
+    q and k are normalised (where the model does) and rotated.
+    """
+    rows = qkv.view(-1, heads.count + 2 * heads.kv, heads.dim)
+    qk, v = rows[:, : heads.count + heads.kv], rows[:, heads.count + heads.kv :]
+    if heads.q_norm is not None and heads.k_norm is not None:
+        q, k = qk[:, : heads.count], qk[:, heads.count :]
+        qk = torch.cat([rms_norm_ref(q, heads.q_norm, heads.eps), rms_norm_ref(k, heads.k_norm, heads.eps)], 1)
+    qk = apply_rope_ref(qk, heads.cos[positions][:, None], heads.sin[positions][:, None])
+    return qk[:, : heads.count], qk[:, heads.count :], v
