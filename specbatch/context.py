@@ -14,6 +14,7 @@ from specbatch.kernels.attention import (
     visible,
     write_kv_ref,
 )
+from specbatch.kernels.heads import Heads, split_heads_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.pages import pages_for
 from specbatch.transfer import upload
@@ -22,42 +23,82 @@ from specbatch.transfer import upload
 class Context(Protocol):
     """What a layer asks of a forward pass over T tokens."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k, v [T, kv_heads, head_dim] and attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
+    def attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Split qkv [T, (heads + 2 kv_heads) * head_dim], rotate to `positions` [T], store keys and values, attend ->
+        [T, heads * head_dim], in the memory of `out` if that is given."""
         ...
 
 
 class Verify:
     """A few rows per sequence: decoding is a verify with one row.
 
-    page_table int64 [B, P]: the sequences' pages; lengths int64 [B]: KV length before the pass; `rows` per sequence,
-    row i of a chain at position lengths + i. Rejected rows are computed and never looked at again.
+    page_table int64 [R, P] of all device rows, of which slots int64 [B] names the sequences'; lengths int64 [B]: KV
+    length before the pass; `rows` per sequence, row i of a chain at position lengths + i. No KV is longer than `bound`
+    after it (None: than the page table). Rejected rows are computed and never looked at again.
     """
 
-    def __init__(self, page_table: torch.Tensor, lengths: torch.Tensor, rows: int, page_size: int) -> None:
+    def __init__(
+        self,
+        page_table: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: int,
+        page_size: int,
+        bound: int | None = None,
+    ) -> None:
+        self.page_table = page_table
+        self.slots = slots
+        self.lengths = lengths
         self.rows = rows
-        positions = lengths[:, None] + torch.arange(rows, device=lengths.device)
-        pages = page_table.gather(1, positions // page_size)
-        self.positions = positions.flatten()
-        self._page_table = page_table
-        self._slots = (pages * page_size + positions % page_size).flatten()
-        self._mask = visible(lengths, rows, page_table.shape[1] * page_size)
+        self.page_size = page_size
+        self.bound = page_table.shape[1] * page_size if bound is None else bound
+        self.positions = (lengths[:, None] + torch.arange(rows, device=lengths.device)).flatten()
 
     def on(self, cache: KVCache) -> Context:
-        return _VerifyOn(self, cache, attention_bias(self._mask, cache.group, cache.dtype))
+        return _VerifyKernel(self, cache) if self.lengths.is_cuda else _VerifyRef(self, cache)
 
 
 @dataclass(frozen=True)
-class _VerifyOn:
+class _VerifyKernel:
     shape: Verify
     cache: KVCache
-    bias: torch.Tensor
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
-        write_kv_ref(k, v, k_cache, v_cache, shape._slots)
-        rows = q.view(-1, shape.rows, *q.shape[1:])
-        return paged_attention_ref(rows, k_cache, v_cache, shape._page_table, self.bias).flatten(0, 1).flatten(1)
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+        from specbatch.kernels.verify_attention import verify_attention
+
+        shape, cache = self.shape, self.cache
+        return verify_attention(
+            qkv,
+            heads,
+            cache.k[layer],
+            cache.v[layer],
+            shape.page_table,
+            shape.slots,
+            shape.lengths,
+            shape.rows,
+            positions=positions,
+        )
+
+
+class _VerifyRef:
+    def __init__(self, shape: Verify, cache: KVCache) -> None:
+        size = shape.page_size
+        self._table = shape.page_table[shape.slots, : pages_for(shape.bound, size)]
+        places = shape.positions.view(-1, shape.rows)
+        self._places = (self._table.gather(1, places // size) * size + places % size).flatten()
+        mask = visible(shape.lengths, shape.rows, self._table.shape[1] * size)
+        self._bias = attention_bias(mask, cache.group, cache.dtype)
+        self._rows = shape.rows
+        self._cache = cache
+
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+        q, k, v = split_heads_ref(qkv, heads, positions)
+        k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
+        write_kv_ref(k, v, k_cache, v_cache, self._places)
+        rows = q.unflatten(0, (-1, self._rows))
+        return paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias).flatten(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -97,8 +138,9 @@ class _PrefillOn:
     shape: Prefill
     cache: KVCache
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
+        q, k, v = split_heads_ref(qkv, heads, positions)
         # All keys first: a sequence may read a page that another one of this very pass fills.
         write_kv_ref(k, v, k_cache, v_cache, shape._slots)
         parts, at = [], 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.context import Verify
 from specbatch.drafters.base import Drafter, Step
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
@@ -34,7 +33,7 @@ class Iteration:
         tokens = torch.cat([root, proposal.tokens], 1)
         rows = tokens.shape[1]
 
-        shape = Verify(step.page_table, lengths, rows, step.page_size)
+        shape = step.verify(lengths, rows)
         hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
         logits = self._model.logits(hidden).unflatten(0, (-1, rows))
 
@@ -43,7 +42,8 @@ class Iteration:
 
         # All N tokens are written; those beyond the new length are overwritten before anything looks at them.
         batch.tokens[step.rows[:, None], predicted] = verdict.tokens
-        batch.lengths[step.rows] = lengths + verdict.accepted + 1
+        # Row 0 is for padding and stays as it is.
+        batch.lengths[step.rows] = torch.where(step.rows > 0, lengths + verdict.accepted + 1, lengths)
         self._drafter.absorb(step, hidden, verdict.accepted)
         facts = torch.stack([verdict.accepted, proposal.drafted, verdict.sound.long()], 1)
         return torch.cat([verdict.tokens, facts], 1), verdict.logprobs

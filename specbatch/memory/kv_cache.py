@@ -22,8 +22,16 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layers: int,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str = "auto",
     ) -> None:
+        """attention: the backend that computes prompts' attention over this cache."""
         shape = (pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head

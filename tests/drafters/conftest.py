@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.batch import DeviceBatch, Sampling
+from specbatch.batch import DeviceBatch, Needs, Sampling
 from specbatch.context import Prefill, Span
 from specbatch.drafters.base import Drafter, Step
 from specbatch.memory.kv_cache import KVCache
@@ -88,7 +88,6 @@ class Bench:
             batch=self.batch,
             rows=self.rows,
             lengths=lengths,
-            page_table=self.batch.page_table[self.rows, : -(-bound // PAGE)],
             page_size=PAGE,
             bound=bound,
             sampling=Sampling(
@@ -97,9 +96,10 @@ class Bench:
                 top_p=top_p,
                 min_p=min_p,
                 seeds=torch.arange(count) + 40,
-                sampled=bool((temperature > 0).any()),
-                truncated=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
-                logprobs=False,
+                needs=Needs(
+                    sampled=bool((temperature > 0).any()),
+                    truncated=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
+                ),
             ),
         )
 

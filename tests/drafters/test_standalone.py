@@ -51,7 +51,7 @@ def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
 def test_a_greedy_chain_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, count: int, chunk: int) -> None:
     randomness = random.Random(count)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, here.cache_for(model), count, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), count, VOCABULARY)
     here.prefill(drafter, chunk)
     for turn, accepted in enumerate(acceptances(count, randomness)):
         proposal = drafter.propose(here.step(count, spare=(0, 6)[turn % 2]))
@@ -66,7 +66,7 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
     randomness = random.Random(7)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
     cache = here.cache_for(model)
-    drafter = Standalone(model, cache, 3, VOCABULARY)
+    drafter = Standalone(model, model.forward, cache, 3, VOCABULARY)
     here.prefill(drafter)
     for accepted in acceptances(3, randomness):
         proposal = drafter.propose(here.step(3))
@@ -84,7 +84,7 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
 def test_a_batch_may_shrink_and_change_its_order(bench: Any, tiny: Any) -> None:
     randomness = random.Random(3)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, here.cache_for(model), 2, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), 2, VOCABULARY)
     here.prefill(drafter)
     while len(here.texts) > 1:
         proposal = drafter.propose(here.step(2))
@@ -109,7 +109,7 @@ def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: 
     from it with the coin of its own position."""
     randomness = random.Random(11)
     count, model, here = 3, tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, here.cache_for(model), count, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), count, VOCABULARY)
     here.prefill(drafter)
     setting = SAMPLING if truncated else {"temperature": SAMPLING["temperature"]}
     for accepted in acceptances(count, randomness):
@@ -135,7 +135,7 @@ def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: 
 def test_frequencies_of_sampled_drafts_are_the_law(bench: Any, tiny: Any) -> None:
     rows, model = 6000, tiny(VOCABULARY, layers=1)
     here = bench([[5, 2, 7]] * rows, width=12)
-    drafter = Standalone(model, here.cache_for(model), 2, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), 2, VOCABULARY)
     here.prefill(drafter)
     proposal = drafter.propose(here.step(2, temperature=1.0))
     assert proposal.probabilities is not None
@@ -162,7 +162,7 @@ def test_a_draft_of_another_width_speaks_the_targets_vocabulary(
     probability 0."""
     model = tiny(vocabulary)
     here = bench([[text % min(vocabulary, 13) for text in range(length)] for length in LENGTHS])
-    drafter = Standalone(model, here.cache_for(model), 3, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), 3, VOCABULARY)
     here.prefill(drafter)
     for _ in range(3):
         proposal = drafter.propose(here.step(3, temperature=temperature))
