@@ -123,8 +123,8 @@ def plan_memory(
             least = pages_for(slack + 2, size)
             raise refuse("kv_pages", pages, f"with page_size={size} and {rows} verify rows use at least {least}")
         raise SpecbatchError(
-            f"memory_fraction={config.memory_fraction}: of {size_text(free)} free, {size_text(max(room, 0))} are left for KV "
-            f"behind {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
+            f"memory_fraction={config.memory_fraction}: of {size_text(free)} free, {size_text(max(room, 0))} are left "
+            f"for KV behind {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
         )
     fits = pages * size - slack
     if config.max_model_len and fits < config.max_model_len:
