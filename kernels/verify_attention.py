@@ -63,36 +63,16 @@ def _slots(pages, key, live, KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.const
 
 
 @triton.jit
-def _old_keys(
-    k_cache, v_cache, pages, start, end, last_seen, head,
-    KV: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """K, V [BLOCK_N, PADDED] of keys start.. and who sees them; what lies at `end` and after is not read.
-
-    Query rows see keys after `last_seen` [M] (None: all).
-    """
-    key = start + tl.arange(0, BLOCK_N)
-    old = key < end
-    column = tl.arange(0, PADDED)
-    filled = old[:, None] & (column < DIM)
-    place = _slots(pages, key, old, KV, DIM, PAGE)[:, None] + head * DIM + column
-    seen = old[None, :]
-    if last_seen is not None:
-        seen &= key[None, :] > last_seen[:, None]
-    return tl.load(k_cache + place, filled, 0.0), tl.load(v_cache + place, filled, 0.0), seen
-
-
-@triton.jit
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
     partials, arrivals, n, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
-    split = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    sequence = tl.program_id(2)
     column = tl.arange(0, PADDED)
     inside = column < DIM
     across = (column + DIM // 2) % DIM
@@ -105,41 +85,48 @@ def _verify_attention(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    length = tl.load(lengths + sequence)
+    length = tl.load(lengths + sequence).to(tl.int32)
     pages = page_table + tl.load(rows + sequence) * width
     mask = live[:, None] & inside
     q = tl.load(qkv + query[:, None] + column, mask, 0.0)
     q_across = tl.load(qkv + query[:, None] + across, mask, 0.0)
 
-    oldest, hidden = length * 0, None
+    oldest = length * 0
     if window is not None:
         oldest = tl.maximum(length + 1 - window, 0)
-        hidden = length + node - window
-    share = tl.cdiv(tl.cdiv(length - oldest, SPLITS), _GRAIN) * _GRAIN
+    share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
-    if (begin >= length) & (split < SPLITS - 1):
+    if (begin >= length) & (split < splits - 1):
         return
 
-    # The first keys are asked for before q is normalised and rotated.
-    k, v, seen = _old_keys(k_cache, v_cache, pages, begin, end, hidden, head, KV, DIM, PADDED, PAGE, BLOCK_N)
+    key = begin + tl.arange(0, BLOCK_N)
+    slot = _slots(pages, key, key < end, KV, DIM, PAGE)  # of the first keys, while q is normalised and rotated
     position = length + node
     if positions is not None:
-        position = tl.load(positions + token, live, 0)
+        position = tl.load(positions + token, live, 0).to(tl.int32)
     q = _rotate(q, q_across, q_norm, cos, sin, position, live, eps, DIM, PADDED)
     acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc, peak, total = _attend(q, k.to(q.dtype), v.to(q.dtype), seen, acc, peak, total, scale)
-    for start in range(begin + BLOCK_N, end, BLOCK_N):
-        k, v, seen = _old_keys(k_cache, v_cache, pages, start, end, hidden, head, KV, DIM, PADDED, PAGE, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        old = key < end
+        filled = old[:, None] & inside
+        place = slot[:, None] + head * DIM + column
+        k = tl.load(k_cache + place, filled, 0.0)
+        v = tl.load(v_cache + place, filled, 0.0)
+        seen = old[None, :]
+        if window is not None:
+            seen &= key[None, :] > (length + node - window)[:, None]
+        key = start + BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = _slots(pages, key, key < end, KV, DIM, PAGE)
         acc, peak, total = _attend(q, k.to(q.dtype), v.to(q.dtype), seen, acc, peak, total, scale)
 
-    if split == SPLITS - 1:
+    if split == splits - 1:
         word = node.to(tl.int64)
         if ancestors is not None:
             word = tl.load(ancestors + token, live, 0)
-        for first in range(0, n, _NEW):
+        for first in tl.range(0, n, _NEW, num_stages=1):
             new = first + tl.arange(0, _NEW)
             drawn = new < n
             source = ((sequence * n + new) * heads + (KV * GROUP + head) * DIM)[:, None] + column
@@ -149,14 +136,14 @@ def _verify_attention(
             new_v = tl.load(qkv + source + KV * DIM, there, 0.0).to(v_cache.dtype.element_ty)
             place = length + new
             if positions is not None:
-                place = tl.load(positions + sequence * n + new, drawn, 0)
+                place = tl.load(positions + sequence * n + new, drawn, 0).to(tl.int32)
             new_k = _rotate(new_k, new_across, k_norm, cos, sin, place, drawn, eps, DIM, PADDED)
             new_k = new_k.to(k_cache.dtype.element_ty)
             if tile == 0:
                 stored = drawn & (length + new < capacity)
-                slot = _slots(pages, length + new, stored, KV, DIM, PAGE)[:, None] + head * DIM + column
-                tl.store(k_cache + slot, new_k, stored[:, None] & inside)
-                tl.store(v_cache + slot, new_v, stored[:, None] & inside)
+                free = _slots(pages, length + new, stored, KV, DIM, PAGE)[:, None] + head * DIM + column
+                tl.store(k_cache + free, new_k, stored[:, None] & inside)
+                tl.store(v_cache + free, new_v, stored[:, None] & inside)
             visible = live[:, None] & drawn[None, :]
             if ancestors is not None:
                 visible &= ((word[:, None] >> new[None, :]) & 1) == 1
@@ -167,35 +154,35 @@ def _verify_attention(
             acc, peak, total = _attend(q, new_k.to(q.dtype), new_v.to(q.dtype), visible, acc, peak, total, scale)
 
     result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
-    if SPLITS > 1:
-        # Splits that hold keys, and the last one, which holds the new keys in any case.
-        expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, SPLITS).to(tl.int32)
-        if expected > 1:
-            group = sequence * tl.num_programs(0) + tl.program_id(0)
-            size: tl.constexpr = BLOCK_M * (PADDED + 2)
-            cell = tl.arange(0, BLOCK_M)
-            mine = partials + (group * SPLITS + split) * size
-            tl.store(mine + cell[:, None] * PADDED + column, acc, mask)
-            tl.store(mine + BLOCK_M * PADDED + cell, peak)
-            tl.store(mine + BLOCK_M * (PADDED + 1) + cell, total)
-            tl.debug_barrier()  # every thread has stored before one of them arrives
-            if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
-                return
-            tl.store(arrivals + group, 0)
-            acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
-            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            for index in tl.range(0, expected, loop_unroll_factor=4):
-                one = partials + (group * SPLITS + tl.where(index == expected - 1, SPLITS - 1, index)) * size
-                part = tl.load(one + cell[:, None] * PADDED + column, mask, 0.0, cache_modifier=".cg")
-                part_peak = tl.load(one + BLOCK_M * PADDED + cell, cache_modifier=".cg")
-                part_total = tl.load(one + BLOCK_M * (PADDED + 1) + cell, cache_modifier=".cg")
-                top = tl.maximum(peak, part_peak)
-                base = tl.where(top == float("-inf"), 0.0, top)
-                fade, gain = tl.exp2(peak - base), tl.exp2(part_peak - base)
-                acc = acc * fade[:, None] + part * gain[:, None]
-                total = total * fade + part_total * gain
-                peak = top
+    # Splits that hold keys, and the last one, which holds the new keys in any case.
+    expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
+    if expected > 1:
+        group = sequence * tl.num_programs(0) + tl.program_id(0)
+        size: tl.constexpr = BLOCK_M * (PADDED + 2)
+        cell = tl.arange(0, BLOCK_M)
+        parts = partials + (group * splits).to(tl.int64) * size
+        mine = parts + split * size
+        tl.store(mine + cell[:, None] * PADDED + column, acc, mask)
+        tl.store(mine + BLOCK_M * PADDED + cell, peak)
+        tl.store(mine + BLOCK_M * (PADDED + 1) + cell, total)
+        tl.debug_barrier()  # every thread has stored before one of them arrives
+        if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
+            return
+        tl.store(arrivals + group, 0)
+        acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for index in tl.range(0, expected, loop_unroll_factor=4):
+            one = parts + tl.where(index == expected - 1, splits - 1, index) * size
+            part = tl.load(one + cell[:, None] * PADDED + column, mask, 0.0, cache_modifier=".cg")
+            part_peak = tl.load(one + BLOCK_M * PADDED + cell, cache_modifier=".cg")
+            part_total = tl.load(one + BLOCK_M * (PADDED + 1) + cell, cache_modifier=".cg")
+            top = tl.maximum(peak, part_peak)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            fade, gain = tl.exp2(peak - base), tl.exp2(part_peak - base)
+            acc = acc * fade[:, None] + part * gain[:, None]
+            total = total * fade + part_total * gain
+            peak = top
     tl.store(result, (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty), mask)
 
 
@@ -227,8 +214,23 @@ def reserve(device: torch.device, partials: int, arrivals: int) -> tuple[torch.T
     return _workspaces.setdefault(device, _Workspace()).take(device, partials, arrivals)
 
 
-def _splits(programs: int, keys: int, device: torch.device) -> int:
-    """Enough programs for every multiprocessor, and no split shorter than 32 keys of `keys`."""
+@dataclass(frozen=True)
+class Tile:
+    """Query rows and keys of a step, warps of a program, stages of its pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def tile_for(rows: int, padded: int, itemsize: int) -> Tile:
+    """For `rows` query rows of a KV head of `padded` elements."""
+    return Tile(min(64, max(16, triton.next_power_of_2(rows))), 64 if padded * itemsize <= 256 else 32, 4, 3)
+
+
+def splits_for(programs: int, keys: int, device: torch.device) -> int:
+    """Enough for every multiprocessor when one split takes `programs`; none shorter than 32 of at most `keys` keys."""
     if device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -264,12 +266,11 @@ def verify_attention(
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group = heads.count // heads.kv
     padded = triton.next_power_of_2(heads.dim)
-    block_m = min(64, max(16, triton.next_power_of_2(n * group)))
-    block_n = 64 if padded * qkv.element_size() <= 256 else 32
-    tiles = triton.cdiv(n * group, block_m) * heads.kv
+    tile = tile_for(n * group, padded, qkv.element_size())
+    tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
-        splits = _splits(batch * tiles, table_pages * page_size, qkv.device)
-    cells = batch * tiles * splits * block_m * (padded + 2)
+        splits = splits_for(batch * tiles, table_pages * page_size, qkv.device)
+    cells = batch * tiles * splits * tile.block_m * (padded + 2)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     cuda = qkv.device.type == "cuda"
@@ -277,9 +278,9 @@ def verify_attention(
         qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, table_pages * page_size, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
-        KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size, SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, PDL=cuda,
-        num_warps=4, num_stages=4, **({"launch_pdl": True} if cuda else {}),
+        KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CAUSAL=causal, PDL=cuda,
+        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out
 
