@@ -40,7 +40,8 @@ def _rotate(x, across, norm, cos, sin, position, live, eps, DIM: tl.constexpr, P
     angle = position[:, None] * DIM + column
     mask = live[:, None] & inside
     straight = (x.to(tl.float32) * tl.load(cos + angle, mask, 0.0).to(tl.float32)).to(x.dtype)
-    return (straight.to(tl.float32) + across.to(tl.float32) * tl.load(sin + angle, mask, 0.0).to(tl.float32)).to(x.dtype)
+    turned = across.to(tl.float32) * tl.load(sin + angle, mask, 0.0).to(tl.float32)
+    return (straight.to(tl.float32) + turned).to(x.dtype)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.rope import rope_table
 from specbatch.kernels.verify_attention import verify_attention, verify_attention_ref
@@ -89,7 +90,9 @@ def test_page_sizes(device: torch.device, page_size: int) -> None:
     Case(device, torch.float32, [33, 64], 3, page_size=page_size).check(2)
 
 
-@pytest.mark.parametrize(("count", "kv", "dim"), [(1, 1, 24), (3, 3, 64), (6, 2, 80), (5, 1, 96), (8, 2, 128), (2, 1, 256)])
+@pytest.mark.parametrize(
+    ("count", "kv", "dim"), [(1, 1, 24), (3, 3, 64), (6, 2, 80), (5, 1, 96), (8, 2, 128), (2, 1, 256)]
+)
 def test_heads(device: torch.device, count: int, kv: int, dim: int) -> None:
     Case(device, torch.float32, [40, 7], 3, count=count, kv=kv, dim=dim).check(2)
 
