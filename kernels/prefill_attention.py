@@ -57,7 +57,7 @@ def prefill_attention(
     kv = k_cache.shape[2]
     group = heads // kv
     tile = tile or tiling(q.dtype, dim)
-    tokens = max(1, tile.queries // triton.next_power_of_2(group))
+    tokens = max(1, tile.queries // group)
     tiles = spans.tiles(tokens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     span = min(max(spans.ends), window + tokens) if window else max(spans.ends)
@@ -71,8 +71,8 @@ def prefill_attention(
         q, k_cache, v_cache, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
         spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=spans.page_size, WINDOW=window,
-        TOKENS=tokens, QUERIES=tile.queries, KEYS=tile.keys, SPLIT=splits > 1,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        TOKENS=tokens, QUERIES=max(tile.queries, triton.next_power_of_2(group)), KEYS=tile.keys, SPLIT=splits > 1,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         rows = max(1, 1024 // block)
@@ -88,56 +88,10 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _walk(
-    acc, top, total, q, k_cache, v_cache, pages, begin, end, seen, position,
-    KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add keys begin..end - 1 (whole blocks where not MASKED) to a tile's running sums."""
-    key = tl.arange(0, KEYS)
-    column = tl.arange(0, BLOCK_D)
-    inside = (column < DIM)[None, :]
-    for at in tl.range(begin, end, KEYS):
-        place = at + key
-        if MASKED:
-            page = tl.load(pages + place // PAGE, mask=place < seen, other=0)
-        else:
-            page = tl.load(pages + place // PAGE)
-        offset = ((page * PAGE + place % PAGE) * (KV * DIM))[:, None] + column[None, :]
-        if MASKED:
-            real = (place < seen)[:, None] & inside
-            k = tl.load(k_cache + offset, mask=real, other=0.0)
-            v = tl.load(v_cache + offset, mask=real, other=0.0)
-        elif DIM < BLOCK_D:
-            k = tl.load(k_cache + offset, mask=inside, other=0.0)
-            v = tl.load(v_cache + offset, mask=inside, other=0.0)
-        else:
-            k = tl.load(k_cache + offset)
-            v = tl.load(v_cache + offset)
-        scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
-        if MASKED:
-            visible = place[None, :] <= position[:, None]
-            if WINDOW > 0:
-                visible &= place[None, :] > position[:, None] - WINDOW
-            scores = tl.where(visible, scores, float("-inf"))
-        peak = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen no key yet has the peak -inf; any finite number does in its place.
-        base = tl.where(peak == float("-inf"), 0.0, peak) if MASKED else peak
-        p = tl.math.exp2(scores - base[:, None])
-        shrink = tl.math.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        top = peak
-    return acc, top, total
-
-
-@triton.jit
 def _attend(
     q, k_cache, v_cache, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     part = tl.program_id(2)
@@ -156,37 +110,49 @@ def _attend(
     mask = real[:, None] & (column < DIM)[None, :]
     query_head = head * GROUP + row % GROUP
     source = q + ((offset + token) * q_stride + query_head * DIM)[:, None] + column[None, :]
-    # The scale goes into the queries: one product less per score. Rounded once, as the scores' own scale would be.
     queries = tl.load(source, mask=mask, other=0.0)
-    queries = (queries.to(tl.float32) * scale).to(queries.dtype)
 
-    # Keys that some row of the tile sees, [low, seen); every row sees all of [low, full) when there is no window.
-    seen = tl.minimum(start + first + TOKENS, stop)
-    low = 0
+    # Some row of the tile sees key low, low + 1, .., high - 1; every row sees plain, .., full - 1.
+    low, high = 0, tl.minimum(start + first + TOKENS, stop)
+    plain, full = 0, start + first + 1
     if WINDOW > 0:
         low = tl.maximum(start + first - WINDOW + 1, 0) // KEYS * KEYS
+        plain = start + first + TOKENS - WINDOW
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(seen - low, KEYS), tl.num_programs(2)) * KEYS
+        share = tl.cdiv(tl.cdiv(high - low, KEYS), tl.num_programs(2)) * KEYS
         low += part * share
-        seen = tl.minimum(low + share, seen)
-    full = low
-    if WINDOW == 0:
-        full = tl.maximum(low, tl.minimum(start + first + 1, seen) // KEYS * KEYS)
+        high = tl.minimum(low + share, high)
 
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    k_cache += head * DIM
-    v_cache += head * DIM
-    if WINDOW == 0:
-        acc, top, total = _walk(
-            acc, top, total, queries, k_cache, v_cache, pages, low, full, seen, position,
-            KV, DIM, BLOCK_D, PAGE, WINDOW, KEYS, False, PRECISION,
-        )  # fmt: skip
-    acc, top, total = _walk(
-        acc, top, total, queries, k_cache, v_cache, pages, full, seen, seen, position,
-        KV, DIM, BLOCK_D, PAGE, WINDOW, KEYS, True, PRECISION,
-    )  # fmt: skip
+    k_head = k_cache + head * DIM + column[None, :]
+    v_head = v_cache + head * DIM + column[None, :]
+    for at in tl.range(low, high, KEYS):
+        key = at + tl.arange(0, KEYS)
+        held = tl.minimum(key, high - 1)  # in the last block some keys repeat the last one, out of every row's sight
+        slot = tl.load(pages + held // PAGE) * PAGE + held % PAGE
+        place = (slot * (KV * DIM))[:, None]
+        if DIM < BLOCK_D:
+            k = tl.load(k_head + place, mask=(column < DIM)[None, :], other=0.0)
+            v = tl.load(v_head + place, mask=(column < DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(k_head + place)
+            v = tl.load(v_head + place)
+        scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee")
+        if (at + KEYS > full) | (at < plain):
+            visible = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                visible &= key[None, :] > position[:, None] - WINDOW
+            scores = tl.where(visible, scores, float("-inf"))
+        peak = tl.maximum(top, tl.max(scores, 1) * scale)
+        # A row that has seen no key yet has the peak -inf; any finite number does in its place.
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        p = tl.math.exp2(scores * scale - base[:, None])
+        shrink = tl.math.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(queries.dtype), v.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
+        top = peak
 
     place = (offset + token) * (KV * GROUP) + query_head
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -206,8 +172,8 @@ def _merge(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.cons
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for part in range(splits):
-        base = part.to(tl.int64) * lines + line
+    base = line.to(tl.int64)
+    for _ in range(splits):
         weight = tl.load(lse + base, mask=real, other=0.0)
         peak = tl.maximum(top, weight)
         base_peak = tl.where(peak == float("-inf"), 0.0, peak)
@@ -217,5 +183,6 @@ def _merge(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.cons
         acc = acc * shrink[:, None] + values * weight[:, None]
         total = total * shrink + weight
         top = peak
+        base += lines
     tl.store(out + line.to(tl.int64)[:, None] * DIM + column[None, :],
              (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)  # fmt: skip
