@@ -19,16 +19,18 @@ from specbatch.kernels.spans import Spans
 
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
+PROGRAMS = 1  # for each processor, that keys are split for
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Query rows and keys of a tile, warps and pipeline stages of a program."""
+    """Query rows and keys of a tile, warps and pipeline stages of a program, and the most registers of a thread."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def tiling(dtype: torch.dtype, dim: int) -> Tiling:
@@ -61,7 +63,7 @@ def prefill_attention(
     tiles = spans.tiles(tokens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     span = min(max(spans.ends), window + tokens) if window else max(spans.ends)
-    splits = max(1, min(_processors(q.device) // (len(tiles) * kv), span // SPLIT_KEYS))
+    splits = max(1, min(PROGRAMS * _processors(q.device) // (len(tiles) * kv), span // SPLIT_KEYS))
     partial, lse = out, out
     if splits > 1:
         partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
@@ -72,7 +74,7 @@ def prefill_attention(
         spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=spans.page_size, WINDOW=window,
         TOKENS=tokens, QUERIES=max(tile.queries, triton.next_power_of_2(group)), KEYS=tile.keys, SPLIT=splits > 1,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     if splits > 1:
         rows = max(1, 1024 // block)
