@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 # One stream per use, so that two draws at the same position never share a number.
-TARGET, ACCEPT, RESIDUAL, DRAFT = range(4)
+TARGET, ACCEPT, RESIDUAL, DRAFT, SIMULATED = range(5)
 
 
 def _signed(value: int) -> int:
@@ -71,3 +73,16 @@ def draw_ref(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     """
     sums = weights.double().cumsum(-1)
     return ((sums > coins[..., None] * sums[..., -1:]) & (weights > 0)).int().argmax(-1)
+
+
+def simulated_accept_ref(
+    seeds: torch.Tensor, lengths: torch.Tensor, drafted: torch.Tensor, mean: float
+) -> torch.Tensor:
+    """Accepted drafts of a benchmark in place of real ones: int64 [B] for seeds, lengths and drafted, int64 [B].
+
+    accepted + 1 is the whole number below or above `mean` (at least 1), with that mean; a row accepts no more than it
+    drafted.
+    """
+    whole = math.floor(mean)
+    more = uniform_ref(seeds, lengths, SIMULATED) < mean - whole
+    return torch.minimum(whole - 1 + more.long(), drafted)

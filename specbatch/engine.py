@@ -97,7 +97,7 @@ class Engine:
         self._runner = Runner(
             self._scheduler,
             batch,
-            Iteration(model, cache, drafter),
+            Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
             PromptPass(model, cache, drafter),
             page_size=config.page_size,
             seed=config.seed,

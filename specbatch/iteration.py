@@ -18,10 +18,11 @@ from specbatch.verification import verify
 class Iteration:
     """One verify of `rows` = drafted tokens + 1 query rows for each running request."""
 
-    def __init__(self, model: Llama, cache: KVCache, drafter: Drafter) -> None:
+    def __init__(self, model: Llama, cache: KVCache, drafter: Drafter, simulate: float | None = None) -> None:
         self._model = model
         self._cache = cache
         self._drafter = drafter
+        self._simulate = simulate  # a mean accept length, for benchmarks
 
     def __call__(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Advance the rows of `step` by what they accept.
@@ -39,7 +40,7 @@ class Iteration:
         logits = self._model.logits(hidden).unflatten(0, (-1, rows))
 
         predicted = lengths[:, None] + torch.arange(1, rows + 1, device=lengths.device)
-        verdict = verify(logits, proposal, predicted, step.sampling)
+        verdict = verify(logits, proposal, predicted, step.sampling, self._simulate)
 
         # All N tokens are written; those beyond the new length are overwritten before anything looks at them.
         batch.tokens[step.rows[:, None], predicted] = verdict.tokens

@@ -16,6 +16,7 @@ from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")
 _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
+_OF_DRAFTS = ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max", "simulate_accept_length")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ class EngineOptions:
         Speculation.ngram_max
     )
 
+    simulate_accept_length: Annotated[
+        float | None,
+        Option(
+            help="Benchmarks: draw the tokens per verify with this mean instead of comparing drafts.",
+            rich_help_panel=_SPEC,
+        ),
+    ] = None
+
     max_running: Annotated[
         int | None,
         Option(
@@ -123,7 +132,7 @@ class EngineOptions:
         if self.spec == "off":
             return Speculation()
         if self.spec is None and self.algorithm is None and self.draft is None:
-            for name in ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"):
+            for name in _OF_DRAFTS:
                 if getattr(self, name) != getattr(Speculation, name):
                     raise refuse(name, getattr(self, name), "nothing is drafted; add --spec v1 or v2, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
@@ -136,6 +145,7 @@ class EngineOptions:
             draft_topk=self.draft_topk,
             ngram_min=self.ngram_min,
             ngram_max=self.ngram_max,
+            simulate_accept_length=self.simulate_accept_length,
         )
 
     def config(self, *, concurrency: int | None = None, prefix_cache: bool = True) -> EngineConfig:
