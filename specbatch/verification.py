@@ -55,14 +55,13 @@ def verify(
     simulate: a mean accept length. Then a coin says how many drafts are accepted, whatever they are, and the tokens
     are the target's own choices behind them.
     """
-    if simulate is not None:
-        tokens = sampling.choose(logits, positions, TARGET)
-        accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
-    elif proposal.probabilities is None or not sampling.sampled:
+    if proposal.probabilities is None or not sampling.sampled or simulate is not None:
         tokens = sampling.choose(logits, positions, TARGET)
         accepted = _leading(tokens[:, :-1] == proposal.tokens, proposal.drafted)
     else:
         tokens, accepted = _reject(sampling.probabilities(logits), proposal, positions, sampling)
+    if simulate is not None:
+        accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
     return Verdict(
         tokens, accepted, is_sound(logits, tokens, sampling), logprobs_of(logits, tokens) if sampling.logprobs else None
     )
