@@ -69,7 +69,9 @@ def prefill_backend(
             raise refuse(setting, name, f"has no heads of {head_dim}, only 64, 128, 256; use triton, torch or auto")
         return _FlashInfer(_installed("flashinfer", name, setting), device)
     if head_dim > 256 or head_dim % 8:
-        raise refuse(setting, name, f"takes heads of up to 256 in steps of 8, not {head_dim}; use triton, torch or auto")
+        raise refuse(
+            setting, name, f"takes heads of up to 256 in steps of 8, not {head_dim}; use triton, torch or auto"
+        )
     # FlashAttention 3 (Hopper) installs under its own name.
     module = "flash_attn_interface" if find_spec("flash_attn_interface") else "flash_attn"
     return _FlashAttn(_installed(module, name, setting))
@@ -82,9 +84,7 @@ def _installed(module: str, name: str, setting: str) -> Any:
     return import_module(module)
 
 
-def _packed(
-    q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, spans: Spans
-) -> torch.Tensor:
+def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, spans: Spans) -> torch.Tensor:
     """Keys (or values) of all spans, one span behind the other: [sum of ends, kv, dim], in the type of q."""
     if spans.fresh and new is not None:
         return new

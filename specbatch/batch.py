@@ -113,3 +113,27 @@ class DeviceBatch:
             seeds=self._seeds[rows],
             needs=needs,
         )
+
+    def commit(
+        self,
+        rows: torch.Tensor,
+        drafted: torch.Tensor,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor,
+        sound: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write tokens [B, N] behind the roots of rows [B] and add accepted [B] + 1 to their lengths.
+
+        Returns what the host is told, int64 [B, N + 3]: tokens, accepted, drafted and sound. Row 0 keeps its length.
+        """
+        if rows.is_cuda:
+            from specbatch.kernels.accept import commit
+
+            drafts = tokens[:, 1:]  # of no account, as what is accepted is known
+            return commit(tokens, drafts, drafted, sound, self.tokens, self.lengths, rows, accepted=accepted)
+        lengths = self.lengths[rows]
+        # All N tokens are written; those beyond the new length are overwritten before anything looks at them.
+        places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=rows.device)
+        self.tokens[rows[:, None], places] = tokens
+        self.lengths[rows] = torch.where(rows > 0, lengths + accepted + 1, lengths)
+        return torch.cat([tokens, torch.stack([accepted, drafted, sound.long()], 1)], 1)

@@ -133,7 +133,7 @@ def _assemble(
     runner = Runner(
         scheduler,
         DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device),
-        Iteration(model, cache, drafter),
+        Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
         PromptPass(model, forward, cache, drafter),
         page_size=config.page_size,
         seed=config.seed,
@@ -144,7 +144,7 @@ def _assemble(
         "device": str(device),
         "dtype": _name(dtype),
         "kv_dtype": _name(cache.dtype),
-        "attention_backend": config.attention_backend,
+        "attention_backend": cache.attention.name,
         "max_running": config.max_running,
         "max_model_len": plan.max_model_len,
         "kv_pages": plan.kv_pages,

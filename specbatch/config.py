@@ -35,6 +35,8 @@ class Speculation:
     draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
     draft_topk    children per drafted node; 1 is a chain
     ngram_min/max lengths of the suffix that "ngram" looks up, longest first
+    simulate_accept_length  for benchmarks: mean tokens per verify, drawn by a seeded coin instead of comparing drafts
+                  (at most draft_tokens + 1; a row that drafts nothing accepts nothing). The output is no model's text.
     """
 
     algorithm: str = "none"
@@ -45,6 +47,7 @@ class Speculation:
     draft_topk: int = 1
     ngram_min: int = 2
     ngram_max: int = 4
+    simulate_accept_length: float | None = None
 
     def __post_init__(self) -> None:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
@@ -71,17 +74,30 @@ class Speculation:
             raise refuse("ngram_min", self.ngram_min, "use at most 16")
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
             raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
+        self._check_simulation()
 
     def __str__(self) -> str:
         if self.algorithm == "none":
             return f"nothing drafted, schedule {self.schedule}"
         draft = f" {self.draft}" if self.draft else ""
-        return f"{self.algorithm}{draft}, {self.draft_tokens} drafted, schedule {self.schedule}"
+        simulated = self.simulate_accept_length
+        note = "" if simulated is None else f", simulated accept length {simulated:g}"
+        return f"{self.algorithm}{draft}, {self.draft_tokens} drafted, schedule {self.schedule}{note}"
 
     @property
     def drafted(self) -> int:
         """Tokens drafted per verify; 0 for the baseline."""
         return 0 if self.algorithm == "none" else self.draft_tokens
+
+    def _check_simulation(self) -> None:
+        mean = self.simulate_accept_length
+        if mean is None:
+            return
+        if self.algorithm == "none":
+            raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
+        number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
+        if not number or not 1 <= mean <= self.drafted + 1:
+            raise refuse("simulate_accept_length", mean, f"use 1 to {self.drafted + 1} (draft_tokens + 1)")
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,9 @@ from typing import Protocol
 
 import torch
 
-from specbatch.kernels.attention import (
-    attention_bias,
-    paged_attention_ref,
-    prefill_attention_ref,
-    visible,
-    write_kv_ref,
-)
-from specbatch.kernels.heads import Heads, split_heads_ref
+from specbatch.kernels.attention import attention_bias, paged_attention_ref, visible, write_kv_ref
+from specbatch.kernels.heads import Heads, split_heads, split_heads_ref
+from specbatch.kernels.spans import Spans
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.pages import pages_for
 from specbatch.transfer import upload
@@ -65,7 +60,9 @@ class _VerifyKernel:
     shape: Verify
     cache: KVCache
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         from specbatch.kernels.verify_attention import verify_attention
 
         shape, cache = self.shape, self.cache
@@ -93,7 +90,10 @@ class _VerifyRef:
         self._rows = shape.rows
         self._cache = cache
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert out is None, "only prompt passes are replayed in pieces"
         q, k, v = split_heads_ref(qkv, heads, positions)
         k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
         write_kv_ref(k, v, k_cache, v_cache, self._places)
@@ -124,10 +124,14 @@ class Prefill:
         positions = starts[owner] + torch.arange(len(owner)) - (ends - counts)[owner]
         self.rows, self.positions = upload(torch.stack([rows[owner], positions]), device)  # of each of the T tokens
         self.last = upload(ends - 1, device)  # where each span's last token is among the T
-        self._spans = spans
-        self._page_table = page_table
-        self._page_size = page_size
-        self._slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
+        self.slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
+        self.spans = Spans(
+            [span.start for span in spans],
+            [span.end for span in spans],
+            [span.slot for span in spans],
+            page_table,
+            page_size,
+        )
 
     def on(self, cache: KVCache) -> Context:
         return _PrefillOn(self, cache)
@@ -138,15 +142,11 @@ class _PrefillOn:
     shape: Prefill
     cache: KVCache
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
-        q, k, v = split_heads_ref(qkv, heads, positions)
         # All keys first: a sequence may read a page that another one of this very pass fills.
-        write_kv_ref(k, v, k_cache, v_cache, shape._slots)
-        parts, at = [], 0
-        for span in shape._spans:
-            count = span.end - span.start
-            pages = shape._page_table[span.slot, : pages_for(span.end, shape._page_size)]
-            parts.append(prefill_attention_ref(q[at : at + count], k_cache, v_cache, pages, span.start))
-            at += count
-        return torch.cat(parts).flatten(1)
+        q = split_heads(qkv, heads, positions, shape.slots, k_cache, v_cache)
+        attended = self.cache.attention(q, None, None, k_cache, v_cache, shape.spans).flatten(1)
+        return attended if out is None else out.copy_(attended)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from specbatch.batch import Sampling
-from specbatch.kernels.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref
+from specbatch.kernels.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref, simulated_accept_ref
 
 
 class Proposal(NamedTuple):
@@ -43,13 +43,25 @@ class Verdict(NamedTuple):
     logprobs: torch.Tensor | None
 
 
-def verify(logits: torch.Tensor, proposal: Proposal, positions: torch.Tensor, sampling: Sampling) -> Verdict:
-    """Judge a chain: logits [B, N, V] of [root, d_1 .. d_{N-1}]; positions [B, N] of the tokens they predict."""
-    if proposal.probabilities is None or not sampling.needs.sampled:
+def verify(
+    logits: torch.Tensor,
+    proposal: Proposal,
+    positions: torch.Tensor,
+    sampling: Sampling,
+    simulate: float | None = None,
+) -> Verdict:
+    """Judge a chain: logits [B, N, V] of [root, d_1 .. d_{N-1}]; positions [B, N] of the tokens they predict.
+
+    simulate: a mean accept length. Then a coin says how many drafts are accepted, whatever they are, and the tokens
+    are the target's own choices behind them.
+    """
+    if proposal.probabilities is None or not sampling.needs.sampled or simulate is not None:
         tokens = sampling.choose(logits, positions, TARGET)
         accepted = _leading(tokens[:, :-1] == proposal.tokens, proposal.drafted)
     else:
         tokens, accepted = _reject(sampling.probabilities(logits), proposal, positions, sampling)
+    if simulate is not None:
+        accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
     return Verdict(
         tokens,
         accepted,

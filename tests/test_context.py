@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specbatch.context import Prefill, Span, Verify
+from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.heads import Heads
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -39,7 +40,15 @@ class Bench:
         self.generator = torch.Generator().manual_seed(page_size)
         per_row = -(-width // page_size)
         pages = per_row * (sequences + 1)
-        self.cache = KVCache(config, LAYERS, pages, page_size, torch.float32, torch.device("cpu"))
+        self.cache = KVCache(
+            config,
+            LAYERS,
+            pages,
+            page_size,
+            torch.float32,
+            torch.device("cpu"),
+            prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+        )
         for item in (*self.cache.k, *self.cache.v):
             item.fill_(1e20)
         # Row 0 is for padding: its pages are page 0.

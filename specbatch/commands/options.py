@@ -26,6 +26,7 @@ from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")
 _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
+_OF_DRAFTS = ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max", "simulate_accept_length")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,14 @@ class EngineOptions:
         Speculation.ngram_max
     )
 
+    simulate_accept_length: Annotated[
+        float | None,
+        Option(
+            help="Benchmarks: draw the tokens per verify with this mean instead of comparing drafts.",
+            rich_help_panel=_SPEC,
+        ),
+    ] = None
+
     max_running: Annotated[
         int | None,
         Option(
@@ -124,14 +133,13 @@ class EngineOptions:
     attention_backend: Annotated[
         str,
         Option(
-            metavar="|".join(ATTENTION_BACKENDS),
-            help="Who computes prompts' attention. auto: the fastest of those installed.",
+            help=f"Who computes prompts' attention: {', '.join(ATTENTION_BACKENDS)}.",
             rich_help_panel=_ENGINE,
         ),
     ] = EngineConfig.attention_backend
-    draft_attention_backend: Annotated[
-        str, Option(metavar="|".join(ATTENTION_BACKENDS), help="The same for the draft.", rich_help_panel=_ENGINE)
-    ] = EngineConfig.draft_attention_backend
+    draft_attention_backend: Annotated[str, Option(help="The same for the draft model.", rich_help_panel=_ENGINE)] = (
+        EngineConfig.draft_attention_backend
+    )
     kv_dtype: Annotated[
         str,
         Option(
@@ -168,7 +176,7 @@ class EngineOptions:
         if self.spec == "off":
             return Speculation()
         if self.spec is None and self.algorithm is None and self.draft is None:
-            for name in ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"):
+            for name in _OF_DRAFTS:
                 if getattr(self, name) != getattr(Speculation, name):
                     raise refuse(name, getattr(self, name), "nothing is drafted; add --spec v1 or v2, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
@@ -181,6 +189,7 @@ class EngineOptions:
             draft_topk=self.draft_topk,
             ngram_min=self.ngram_min,
             ngram_max=self.ngram_max,
+            simulate_accept_length=self.simulate_accept_length,
         )
 
     def config(self, *, concurrency: int | None = None, prefix_cache: bool = True) -> EngineConfig:

@@ -12,6 +12,7 @@ import torch
 from specbatch.batch import DeviceBatch, Needs, Sampling
 from specbatch.context import Prefill, Span
 from specbatch.drafters.base import Drafter, Step
+from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
@@ -63,7 +64,15 @@ class Bench:
             self.batch.lengths[row] = len(text) - 1
 
     def cache_for(self, model: Llama) -> KVCache:
-        return KVCache(model.config, len(model.layers), self.pages, PAGE, torch.float32, CPU)
+        return KVCache(
+            model.config,
+            len(model.layers),
+            self.pages,
+            PAGE,
+            torch.float32,
+            CPU,
+            prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+        )
 
     def prefill(self, drafter: Drafter, chunk: int = 1000) -> None:
         """All positions before the root, in chunks."""

@@ -12,6 +12,7 @@ from scipy import stats
 from specbatch.context import Prefill, Span
 from specbatch.drafters.standalone import Standalone, parse_skip
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.sampling import DRAFT, draw_ref, probabilities_ref, uniform_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
@@ -22,7 +23,15 @@ LENGTHS = (2, 3, 5, 6, 13, 21)
 
 def from_scratch(model: Llama, text: list[int]) -> torch.Tensor:
     """Logits [V] behind a text, with nothing kept from before."""
-    cache = KVCache(model.config, len(model.layers), 1, len(text), torch.float32, torch.device("cpu"))
+    cache = KVCache(
+        model.config,
+        len(model.layers),
+        1,
+        len(text),
+        torch.float32,
+        torch.device("cpu"),
+        prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+    )
     shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
     return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache))[-1:])[0]
 
@@ -71,7 +80,15 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
     for accepted in acceptances(3, randomness):
         proposal = drafter.propose(here.step(3))
         for row, text in zip(here.rows.tolist(), here.texts, strict=True):
-            fresh = KVCache(model.config, 2, 1, len(text), torch.float32, torch.device("cpu"))
+            fresh = KVCache(
+                model.config,
+                2,
+                1,
+                len(text),
+                torch.float32,
+                torch.device("cpu"),
+                prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+            )
             shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
             model.forward(torch.tensor(text), shape.positions, shape.on(fresh))
             places = torch.arange(len(text))

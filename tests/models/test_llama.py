@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from specbatch.context import Prefill, Span, Verify
+from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
@@ -64,7 +65,15 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Llama, KVCache]:
         device=torch.device("cpu"),
         max_positions=512,
     )
-    cache = KVCache(config, config.num_layers, PAGES, PAGE, torch.float32, torch.device("cpu"))
+    cache = KVCache(
+        config,
+        config.num_layers,
+        PAGES,
+        PAGE,
+        torch.float32,
+        torch.device("cpu"),
+        prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+    )
     return theirs, ours, cache
 
 
