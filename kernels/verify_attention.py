@@ -23,25 +23,30 @@ _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
 
 
 @triton.jit
-def _rotate(x, across, norm, cos, sin, position, live, eps, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """RMSNorm (where `norm` is given) and RoPE of heads x [R, PADDED]; `across` holds the other half of each head.
-
-    Rounds where `rms_norm_ref` and `apply_rope_ref` do.
-    """
+def _halves(x, start, live, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Heads [R, PADDED] that begin at `start` [R], and the same with their halves changed over."""
     column = tl.arange(0, PADDED)
-    inside = column < DIM
+    mask = live[:, None] & (column < DIM)
+    across = start[:, None] + (column + DIM // 2) % DIM
+    return tl.load(x + start[:, None] + column, mask, 0.0), tl.load(x + across, mask, 0.0)
+
+
+@triton.jit
+def _rotate(x, across, norm, cos, sin, position, live, eps, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """RMSNorm (where `norm` is given) and RoPE of heads x, `across` from `_halves`; rounds where the references do."""
+    angle = position[:, None] * DIM + tl.arange(0, PADDED)
+    mask = live[:, None] & (tl.arange(0, PADDED) < DIM)
+    cosine = tl.load(cos + angle, mask, 0.0).to(tl.float32)
+    sine = tl.load(sin + angle, mask, 0.0).to(tl.float32)
     if norm is not None:
+        weight, weight_across = _halves(norm, position * 0, live, DIM, PADDED)
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-        weight = tl.load(norm + column, inside, 0.0).to(tl.float32)
-        swapped = tl.load(norm + (column + DIM // 2) % DIM, inside, 0.0).to(tl.float32)
-        x = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
-        across = ((across.to(tl.float32) * scale).to(x.dtype).to(tl.float32) * swapped).to(x.dtype)
-    angle = position[:, None] * DIM + column
-    mask = live[:, None] & inside
-    straight = (x.to(tl.float32) * tl.load(cos + angle, mask, 0.0).to(tl.float32)).to(x.dtype)
-    turned = across.to(tl.float32) * tl.load(sin + angle, mask, 0.0).to(tl.float32)
-    return (straight.to(tl.float32) + turned).to(x.dtype)
+        x = ((wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+        across = (across.to(tl.float32) * scale).to(x.dtype)
+        across = (across.to(tl.float32) * weight_across.to(tl.float32)).to(x.dtype)
+    straight = (x.to(tl.float32) * cosine).to(x.dtype)
+    return (straight.to(tl.float32) + across.to(tl.float32) * sine).to(x.dtype)
 
 
 @triton.jit
@@ -76,7 +81,6 @@ def _verify_attention(
     sequence = tl.program_id(2)
     column = tl.arange(0, PADDED)
     inside = column < DIM
-    across = (column + DIM // 2) % DIM
     heads: tl.constexpr = KV * (GROUP + 2) * DIM
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = row // GROUP
@@ -86,23 +90,19 @@ def _verify_attention(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    # Everything that can be asked for at once is, before anything is computed.
+    q, q_across = _halves(qkv, query, live, DIM, PADDED)
     length = tl.load(lengths + sequence).to(tl.int32)
     pages = page_table + tl.load(rows + sequence) * width
     mask = live[:, None] & inside
-    q = tl.load(qkv + query[:, None] + column, mask, 0.0)
-    q_across = tl.load(qkv + query[:, None] + across, mask, 0.0)
-
     oldest = length * 0
     if window is not None:
         oldest = tl.maximum(length + 1 - window, 0)
     share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
-    if (begin >= length) & (split < splits - 1):
-        return
-
     key = begin + tl.arange(0, BLOCK_N)
-    slot = _slots(pages, key, key < end, KV, DIM, PAGE)  # of the first keys, while q is normalised and rotated
+    slot = _slots(pages, key, key < end, KV, DIM, PAGE)
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
@@ -130,11 +130,10 @@ def _verify_attention(
         for first in tl.range(0, n, _NEW, num_stages=1):
             new = first + tl.arange(0, _NEW)
             drawn = new < n
-            source = ((sequence * n + new) * heads + (KV * GROUP + head) * DIM)[:, None] + column
+            source = (sequence * n + new) * heads + (KV * GROUP + head) * DIM
             there = drawn[:, None] & inside
-            new_k = tl.load(qkv + source, there, 0.0)
-            new_across = tl.load(qkv + source - column + across, there, 0.0)
-            new_v = tl.load(qkv + source + KV * DIM, there, 0.0).to(v_cache.dtype.element_ty)
+            new_k, new_across = _halves(qkv, source, drawn, DIM, PADDED)
+            new_v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there, 0.0).to(v_cache.dtype.element_ty)
             place = length + new
             if positions is not None:
                 place = tl.load(positions + sequence * n + new, drawn, 0).to(tl.int32)
@@ -157,34 +156,38 @@ def _verify_attention(
     result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
     # Splits that hold keys, and the last one, which holds the new keys in any case.
     expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if expected > 1:
+        if (begin >= length) & (split < splits - 1):
+            return
         group = sequence * tl.num_programs(0) + tl.program_id(0)
-        size: tl.constexpr = BLOCK_M * (PADDED + 2)
-        cell = tl.arange(0, BLOCK_M)
+        size: tl.constexpr = BLOCK_M * (PADDED + 1)  # a split's output, and the logarithms of its rows' sums
         parts = partials + (group * splits).to(tl.int64) * size
-        mine = parts + split * size
-        tl.store(mine + cell[:, None] * PADDED + column, acc, mask)
-        tl.store(mine + BLOCK_M * PADDED + cell, peak)
-        tl.store(mine + BLOCK_M * (PADDED + 1) + cell, total)
+        cell = tl.arange(0, BLOCK_M)
+        tl.store(parts + split * size + cell[:, None] * PADDED + column, acc, mask)
+        tl.store(parts + split * size + BLOCK_M * PADDED + cell, peak + tl.log2(total))
         tl.debug_barrier()  # every thread has stored before one of them arrives
         if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
             return
         tl.store(arrivals + group, 0)
         acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        for index in tl.range(0, expected, loop_unroll_factor=4):
-            one = parts + tl.where(index == expected - 1, splits - 1, index) * size
-            part = tl.load(one + cell[:, None] * PADDED + column, mask, 0.0, cache_modifier=".cg")
-            part_peak = tl.load(one + BLOCK_M * PADDED + cell, cache_modifier=".cg")
-            part_total = tl.load(one + BLOCK_M * (PADDED + 1) + cell, cache_modifier=".cg")
-            top = tl.maximum(peak, part_peak)
-            base = tl.where(top == float("-inf"), 0.0, top)
-            fade, gain = tl.exp2(peak - base), tl.exp2(part_peak - base)
-            acc = acc * fade[:, None] + part * gain[:, None]
-            total = total * fade + part_total * gain
-            peak = top
-    tl.store(result, (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty), mask)
+        top = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_M, 1], tl.float32)
+        for first in tl.range(0, expected, 4, num_stages=1):
+            for step in tl.static_range(4):
+                index = first + step
+                one = parts + tl.where(index < expected - 1, index, splits - 1) * size
+                there = (cell * 0 + index < expected)[:, None]
+                part = tl.load(one + cell[:, None] * PADDED + column, mask & there, 0.0, cache_modifier=".cg")
+                log = tl.load(one + BLOCK_M * PADDED + cell[:, None], there, float("-inf"), cache_modifier=".cg")
+                higher = tl.maximum(top, log)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                fade, gain = tl.exp2(top - base), tl.exp2(log - base)
+                acc = acc * fade + part * gain
+                mass = mass * fade + gain
+                top = higher
+        acc = acc / tl.where(mass == 0.0, 1.0, mass)
+    tl.store(result, acc.to(out.dtype.element_ty), mask)
 
 
 @dataclass
@@ -271,7 +274,7 @@ def verify_attention(
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, table_pages * page_size, qkv.device)
-    cells = batch * tiles * splits * tile.block_m * (padded + 2)
+    cells = batch * tiles * splits * tile.block_m * (padded + 1)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     cuda = qkv.device.type == "cuda"
