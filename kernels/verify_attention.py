@@ -19,6 +19,7 @@ from specbatch.kernels.attention import attention_bias, paged_attention_ref, vis
 from specbatch.kernels.heads import Heads, split_heads_ref
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
+_PREFETCH = 128  # old keys a program asks for before it has its queries
 _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
 
 
@@ -69,11 +70,21 @@ def _slots(pages, key, live, KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.const
 
 
 @triton.jit
+def _prefetch(heads, DIM: tl.constexpr):
+    """Ask for the heads of DIM elements at these addresses to be brought to the L2."""
+    size = tl.full(heads.shape, DIM * heads.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [heads, size], tl.int32, False, 1
+    )
+
+
+@triton.jit
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
     partials, arrivals, n, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr,
+    CAUSAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
@@ -87,11 +98,9 @@ def _verify_attention(
     live = node < n
     token = sequence * n + node
     query = token * heads + (head * GROUP + row % GROUP) * DIM
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Everything that can be asked for at once is, before anything is computed.
-    q, q_across = _halves(qkv, query, live, DIM, PADDED)
     length = tl.load(lengths + sequence).to(tl.int32)
     pages = page_table + tl.load(rows + sequence) * width
     mask = live[:, None] & inside
@@ -101,8 +110,17 @@ def _verify_attention(
     share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
+    if PREFETCH:
+        ahead = begin + tl.arange(0, PREFETCH)
+        place_ahead = _slots(pages, ahead, ahead < end, KV, DIM, PAGE) + head * DIM
+        _prefetch(k_cache + place_ahead, DIM)
+        _prefetch(v_cache + place_ahead, DIM)
     key = begin + tl.arange(0, BLOCK_N)
     slot = _slots(pages, key, key < end, KV, DIM, PAGE)
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    q, q_across = _halves(qkv, query, live, DIM, PADDED)
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
@@ -228,17 +246,24 @@ class Tile:
     stages: int
 
 
-def tile_for(rows: int, padded: int, itemsize: int) -> Tile:
-    """For `rows` query rows of a KV head of `padded` elements."""
-    return Tile(min(64, max(16, triton.next_power_of_2(rows))), 64 if padded * itemsize <= 256 else 32, 4, 3)
+def tile_for(rows: int, programs: int, padded: int, itemsize: int, device: torch.device) -> Tile:
+    """For `rows` query rows of a KV head of `padded` elements, and `programs` KV heads in all.
+
+    Few programs cut their rows up, and read the keys again from the L2: that is faster than to leave processors idle.
+    """
+    wide = padded * itemsize > 256
+    if rows <= 16 or programs < _processors(device):
+        return Tile(16, 32 if rows <= 16 or wide else 64, 4, 3)
+    return Tile(min(64, triton.next_power_of_2(rows)), 32 if wide else 64, 4, 3)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def splits_for(programs: int, keys: int, device: torch.device) -> int:
     """Enough for every multiprocessor when one split takes `programs`; none shorter than 32 of at most `keys` keys."""
-    if device.type != "cuda":
-        return 1
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(2 * processors // programs, triton.cdiv(keys, 32)))
+    return max(1, min(_processors(device) // programs, triton.cdiv(keys, 32)))
 
 
 def verify_attention(
@@ -256,6 +281,7 @@ def verify_attention(
     causal: bool = True,
     window: int | None = None,
     splits: int | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """Attention of n new rows per sequence over its pages and themselves; their K and V are written to the cache.
 
@@ -265,12 +291,14 @@ def verify_attention(
     that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
     the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
     `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
-    `splits`: how many programs share the old keys of a tile; None: by the sizes. Returns [B * n, count * dim].
+    `splits`: how many programs share the old keys of a tile; None: by the sizes. `early`: lengths, rows,
+    page_table and old keys may be read before the launch in front has ended, as it writes none of them (every launch
+    in front of it must let its dependents start only after its own wait). Returns [B * n, count * dim].
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group = heads.count // heads.kv
     padded = triton.next_power_of_2(heads.dim)
-    tile = tile_for(n * group, padded, qkv.element_size())
+    tile = tile_for(n * group, batch * heads.kv, padded, qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, table_pages * page_size, qkv.device)
@@ -283,7 +311,9 @@ def verify_attention(
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, table_pages * page_size, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CAUSAL=causal, PDL=cuda,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, 
+        PREFETCH=_PREFETCH if cuda and heads.dim * k_cache.element_size() % 16 == 0 else 0,
+        CAUSAL=causal, PDL=cuda, EARLY=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out
