@@ -19,29 +19,35 @@ from specbatch.kernels.attention import attention_bias, paged_attention_ref, vis
 from specbatch.kernels.heads import Heads, split_heads_ref
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
+_PREFETCH = 128  # old keys a program asks for before it has its queries
 _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
 
 
 @triton.jit
-def _rotate(x, across, norm, cos, sin, position, live, eps, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """RMSNorm (where `norm` is given) and RoPE of heads x [R, PADDED]; `across` holds the other half of each head.
-
-    Rounds where `rms_norm_ref` and `apply_rope_ref` do.
-    """
+def _halves(x, start, live, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Heads [R, PADDED] that begin at `start` [R], and the same with their halves changed over."""
     column = tl.arange(0, PADDED)
-    inside = column < DIM
+    mask = live[:, None] & (column < DIM)
+    across = start[:, None] + (column + DIM // 2) % DIM
+    return tl.load(x + start[:, None] + column, mask, 0.0), tl.load(x + across, mask, 0.0)
+
+
+@triton.jit
+def _rotate(x, across, norm, cos, sin, position, live, eps, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """RMSNorm (where `norm` is given) and RoPE of heads x, `across` from `_halves`; rounds where the references do."""
+    angle = position[:, None] * DIM + tl.arange(0, PADDED)
+    mask = live[:, None] & (tl.arange(0, PADDED) < DIM)
+    cosine = tl.load(cos + angle, mask, 0.0).to(tl.float32)
+    sine = tl.load(sin + angle, mask, 0.0).to(tl.float32)
     if norm is not None:
+        weight, weight_across = _halves(norm, position * 0, live, DIM, PADDED)
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-        weight = tl.load(norm + column, inside, 0.0).to(tl.float32)
-        swapped = tl.load(norm + (column + DIM // 2) % DIM, inside, 0.0).to(tl.float32)
-        x = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
-        across = ((across.to(tl.float32) * scale).to(x.dtype).to(tl.float32) * swapped).to(x.dtype)
-    angle = position[:, None] * DIM + column
-    mask = live[:, None] & inside
-    straight = (x.to(tl.float32) * tl.load(cos + angle, mask, 0.0).to(tl.float32)).to(x.dtype)
-    turned = across.to(tl.float32) * tl.load(sin + angle, mask, 0.0).to(tl.float32)
-    return (straight.to(tl.float32) + turned).to(x.dtype)
+        x = ((wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+        across = (across.to(tl.float32) * scale).to(x.dtype)
+        across = (across.to(tl.float32) * weight_across.to(tl.float32)).to(x.dtype)
+    straight = (x.to(tl.float32) * cosine).to(x.dtype)
+    return (straight.to(tl.float32) + across.to(tl.float32) * sine).to(x.dtype)
 
 
 @triton.jit
@@ -64,11 +70,21 @@ def _slots(pages, key, live, KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.const
 
 
 @triton.jit
+def _prefetch(heads, DIM: tl.constexpr):
+    """Ask for the heads of DIM elements at these addresses to be brought to the L2."""
+    size = tl.full(heads.shape, DIM * heads.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [heads, size], tl.int32, False, 1
+    )
+
+
+@triton.jit
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
     partials, arrivals, n, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr,
+    CAUSAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
@@ -76,33 +92,35 @@ def _verify_attention(
     sequence = tl.program_id(2)
     column = tl.arange(0, PADDED)
     inside = column < DIM
-    across = (column + DIM // 2) % DIM
     heads: tl.constexpr = KV * (GROUP + 2) * DIM
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = row // GROUP
     live = node < n
     token = sequence * n + node
     query = token * heads + (head * GROUP + row % GROUP) * DIM
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(lengths + sequence).to(tl.int32)
     pages = page_table + tl.load(rows + sequence) * width
     mask = live[:, None] & inside
-    q = tl.load(qkv + query[:, None] + column, mask, 0.0)
-    q_across = tl.load(qkv + query[:, None] + across, mask, 0.0)
-
     oldest = length * 0
     if window is not None:
         oldest = tl.maximum(length + 1 - window, 0)
     share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
-    if (begin >= length) & (split < splits - 1):
-        return
-
+    if PREFETCH:
+        ahead = begin + tl.arange(0, PREFETCH)
+        place_ahead = _slots(pages, ahead, ahead < end, KV, DIM, PAGE) + head * DIM
+        _prefetch(k_cache + place_ahead, DIM)
+        _prefetch(v_cache + place_ahead, DIM)
     key = begin + tl.arange(0, BLOCK_N)
-    slot = _slots(pages, key, key < end, KV, DIM, PAGE)  # of the first keys, while q is normalised and rotated
+    slot = _slots(pages, key, key < end, KV, DIM, PAGE)
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    q, q_across = _halves(qkv, query, live, DIM, PADDED)
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
@@ -130,11 +148,10 @@ def _verify_attention(
         for first in tl.range(0, n, _NEW, num_stages=1):
             new = first + tl.arange(0, _NEW)
             drawn = new < n
-            source = ((sequence * n + new) * heads + (KV * GROUP + head) * DIM)[:, None] + column
+            source = (sequence * n + new) * heads + (KV * GROUP + head) * DIM
             there = drawn[:, None] & inside
-            new_k = tl.load(qkv + source, there, 0.0)
-            new_across = tl.load(qkv + source - column + across, there, 0.0)
-            new_v = tl.load(qkv + source + KV * DIM, there, 0.0).to(v_cache.dtype.element_ty)
+            new_k, new_across = _halves(qkv, source, drawn, DIM, PADDED)
+            new_v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there, 0.0).to(v_cache.dtype.element_ty)
             place = length + new
             if positions is not None:
                 place = tl.load(positions + sequence * n + new, drawn, 0).to(tl.int32)
@@ -157,34 +174,38 @@ def _verify_attention(
     result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
     # Splits that hold keys, and the last one, which holds the new keys in any case.
     expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if expected > 1:
+        if (begin >= length) & (split < splits - 1):
+            return
         group = sequence * tl.num_programs(0) + tl.program_id(0)
-        size: tl.constexpr = BLOCK_M * (PADDED + 2)
-        cell = tl.arange(0, BLOCK_M)
+        size: tl.constexpr = BLOCK_M * (PADDED + 1)  # a split's output, and the logarithms of its rows' sums
         parts = partials + (group * splits).to(tl.int64) * size
-        mine = parts + split * size
-        tl.store(mine + cell[:, None] * PADDED + column, acc, mask)
-        tl.store(mine + BLOCK_M * PADDED + cell, peak)
-        tl.store(mine + BLOCK_M * (PADDED + 1) + cell, total)
+        cell = tl.arange(0, BLOCK_M)
+        tl.store(parts + split * size + cell[:, None] * PADDED + column, acc, mask)
+        tl.store(parts + split * size + BLOCK_M * PADDED + cell, peak + tl.log2(total))
         tl.debug_barrier()  # every thread has stored before one of them arrives
         if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
             return
         tl.store(arrivals + group, 0)
         acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        for index in tl.range(0, expected, loop_unroll_factor=4):
-            one = parts + tl.where(index == expected - 1, splits - 1, index) * size
-            part = tl.load(one + cell[:, None] * PADDED + column, mask, 0.0, cache_modifier=".cg")
-            part_peak = tl.load(one + BLOCK_M * PADDED + cell, cache_modifier=".cg")
-            part_total = tl.load(one + BLOCK_M * (PADDED + 1) + cell, cache_modifier=".cg")
-            top = tl.maximum(peak, part_peak)
-            base = tl.where(top == float("-inf"), 0.0, top)
-            fade, gain = tl.exp2(peak - base), tl.exp2(part_peak - base)
-            acc = acc * fade[:, None] + part * gain[:, None]
-            total = total * fade + part_total * gain
-            peak = top
-    tl.store(result, (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty), mask)
+        top = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_M, 1], tl.float32)
+        for first in tl.range(0, expected, 4, num_stages=1):
+            for step in tl.static_range(4):
+                index = first + step
+                one = parts + tl.where(index < expected - 1, index, splits - 1) * size
+                there = (cell * 0 + index < expected)[:, None]
+                part = tl.load(one + cell[:, None] * PADDED + column, mask & there, 0.0, cache_modifier=".cg")
+                log = tl.load(one + BLOCK_M * PADDED + cell[:, None], there, float("-inf"), cache_modifier=".cg")
+                higher = tl.maximum(top, log)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                fade, gain = tl.exp2(top - base), tl.exp2(log - base)
+                acc = acc * fade + part * gain
+                mass = mass * fade + gain
+                top = higher
+        acc = acc / tl.where(mass == 0.0, 1.0, mass)
+    tl.store(result, acc.to(out.dtype.element_ty), mask)
 
 
 @dataclass
@@ -225,17 +246,24 @@ class Tile:
     stages: int
 
 
-def tile_for(rows: int, padded: int, itemsize: int) -> Tile:
-    """For `rows` query rows of a KV head of `padded` elements."""
-    return Tile(min(64, max(16, triton.next_power_of_2(rows))), 64 if padded * itemsize <= 256 else 32, 4, 3)
+def tile_for(rows: int, programs: int, padded: int, itemsize: int, device: torch.device) -> Tile:
+    """For `rows` query rows of a KV head of `padded` elements, and `programs` KV heads in all.
+
+    Few programs cut their rows up, and read the keys again from the L2: that is faster than to leave processors idle.
+    """
+    wide = padded * itemsize > 256
+    if rows <= 16 or programs < _processors(device):
+        return Tile(16, 32 if rows <= 16 or wide else 64, 4, 3)
+    return Tile(min(64, triton.next_power_of_2(rows)), 32 if wide else 64, 4, 3)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def splits_for(programs: int, keys: int, device: torch.device) -> int:
     """Enough for every multiprocessor when one split takes `programs`; none shorter than 32 of at most `keys` keys."""
-    if device.type != "cuda":
-        return 1
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(2 * processors // programs, triton.cdiv(keys, 32)))
+    return max(1, min(_processors(device) // programs, triton.cdiv(keys, 32)))
 
 
 def verify_attention(
@@ -253,6 +281,7 @@ def verify_attention(
     causal: bool = True,
     window: int | None = None,
     splits: int | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """Attention of n new rows per sequence over its pages and themselves; their K and V are written to the cache.
 
@@ -262,16 +291,18 @@ def verify_attention(
     that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
     the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
     `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
-    `splits`: how many programs share the old keys of a tile; None: by the sizes. Returns [B * n, count * dim].
+    `splits`: how many programs share the old keys of a tile; None: by the sizes. `early`: lengths, rows,
+    page_table and old keys may be read before the launch in front has ended, as it writes none of them (every launch
+    in front of it must let its dependents start only after its own wait). Returns [B * n, count * dim].
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group = heads.count // heads.kv
     padded = triton.next_power_of_2(heads.dim)
-    tile = tile_for(n * group, padded, qkv.element_size())
+    tile = tile_for(n * group, batch * heads.kv, padded, qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, table_pages * page_size, qkv.device)
-    cells = batch * tiles * splits * tile.block_m * (padded + 2)
+    cells = batch * tiles * splits * tile.block_m * (padded + 1)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     cuda = qkv.device.type == "cuda"
@@ -280,7 +311,9 @@ def verify_attention(
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, table_pages * page_size, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CAUSAL=causal, PDL=cuda,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, 
+        PREFETCH=_PREFETCH if cuda and heads.dim * k_cache.element_size() % 16 == 0 else 0,
+        CAUSAL=causal, PDL=cuda, EARLY=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out

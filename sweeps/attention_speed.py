@@ -47,13 +47,14 @@ class Work:
 
 
 def seconds(step: Callable[[int], object], copies: int, repeats: int = 7) -> float:
-    """Median time of one `step(copy)` inside a graph of one step per copy."""
+    """Median time of one `step(copy)` inside a graph of at least 24 steps that takes the copies in turn."""
     for copy in range(copies):
         step(copy)
     graph = torch.cuda.CUDAGraph()
+    steps = copies * -(-24 // copies)
     with torch.cuda.graph(graph):
-        for copy in range(copies):
-            step(copy)
+        for index in range(steps):
+            step(index % copies)
     times = []
     for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -61,7 +62,7 @@ def seconds(step: Callable[[int], object], copies: int, repeats: int = 7) -> flo
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / copies)
+        times.append(start.elapsed_time(end) / 1e3 / steps)
     return statistics.median(times[1:])
 
 
