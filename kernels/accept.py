@@ -61,7 +61,7 @@ def _argmax_kernel(
 @triton.jit
 def _commit_kernel(
     partials,  # int64 [B * N, CHUNKS] of _argmax_kernel, or the chosen tokens [B, N] where CHUNKS is 0
-    sound,  # bool [B], only where CHUNKS is 0
+    sound,  # bool [B, N], only where CHUNKS is 0
     drafts,
     drafted,
     accepted,
@@ -95,7 +95,7 @@ def _commit_kernel(
         is_sound = tl.min(finite.to(tl.int64), 0)
     else:
         chosen = tl.load(partials + sequence * N + place, place < N, other=0)
-        is_sound = tl.load(sound + sequence).to(tl.int64)
+        is_sound = tl.min(tl.load(sound + sequence * N + place, place < N, other=1).to(tl.int64), 0)
 
     row = tl.load(rows + sequence)
     length = tl.load(lengths + row)
@@ -174,7 +174,7 @@ def commit(
     simulate: float | None = None,
     seeds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same for tokens chosen already, int64 [B, N], with sound [B] (bool or int64).
+    """The same for tokens chosen already, int64 [B, N], from logits that are sound bool [B, N].
 
     accepted int64 [B]: how many drafts stay, where a rule other than "equal to what was chosen" has said so.
     """
