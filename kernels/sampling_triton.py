@@ -119,7 +119,7 @@ def _law_kernel(
     ids,  # int32 [rows, BLOCK]
     vocabulary,
     per_sequence,
-    CHUNKS: tl.constexpr,
+    chunks,
     BLOCK_CHUNKS: tl.constexpr,
     TRUNCATED: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -132,7 +132,7 @@ def _law_kernel(
     row = tl.program_id(0).to(tl.int64)
     sequence = row // per_sequence
     chunk = tl.arange(0, BLOCK_CHUNKS)
-    best = tl.max(tl.load(partials + row * CHUNKS + chunk, chunk < CHUNKS, other=-(1 << 63)), 0)
+    best = tl.max(tl.load(partials + row * chunks + chunk, chunk < chunks, other=-(1 << 63)), 0)
     peak, likeliest = unpack(best)
     temperature = tl.load(temperatures + sequence)
     scale = 1.4426950408889634 / tl.minimum(tl.maximum(temperature, 1e-30), 1e30)
@@ -412,8 +412,8 @@ def law_of(
         torch.empty(listed, _BLOCK, dtype=torch.int32, device=logits.device),
         vocabulary,
         rows // len(temperature),
-        CHUNKS=partials.shape[1],
-        BLOCK_CHUNKS=triton.next_power_of_2(partials.shape[1]),
+        partials.shape[1],
+        BLOCK_CHUNKS=max(64, triton.next_power_of_2(partials.shape[1])),
         TRUNCATED=truncated,
         SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype],
         BLOCK=_BLOCK,

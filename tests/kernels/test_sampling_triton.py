@@ -67,11 +67,10 @@ def logits_of(kind: str, rows: int, vocabulary: int, dtype: torch.dtype, device:
 KINDS = ["flat", "peaked", "ties", "all equal", "impossible"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [(kind, DTYPES[1 + index % 2]) for index, kind in enumerate(KINDS * 2)])
 def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     rows = len(SETTINGS)
-    logits = logits_of(kind, rows, 230, dtype, device)
+    logits = logits_of(kind, rows, 150, dtype, device)
     settings = settings_of(rows, device)
     ours = probabilities(law_of(logits, *settings, truncated=True))
     expected = probabilities_ref(logits, *settings)
@@ -80,10 +79,10 @@ def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, d
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize(("kind", "n", "truncated"), [("flat", 3, True), ("peaked", 1, True), ("ties", 1, False)])
+@pytest.mark.parametrize(("kind", "n", "truncated"), [("flat", 2, True), ("peaked", 1, True), ("ties", 1, False)])
 def test_a_seed_draws_what_the_reference_draws(kind: str, n: int, truncated: bool, device: torch.device) -> None:
     batch = len(SETTINGS)
-    logits = logits_of(kind, batch * n, 230, torch.float32, device)
+    logits = logits_of(kind, batch * n, 150, torch.float16, device)
     settings = settings_of(batch, device)
     generator = torch.Generator().manual_seed(n)
     seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator).to(device)
@@ -96,18 +95,20 @@ def test_a_seed_draws_what_the_reference_draws(kind: str, n: int, truncated: boo
     assert sound.all()
 
 
-@pytest.mark.parametrize(("kind", "drafted"), [("peaked", None), ("flat", 2), ("flat", 0)])
+@pytest.mark.parametrize(("kind", "drafted"), [("peaked", None), ("flat", 1)])
 def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None:
-    """Every third draft law is the target's own: nothing is left to subtract from."""
-    batch, n, vocabulary = len(SETTINGS), 3, 230
-    logits = logits_of(kind, batch * n, vocabulary, torch.float16, device).float()
+    """The first draft's law is the target's own, so that p - q is nothing."""
+    batch, n, vocabulary = len(SETTINGS), 3, 150
+    logits = logits_of(kind, batch * n, vocabulary, torch.float16, device)
     settings = settings_of(batch, device)
     generator = torch.Generator().manual_seed(5)
     seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator).to(device)
     positions = (torch.randint(0, 1000, (batch, 1), generator=generator) + torch.arange(n)).to(device)
     sampling = Sampling(*settings, seeds, sampled=True, truncated=True, logprobs=False)
-    near = logits.view(batch, n, -1)[:, :-1] + torch.randn(batch, n - 1, vocabulary, generator=generator).to(device)
-    near[:, ::3] = logits.view(batch, n, -1)[:, :-1:3]
+    near = logits.float().view(batch, n, -1)[:, :-1] + torch.randn(batch, n - 1, vocabulary, generator=generator).to(
+        device
+    )
+    near[:, 0] = logits.view(batch, n, -1)[:, 0]
     q = sampling.probabilities(near.contiguous())
     drafts = draw_ref(q, sampling.coins(positions[:, :-1], DRAFT))
     limit = torch.full((batch,), n - 1 if drafted is None else drafted, device=device)
@@ -115,7 +116,7 @@ def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None
     expected = verification._reject(p, Proposal(drafts, limit, q), positions, sampling)
     law = law_of(logits, *settings, truncated=True)
     # Bit for bit the same law where it is the same, as a draft's would be that these kernels wrote.
-    q[:, ::3] = probabilities(law).view(batch, n, -1)[:, :-1:3]
+    q[:, 0] = probabilities(law).view(batch, n, -1)[:, 0]
     tokens, accepted, sound = reject(law, drafts, limit, q, seeds, positions)
     assert torch.equal(accepted, expected[1])
     emitted = torch.arange(n, device=device) <= accepted[:, None]
