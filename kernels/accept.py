@@ -37,31 +37,29 @@ def unpack(packed):
 
 
 @triton.jit
-def _argmax_kernel(
-    logits, partials, vocabulary, CHUNKS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _argmax_kernel(logits, partials, vocabulary, chunks, steps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * STEPS * BLOCK + tl.arange(0, BLOCK)
+    ids = chunk * steps * BLOCK + tl.arange(0, BLOCK)
     logits += row * vocabulary
     best = tl.load(logits + ids, ids < vocabulary, other=-float("inf")).to(tl.float32)
     best_ids = ids
-    for _ in range(1, STEPS):
+    for _ in range(1, steps):
         ids += BLOCK
         x = tl.load(logits + ids, ids < vocabulary, other=-float("inf")).to(tl.float32)
         # Greater, or the first NaN; what is equal comes later and stays out.
         better = (x > best) | ((x != x) & (best == best))
         best = tl.where(better, x, best)
         best_ids = tl.where(better, ids, best_ids)
-    tl.store(partials + row * CHUNKS + chunk, tl.max(pack(best, best_ids), 0))
+    tl.store(partials + row * chunks + chunk, tl.max(pack(best, best_ids), 0))
 
 
 @triton.jit
 def _commit_kernel(
-    partials,  # int64 [B * N, CHUNKS] of _argmax_kernel, or the chosen tokens [B, N] where CHUNKS is 0
-    sound,  # bool [B], only where CHUNKS is 0
+    partials,  # int64 [B * N, chunks] of _argmax_kernel, or the chosen tokens [B, N] where BLOCK_CHUNKS is 0
+    sound,  # bool [B, N], only where BLOCK_CHUNKS is 0
     drafts,
     drafted,
     accepted,
@@ -71,9 +69,9 @@ def _commit_kernel(
     rows,
     packed,
     width,
+    chunks,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     GIVEN: tl.constexpr,  # `accepted` is an input
     WHOLE: tl.constexpr,  # of simulation_of
@@ -85,17 +83,17 @@ def _commit_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_N)
-    if CHUNKS:
+    if BLOCK_CHUNKS:
         chunk = tl.arange(0, BLOCK_CHUNKS)
-        inside = (place < N)[:, None] & (chunk < CHUNKS)[None, :]
-        at = (sequence * N + place)[:, None] * CHUNKS + chunk[None, :]
+        inside = (place < N)[:, None] & (chunk < chunks)[None, :]
+        at = (sequence * N + place)[:, None] * chunks + chunk[None, :]
         best = tl.max(tl.load(partials + at, inside, other=-(1 << 63)), 1)
         x, chosen = unpack(best)
         finite = (tl.abs(x) < float("inf")) | (place >= N)
         is_sound = tl.min(finite.to(tl.int64), 0)
     else:
         chosen = tl.load(partials + sequence * N + place, place < N, other=0)
-        is_sound = tl.load(sound + sequence).to(tl.int64)
+        is_sound = tl.min(tl.load(sound + sequence * N + place, place < N, other=1).to(tl.int64), 0)
 
     row = tl.load(rows + sequence)
     length = tl.load(lengths + row)
@@ -130,8 +128,8 @@ def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
         logits,
         partials,
         vocabulary,
-        CHUNKS=chunks,
-        STEPS=steps,
+        chunks,
+        steps,
         BLOCK=_BLOCK,
         PDL=logits.is_cuda,
         launch_pdl=logits.is_cuda,
@@ -174,7 +172,7 @@ def commit(
     simulate: float | None = None,
     seeds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same for tokens chosen already, int64 [B, N], with sound [B] (bool or int64).
+    """The same for tokens chosen already, int64 [B, N], from logits that are sound bool [B, N].
 
     accepted int64 [B]: how many drafts stay, where a rule other than "equal to what was chosen" has said so.
     """
@@ -210,10 +208,10 @@ def _commit(
         rows,
         packed,
         tokens.shape[1],
+        chunks,
         N=n,
         BLOCK_N=triton.next_power_of_2(n),
-        CHUNKS=chunks,
-        BLOCK_CHUNKS=triton.next_power_of_2(max(1, chunks)),
+        BLOCK_CHUNKS=triton.next_power_of_2(chunks) if chunks else 0,
         GIVEN=accepted is not None,
         WHOLE=whole,
         MORE=more,
