@@ -26,6 +26,7 @@ from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.metrics import RunRecord, emitted_histogram, summarize
+from specbatch.models.config import ModelConfig
 from specbatch.models.loader import Loader, weight_bytes
 from specbatch.prefill import PromptPass
 from specbatch.request import Completion, Request, SamplingParams
@@ -48,18 +49,30 @@ class StreamEvent:
 
 
 class Engine:
-    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load."""
+    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load.
 
-    def __init__(self, config: EngineConfig, *, log: Callable[[str], None] | None = None) -> None:
+    `weights_of`: an open engine whose target weights are used in place of a copy of one's own.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log: Callable[[str], None] | None = None,
+        weights_of: Engine | None = None,
+    ) -> None:
         self.config = config
         say = log or (lambda line: None)
-        self.device = _device(config.device)
+        self.device = find_device(config.device)
         target = weights.open_checkpoint(
             config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
         )
         self.tokenizer = target.tokenizer()
         dtype = _dtype(config.dtype, target.config.dtype, self.device)
-        say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {self.device}; {target.config.rope}")
+        if weights_of is not None:
+            weights_of._check_sharing(config, dtype, self.device)
+        shared = "" if weights_of is None else ", weights shared"
+        say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {self.device}{shared}; {target.config.rope}")
         draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
         rows = config.speculation.drafted + 1
         plan = plan_memory(
@@ -67,7 +80,7 @@ class Engine:
             free=available_memory(self.device),
             on_cpu=self.device.type == "cpu",
             model_len=min(target.config.max_position, draft.config.max_position),
-            weights=weight_bytes(target.config, dtype, self.device),
+            weights=0 if weights_of is not None else weight_bytes(target.config, dtype, self.device),
             draft_weights=weight_bytes(draft.weights, dtype, self.device) if draft.weights else 0,
             page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, dtype)
             + bytes_per_page(draft.config, draft.kv_layers, config.page_size, dtype),
@@ -80,7 +93,9 @@ class Engine:
 
         width = reach_of(plan.max_model_len, rows) + 1
         loader = Loader(dtype, self.device, width, plan.kv_pages, config.page_size)
-        model = loader.model(target)
+        self._model = model = (
+            loader.model(target) if weights_of is None else weights_of._model.with_positions(loader.max_positions)
+        )
         cache = loader.cache(model)
         drafter = draft.build(model, loader)
         batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), self.device)
@@ -122,6 +137,7 @@ class Engine:
         self._events: list[StreamEvent] = []
         self._state = "ready"  # or "busy" while a stream is open, or "closed"
         self._trusted = True
+        self.model_config: ModelConfig = target.config
         self._vocabulary = target.config.vocab_size
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
@@ -232,7 +248,7 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
-        del self._runner, self._schedule
+        del self._runner, self._schedule, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -250,6 +266,18 @@ class Engine:
         if self._state == "closed":
             raise SpecbatchError("the engine is closed: build a new one")
         raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+
+    def _check_sharing(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Refuse to lend the weights to an engine that asks for others."""
+        if self._state == "closed":
+            raise refuse("weights_of", "a closed engine", "share the weights of an open one")
+        if (dtype, device) != (self._model.dtype, self._model.device):
+            works = f"the weights are {_name(self._model.dtype)} on {self._model.device}; ask for the same"
+            raise refuse("weights_of", f"{_name(dtype)} on {device}", works)
+        for name in ("model", "load_format", "seed"):
+            if getattr(config, name) != getattr(self.config, name):
+                works = f"the weights are those of {name}={getattr(self.config, name)!r}; ask for the same"
+                raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
 
     def _take_events(self) -> list[StreamEvent]:
         events, self._events = self._events, []
@@ -322,7 +350,8 @@ class Engine:
         self._active.pop(request.index, None)
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device that `name` (auto, cpu, cuda, cuda:N) means here; refused where there is none such."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda"):

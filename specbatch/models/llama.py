@@ -74,16 +74,29 @@ class Llama:
             self.layers: tuple[Layer, ...] = tuple(pool.map(layer, range(config.num_layers)))
         self.norm = fetch("model.norm.weight")
         self.head = Linear(self.embedding if config.tie_embeddings else fetch("lm_head.weight"))
-        cos, sin = rope_table(config.rope.inverse_frequencies(), max_positions, config.rope.attention_factor)
-        self._cos = cos.to(device=device, dtype=dtype)
-        self._sin = sin.to(device=device, dtype=dtype)
+        self._cos, self._sin = self._rope_tables(max_positions)
+
+    def _rope_tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rope = self.config.rope
+        cos, sin = rope_table(rope.inverse_frequencies(), positions, rope.attention_factor)
+        return cos.to(device=self.device, dtype=self.dtype), sin.to(device=self.device, dtype=self.dtype)
+
+    def with_positions(self, count: int) -> Llama:
+        """The same model for positions 0..count-1, sharing every weight."""
+        view = self._view()
+        view._cos, view._sin = self._rope_tables(count)
+        return view
 
     def without(self, skipped: Iterable[int]) -> Llama:
         """The same model with layers left out, sharing every weight: a draft that costs no memory but its KV."""
         gone = set(skipped)
+        view = self._view()
+        view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
+        return view
+
+    def _view(self) -> Llama:
         view = object.__new__(Llama)
         view.__dict__.update(self.__dict__)
-        view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
         return view
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
