@@ -22,7 +22,7 @@ from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.models.llama import token_bytes
+from specbatch.models.llama import Llama, token_bytes
 from specbatch.models.loader import Loader, weight_bytes
 from specbatch.prefill import PromptPass
 from specbatch.progress import Report
@@ -40,7 +40,7 @@ class Parts:
 
     device: torch.device
     tokenizer: Tokenizer
-    vocabulary: int
+    model: Llama
     plan: MemoryPlan
     caps: dict[str, Any]
     scheduler: Scheduler
@@ -48,27 +48,39 @@ class Parts:
     forwards: dict[str, Forward]
 
 
-def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens) -> Parts:
-    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit."""
+def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Llama | None = None) -> Parts:
+    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit.
+
+    shared: the target as another engine has loaded it.
+    """
     device = _device(config)
     target = weights.open_checkpoint(
         config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
     )
     dtype = _dtype(config.dtype, target.config.dtype, device)
-    say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {device}; {target.config.rope}")
+    if shared is not None and (dtype, device) != (shared.dtype, shared.device):
+        works = f"the weights are {_name(shared.dtype)} on {shared.device}; ask for the same"
+        raise refuse("weights_of", f"{_name(dtype)} on {device}", works)
+    sharing = "" if shared is None else ", weights shared"
+    say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {device}{sharing}; {target.config.rope}")
     draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
-    plan = _plan(config, target, draft, dtype, device)
+    plan = _plan(config, target, draft, dtype, device, shared is not None)
     say(f"speculation: {config.speculation}")
     for line in plan.lines():
         say(line)
     try:
-        return _assemble(config, target, draft, plan, dtype, device, say, report, on_tokens)
+        return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
 
 
 def _plan(
-    config: EngineConfig, target: Checkpoint, draft: DraftPlan, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    target: Checkpoint,
+    draft: DraftPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_shared: bool,
 ) -> MemoryPlan:
     kv_dtype = _kv_dtype(config, dtype)
     return plan_memory(
@@ -76,7 +88,7 @@ def _plan(
         free=available_memory(device),
         on_cpu=device.type == "cpu",
         model_len=min(target.config.max_position, draft.config.max_position),
-        weights=weight_bytes(target.config, dtype, device),
+        weights=0 if is_shared else weight_bytes(target.config, dtype, device),
         draft_weights=weight_bytes(draft.weights, dtype, device) if draft.weights else 0,
         page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
@@ -95,6 +107,7 @@ def _plan(
 def _assemble(
     config: EngineConfig,
     target: Checkpoint,
+    shared: Llama | None,
     draft: DraftPlan,
     plan: MemoryPlan,
     dtype: torch.dtype,
@@ -117,7 +130,7 @@ def _assemble(
         chunk=config.prefill_chunk,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
-    model = loader.model(target)
+    model = loader.model(target) if shared is None else shared.with_positions(width)
     forward, cache = loader.target(model)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
@@ -162,7 +175,7 @@ def _assemble(
     return Parts(
         device=device,
         tokenizer=target.tokenizer(),
-        vocabulary=target.config.vocab_size,
+        model=model,
         plan=plan,
         caps=caps,
         scheduler=scheduler,

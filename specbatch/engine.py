@@ -17,6 +17,7 @@ from specbatch.build import Say, build
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.metrics import RunRecord, emitted_histogram, summarize
+from specbatch.models.config import ModelConfig
 from specbatch.progress import Report
 from specbatch.request import Completion, Request, SamplingParams
 from specbatch.runner import Counters
@@ -37,17 +38,36 @@ class StreamEvent:
 
 
 class Engine:
-    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load."""
+    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load.
 
-    def __init__(self, config: EngineConfig, *, log: Say | None = None, report: Report | None = None) -> None:
-        """`report` hears of the progress in recording graphs."""
+    `report` hears of the progress in recording graphs. `weights_of`: an open engine whose target weights are used in
+    place of a copy of one's own.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log: Say | None = None,
+        report: Report | None = None,
+        weights_of: Engine | None = None,
+    ) -> None:
         self.config = config
-        parts = build(config, log or (lambda line: None), report or (lambda done, total: None), self._on_tokens)
+        if weights_of is not None:
+            weights_of._check_sharing(config)
+        parts = build(
+            config,
+            log or (lambda line: None),
+            report or (lambda done, total: None),
+            self._on_tokens,
+            shared=None if weights_of is None else weights_of._model,
+        )
         self.device = parts.device
         self.tokenizer = parts.tokenizer
         self.plan = parts.plan
         self.caps = parts.caps
-        self._vocabulary = parts.vocabulary
+        self.model_config: ModelConfig = parts.model.config
+        self._model = parts.model
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._forwards = parts.forwards
@@ -173,7 +193,7 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
-        del self._runner, self._schedule, self._forwards
+        del self._runner, self._schedule, self._forwards, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -191,6 +211,15 @@ class Engine:
         if self._state == "closed":
             raise SpecbatchError("the engine is closed: build a new one")
         raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+
+    def _check_sharing(self, config: EngineConfig) -> None:
+        """Refuse to lend the weights to an engine that asks for others."""
+        if self._state == "closed":
+            raise refuse("weights_of", "a closed engine", "share the weights of an open one")
+        for name in ("model", "load_format", "seed"):
+            if getattr(config, name) != getattr(self.config, name):
+                works = f"the weights are those of {name}={getattr(self.config, name)!r}; ask for the same"
+                raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
 
     def _take_events(self) -> list[StreamEvent]:
         events, self._events = self._events, []
@@ -227,9 +256,11 @@ class Engine:
 
     def _check(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         self._scheduler.check(len(tokens), params.max_new_tokens, index)
-        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+        wrong = [token for token in tokens if not 0 <= token < self.model_config.vocab_size]
         if wrong:
-            raise refuse(f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self._vocabulary - 1}")
+            raise refuse(
+                f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
+            )
 
     def _submit(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         now = time.perf_counter()

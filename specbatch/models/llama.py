@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -78,20 +78,30 @@ class Llama:
         self.dtype = dtype
         self.device = device
         eps = config.rms_norm_eps
-        table = rope_table(config.rope.inverse_frequencies(), max_positions, config.rope.attention_factor)
-        cos, sin = (item.to(device=device, dtype=dtype) for item in table)
+        cos, sin = _rope_tables(config, max_positions, dtype, device)
         self.embedding = fetch("model.embed_tokens.weight")
         with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
             self.layers: tuple[Layer, ...] = tuple(pool.map(layer, range(config.num_layers)))
         self.norm = Norm(fetch("model.norm.weight"), eps)
         self.head = Linear(self.embedding if config.tie_embeddings else fetch("lm_head.weight"))
 
+    def with_positions(self, count: int) -> Llama:
+        """The same model for positions 0..count-1, sharing every weight."""
+        view = self._view()
+        cos, sin = _rope_tables(self.config, count, self.dtype, self.device)
+        view.layers = tuple(replace(layer, heads=replace(layer.heads, cos=cos, sin=sin)) for layer in self.layers)
+        return view
+
     def without(self, skipped: Iterable[int]) -> Llama:
         """The same model with layers left out, sharing every weight: a draft that costs no memory but its KV."""
         gone = set(skipped)
+        view = self._view()
+        view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
+        return view
+
+    def _view(self) -> Llama:
         view = object.__new__(Llama)
         view.__dict__.update(self.__dict__)
-        view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
         return view
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
@@ -126,6 +136,14 @@ class Llama:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size], in the model's type."""
         return self.head(hidden)
+
+
+def _rope_tables(
+    config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rope = config.rope
+    cos, sin = rope_table(rope.inverse_frequencies(), positions, rope.attention_factor)
+    return cos.to(device=device, dtype=dtype), sin.to(device=device, dtype=dtype)
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
