@@ -103,7 +103,7 @@ class _Triton:
     ) -> torch.Tensor:  # fmt: skip
         from specbatch.kernels.prefill_attention import prefill_attention
 
-        return prefill_attention(q, k_cache, v_cache, spans, window)
+        return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new)
 
 
 class _Torch:

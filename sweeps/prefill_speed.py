@@ -61,20 +61,20 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 5) -> flo
 class Prompt:
     """Random queries, keys and values of some spans, all in the cache already."""
 
-    def __init__(self, spans: list[tuple[int, int]]) -> None:
+    def __init__(self, spans: list[tuple[int, int]], page: int = PAGE) -> None:
         starts, ends = map(list, zip(*spans, strict=True))
-        pages = [math.ceil(end / PAGE) for end in ends]
+        pages = [math.ceil(end / page) for end in ends]
         order = (torch.randperm(sum(pages)) + 1).split(pages)
         table = torch.zeros(len(spans) + 1, max(pages), dtype=torch.int64)
         for row, owned in enumerate(order, 1):
             table[row, : len(owned)] = owned
         rows = list(range(1, len(spans) + 1))
-        self.spans = Spans(starts, ends, rows, table.cuda(), PAGE)
+        self.spans = Spans(starts, ends, rows, table.cuda(), page)
         total = self.spans.offsets[-1]
-        shape = (sum(pages) + 1, PAGE, KV, DIM)
+        shape = (sum(pages) + 1, page, KV, DIM)
         self.k_cache, self.v_cache = (random_(*shape) for _ in range(2))
         self.q, self.k, self.v = random_(total, HEADS, DIM), random_(total, KV, DIM), random_(total, KV, DIM)
-        self.flop = sum(2 * HEADS * DIM * (end * (end + 1) - start * (start + 1)) for start, end in spans)
+        self.flop = 4 * DIM * HEADS * self.spans.scores
 
     def run(self, backend: PrefillAttention) -> torch.Tensor:
         return backend(self.q, self.k, self.v, self.k_cache, self.v_cache, self.spans)
