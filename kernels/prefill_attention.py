@@ -123,7 +123,8 @@ def _processors(device: torch.device) -> int:
 def _attend(
     q, keys, values, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    SOURCE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """SOURCE of keys and values: "slots", gathered from the caches; "pages", bulk copies of (parts of) pages; "rows",
     bulk copies of those of the pass itself."""
