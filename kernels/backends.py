@@ -10,6 +10,7 @@ flash-attn and flashinfer are written from their documentation (flash-attn 2.8, 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -67,7 +68,7 @@ def prefill_backend(
     if name == "flashinfer":
         if head_dim not in (64, 128, 256):
             raise refuse(setting, name, f"has no heads of {head_dim}, only 64, 128, 256; use triton, torch or auto")
-        return _FlashInfer(_installed("flashinfer", name, setting), device)
+        return _FlashInfer(_installed("flashinfer", name, setting))
     if head_dim > 256 or head_dim % 8:
         raise refuse(
             setting, name, f"takes heads of up to 256 in steps of 8, not {head_dim}; use triton, torch or auto"
@@ -103,7 +104,7 @@ class _Triton:
     ) -> torch.Tensor:  # fmt: skip
         from specbatch.kernels.prefill_attention import prefill_attention
 
-        return prefill_attention(q, k_cache, v_cache, spans, window)
+        return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new)
 
 
 class _Torch:
@@ -115,18 +116,19 @@ class _Torch:
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
     ) -> torch.Tensor:  # fmt: skip
-        if q.device.type == "cuda" and q.dtype in HALVES:
+        if q.device.type == "cuda" and q.dtype in HALVES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
             out: torch.Tensor = torch.ops.aten._flash_attention_forward(
                 q, _packed(q, k_new, k_cache, spans), _packed(q, v_new, v_cache, spans),
                 spans.query_bounds, spans.key_bounds, max(spans.counts), max(spans.ends), 0.0, True, False,
                 window_size_left=window - 1 if window else None, window_size_right=0 if window else None,
             )[0]  # fmt: skip
             return out
-        parts = []
-        exact = SDPBackend.MATH if q.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
-        for rows, row, start, end in zip(q.split(spans.counts), spans.rows, spans.starts, spans.ends, strict=True):
-            pages = spans.page_table[row, : -(-end // spans.page_size)]
-            with sdpa_kernel([exact, SDPBackend.MATH]):
+        parts: list[torch.Tensor] = []
+        # On a GPU the fused kernels may round float32 to tf32; on a CPU they do not.
+        allowed = sdpa_kernel(SDPBackend.MATH) if q.device.type == "cuda" else nullcontext()
+        with allowed:
+            for rows, row, start, end in zip(q.split(spans.counts), spans.rows, spans.starts, spans.ends, strict=True):
+                pages = spans.page_table[row, : -(-end // spans.page_size)]
                 parts.append(prefill_attention_ref(rows, k_cache, v_cache, pages, start, window))
         return torch.cat(parts)
 
@@ -157,9 +159,9 @@ class _FlashInfer:
     name = "flashinfer"
     WORKSPACE = 128 << 20  # bytes, as its documentation advises
 
-    def __init__(self, module: Any, device: torch.device) -> None:
-        workspace = torch.empty(self.WORKSPACE, dtype=torch.uint8, device=device)
-        self._wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._wrapper: Any = None
         self._planned: tuple[Spans, int] | None = None
 
     def __call__(
@@ -173,6 +175,9 @@ class _FlashInfer:
         return out
 
     def _plan(self, q: torch.Tensor, k_cache: torch.Tensor, spans: Spans, window: int) -> None:
+        if self._wrapper is None:
+            workspace = torch.empty(self.WORKSPACE, dtype=torch.uint8, device=q.device)
+            self._wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         size = spans.page_size
         counts = [-(-end // size) for end in spans.ends]
         pages = torch.cat([spans.page_table[row, :count] for row, count in zip(spans.rows, counts, strict=True)])

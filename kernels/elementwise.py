@@ -30,7 +30,7 @@ def silu_product(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
     """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], computed in float32 and rounded once."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
-    block = min(triton.next_power_of_2(width), 2048)
+    block = min(triton.next_power_of_2(width), PROGRAM // 2)
     grid = (triton.cdiv(width, block), rows)
     _silu_product[grid](gate_up, y, width, BLOCK=block, PDL=pdl, num_warps=_warps(block), **_launch(pdl))
     return y
@@ -59,7 +59,7 @@ def split_heads(
     _split_heads[(triton.cdiv(lines, tile),)](
         qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_new,
         lines, heads.eps, COUNT=heads.count, KV=heads.kv, DIM=dim, NORM=heads.q_norm is not None,
-        KEEP=k_new is not None, TILE=tile, HALF=half, PDL=pdl, num_warps=4, **_launch(pdl),
+        KEEP=k_new is not None, TILE=tile, HALF=half, PDL=pdl, num_warps=_warps(tile * 2 * half), **_launch(pdl),
     )  # fmt: skip
     return q
 

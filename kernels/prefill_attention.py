@@ -14,12 +14,14 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.spans import Spans
 
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
-PROGRAMS = 1  # for each processor, that keys are split for
+PROGRAMS = 2  # for each processor; with fewer tiles than that, keys are split
+FEW_SCORES = 200_000  # for each processor; with fewer, small tiles spread better
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,18 @@ class Tiling:
     registers: int | None = None
 
 
-def tiling(dtype: torch.dtype, dim: int) -> Tiling:
-    """What was fastest on an H200 (`sweeps/prefill_speed.py`) for heads of 128; others by what registers allow."""
+def tiling(dtype: torch.dtype, dim: int, few: bool, bulk: bool) -> Tiling:
+    """What was fastest on an H200 (`sweeps/prefill_speed.py`) for heads of 128; others by what registers allow.
+
+    `few` scores want small tiles; `bulk` copies need one stage less, since no page is looked up a stage ahead.
+    """
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 1) if dim > 64 else Tiling(64, 32, 4, 2)
     if dim > 128:
         return Tiling(64, 32, 4, 2)
-    return Tiling(128, 64, 8, 3)
+    stages = 2 if bulk else 3
+    # With 128 registers two programs share a processor: one's products hide the other's exponentials.
+    return Tiling(64, 64, 4, stages) if few else Tiling(128, 64, 8, stages, 128)
 
 
 def prefill_attention(
@@ -48,31 +55,48 @@ def prefill_attention(
     v_cache: torch.Tensor,
     spans: Spans,
     window: int = 0,
+    k_new: torch.Tensor | None = None,
+    v_new: torch.Tensor | None = None,
     tile: Tiling | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim] over the caches [pages, page_size, kv, dim], which hold all keys already.
 
-    `window`: a query sees that many keys, itself included; 0 is all. The caches may be float8_e4m3fn. float32 is
-    exact (no tf32). Returns [T, heads, dim].
+    `window`: a query sees that many keys, itself included; 0 is all. k_new, v_new [T, kv, dim]: the keys and values of
+    these very T tokens, read instead of the caches where no span has a prefix. The caches may be float8_e4m3fn. float32
+    is exact (no tf32). What lies in a last page behind its sequence must be finite. Returns [T, heads, dim].
     """
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv
-    tile = tile or tiling(q.dtype, dim)
+    block = max(16, triton.next_power_of_2(dim))
+    processors = _processors(q.device)
+    few = spans.scores * heads < FEW_SCORES * processors
+    keys, values, source = k_cache, v_cache, "slots"
+    if dim == block and k_cache.dtype == q.dtype and q.dtype != torch.float32 and _has_bulk_copies(q.device):
+        tile = tile or tiling(q.dtype, dim, few, bulk=True)
+        if spans.fresh and k_new is not None and v_new is not None:
+            source = "rows"
+            keys, values = (TensorDescriptor.from_tensor(x.flatten(1), [tile.keys, dim]) for x in (k_new, v_new))
+        elif spans.page_size % tile.keys == 0:
+            source = "pages"
+            keys, values = (
+                TensorDescriptor.from_tensor(x.view(-1, kv * dim), [tile.keys, dim]) for x in (k_cache, v_cache)
+            )
+    if source == "slots":
+        tile = tile or tiling(q.dtype, dim, few, bulk=False)
     tokens = max(1, tile.queries // group)
     tiles = spans.tiles(tokens)
+    longest = min(max(spans.ends), window + tokens) if window else max(spans.ends)
+    splits = max(1, min(PROGRAMS * processors // (len(tiles) * kv), longest // SPLIT_KEYS))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    span = min(max(spans.ends), window + tokens) if window else max(spans.ends)
-    splits = max(1, min(PROGRAMS * _processors(q.device) // (len(tiles) * kv), span // SPLIT_KEYS))
     partial, lse = out, out
     if splits > 1:
         partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, total, heads, dtype=torch.float32, device=q.device)
-    block = max(16, triton.next_power_of_2(dim))
     _attend[(kv, len(tiles), splits)](
-        q, k_cache, v_cache, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
+        q, keys, values, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
         spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
-        GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=spans.page_size, WINDOW=window,
+        GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=spans.page_size, SOURCE=source, WINDOW=window,
         TOKENS=tokens, QUERIES=max(tile.queries, triton.next_power_of_2(group)), KEYS=tile.keys, SPLIT=splits > 1,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
@@ -85,16 +109,25 @@ def prefill_attention(
 
 
 @cache
+def _has_bulk_copies(device: torch.device) -> bool:
+    """Can it copy a tile by one instruction (Hopper's TMA and its like)?"""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
+    q, keys, values, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
+    """SOURCE of keys and values: "slots", gathered from the caches; "pages", bulk copies of (parts of) pages; "rows",
+    bulk copies of those of the pass itself."""
     head = tl.program_id(0)
     part = tl.program_id(2)
     span = tl.load(tiles + 2 * tl.program_id(1))
@@ -128,19 +161,25 @@ def _attend(
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    k_head = k_cache + head * DIM + column[None, :]
-    v_head = v_cache + head * DIM + column[None, :]
     for at in tl.range(low, high, KEYS):
         key = at + tl.arange(0, KEYS)
-        held = tl.minimum(key, high - 1)  # in the last block some keys repeat the last one, out of every row's sight
-        slot = tl.load(pages + held // PAGE) * PAGE + held % PAGE
-        place = (slot * (KV * DIM))[:, None]
-        if DIM < BLOCK_D:
-            k = tl.load(k_head + place, mask=(column < DIM)[None, :], other=0.0)
-            v = tl.load(v_head + place, mask=(column < DIM)[None, :], other=0.0)
+        if SOURCE == "slots":
+            held = tl.minimum(key, high - 1)  # the last block repeats the last key, out of every row's sight
+            slot = tl.load(pages + held // PAGE) * PAGE + held % PAGE
+            place = (slot * (KV * DIM) + head * DIM)[:, None] + column[None, :]
+            if DIM < BLOCK_D:
+                k = tl.load(keys + place, mask=(column < DIM)[None, :], other=0.0)
+                v = tl.load(values + place, mask=(column < DIM)[None, :], other=0.0)
+            else:
+                k = tl.load(keys + place)
+                v = tl.load(values + place)
         else:
-            k = tl.load(k_head + place)
-            v = tl.load(v_head + place)
+            if SOURCE == "pages":
+                line = (tl.load(pages + at // PAGE) * PAGE + at % PAGE).to(tl.int32)
+            else:
+                line = offset.to(tl.int32) + at
+            k = keys.load([line, head * DIM])
+            v = values.load([line, head * DIM])
         scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee")
         if (at + KEYS > full) | (at < plain):
             visible = key[None, :] <= position[:, None]

@@ -26,6 +26,7 @@ class Spans:
         self.fresh = not any(starts)  # no span has a prefix: the keys are those of this very pass
         # int64 [4, S + 1]: starts, ends, rows, offsets; the first three end in a column without meaning.
         self.table = upload([[*starts, 0], [*ends, 0], [*rows, 0], self.offsets], page_table.device)
+        self.scores = sum(end * (end + 1) - start * (start + 1) for start, end in zip(starts, ends, strict=True)) // 2
         self._tiles: dict[int, torch.Tensor] = {}
 
     def tiles(self, tokens: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -21,12 +22,12 @@ from tabulate import tabulate
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
 from specbatch.kernels.elementwise import rms_norm, silu_product, split_heads
 from specbatch.kernels.heads import Heads
-from specbatch.kernels.norm import rms_norm_ref
 from specbatch.kernels.spans import Spans
 
 HEADS, KV, DIM, HIDDEN, MLP, PAGE = 32, 8, 128, 4096, 12288, 16
+WIDTH = (HEADS + 2 * KV) * DIM
 LAYERS = 36
-PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate up": (24576, 4096), "down": (4096, 12288)}
+PRODUCTS = {"qkv": (WIDTH, HIDDEN), "o": (HIDDEN, HEADS * DIM), "gate up": (2 * MLP, HIDDEN), "down": (HIDDEN, MLP)}
 PROMPTS = {
     **{f"{count}": [(0, count)] for count in (128, 512, 1024, 2048, 8192)},
     "8 x 1024": [(0, 1024)] * 8,
@@ -61,20 +62,20 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 5) -> flo
 class Prompt:
     """Random queries, keys and values of some spans, all in the cache already."""
 
-    def __init__(self, spans: list[tuple[int, int]]) -> None:
+    def __init__(self, spans: list[tuple[int, int]], page: int = PAGE) -> None:
         starts, ends = map(list, zip(*spans, strict=True))
-        pages = [math.ceil(end / PAGE) for end in ends]
+        pages = [math.ceil(end / page) for end in ends]
         order = (torch.randperm(sum(pages)) + 1).split(pages)
         table = torch.zeros(len(spans) + 1, max(pages), dtype=torch.int64)
         for row, owned in enumerate(order, 1):
             table[row, : len(owned)] = owned
         rows = list(range(1, len(spans) + 1))
-        self.spans = Spans(starts, ends, rows, table.cuda(), PAGE)
+        self.spans = Spans(starts, ends, rows, table.cuda(), page)
         total = self.spans.offsets[-1]
-        shape = (sum(pages) + 1, PAGE, KV, DIM)
+        shape = (sum(pages) + 1, page, KV, DIM)
         self.k_cache, self.v_cache = (random_(*shape) for _ in range(2))
         self.q, self.k, self.v = random_(total, HEADS, DIM), random_(total, KV, DIM), random_(total, KV, DIM)
-        self.flop = sum(2 * HEADS * DIM * (end * (end + 1) - start * (start + 1)) for start, end in spans)
+        self.flop = 4 * DIM * HEADS * self.spans.scores
 
     def run(self, backend: PrefillAttention) -> torch.Tensor:
         return backend(self.q, self.k, self.v, self.k_cache, self.v_cache, self.spans)
@@ -91,7 +92,7 @@ def attention(names: Sequence[str]) -> Rows:
         row: dict[str, object] = {"tokens": title}
         for name in names:
             backend = prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
-            time_us = microseconds([lambda p=prompt, b=backend: p.run(b) for prompt in prompts])
+            time_us = microseconds([partial(prompt.run, backend) for prompt in prompts])
             row |= {f"{name} us": round(time_us, 1), f"{name} TFLOP/s": round(prompts[0].flop / time_us / 1e6)}
         rows.append(row)
     return rows
@@ -115,54 +116,86 @@ def new_lengths(names: Sequence[str]) -> Rows:
 
 
 def elementwise() -> Rows:
-    rows: Rows = []
-    cos, sin = (random_(16384, DIM) for _ in range(2))
-    heads = Heads(HEADS, KV, DIM, random_(DIM), random_(DIM), 1e-6, cos, sin)
+    return [_elementwise(count) for count in (128, 1024, 8192)]
+
+
+def _elementwise(count: int) -> dict[str, object]:
+    copies = max(2, math.ceil(2**27 / (count * 2 * MLP * 2)))
     weight = random_(HIDDEN)
-    for count in (128, 1024, 8192):
-        copies = max(2, math.ceil(2**27 / (count * 2 * MLP * 2)))
-        xs = [random_(count, HIDDEN) for _ in range(copies)]
-        ups = [random_(count, 2 * MLP) for _ in range(copies)]
-        qkvs = [random_(count, (HEADS + 2 * KV) * DIM) for _ in range(copies)]
-        caches = [random_(count // PAGE + 1, PAGE, KV, DIM) for _ in range(2)]
-        positions = torch.arange(count, device="cuda")
-        slots = positions + PAGE
-        calls = {
-            "rms_norm": ([lambda x=x: rms_norm(x, weight, 1e-6) for x in xs], 2 * xs[0].nbytes),
-            "rms_norm_ref": ([lambda x=x: rms_norm_ref(x, weight, 1e-6) for x in xs], 2 * xs[0].nbytes),
-            "F.rms_norm": ([lambda x=x: F.rms_norm(x, (HIDDEN,), weight, 1e-6) for x in xs], 2 * xs[0].nbytes),
-            "silu_product": ([lambda u=u: silu_product(u) for u in ups], ups[0].nbytes * 3 // 2),
-            "split_heads": (
-                [lambda x=x: split_heads(x, heads, positions, slots, caches[0], caches[1]) for x in qkvs],
-                2 * qkvs[0].nbytes,
-            ),
-        }
-        row: dict[str, object] = {"rows": count}
-        for name, (each, size) in calls.items():
-            time_us = microseconds(each)
-            row |= {f"{name} us": round(time_us, 2), f"{name} GB/s": round(size / time_us / 1e3)}
-        rows.append(row)
-    return rows
+    heads = make_heads()
+    caches = [random_(count // PAGE + 1, PAGE, KV, DIM) for _ in range(2)]
+    positions = torch.arange(count, device="cuda")
+    work: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int, float]] = {  # width, bytes moved per byte read
+        "rms_norm": (lambda x: rms_norm(x, weight, 1e-6), HIDDEN, 2),
+        "F.rms_norm": (lambda x: F.rms_norm(x, (HIDDEN,), weight, 1e-6), HIDDEN, 2),
+        "silu_product": (silu_product, 2 * MLP, 1.5),
+        "split_heads": (lambda x: split_heads(x, heads, positions, positions + PAGE, *caches), WIDTH, 2),
+    }
+    row: dict[str, object] = {"rows": count}
+    for name, (call, width, moved) in work.items():
+        inputs = [random_(count, width) for _ in range(copies)]
+        time_us = microseconds([partial(call, x) for x in inputs])
+        row |= {f"{name} us": round(time_us, 2), f"{name} GB/s": round(moved * inputs[0].nbytes / time_us / 1e3)}
+    return row
 
 
 def products() -> Rows:
     """F.linear, with its sum with a residual in a kernel of its own and in the product's epilogue."""
+    return [_product(name, rows) for name in PRODUCTS for rows in (128, 256, 512, 1024, 2048, 8192)]
+
+
+def _product(name: str, rows: int) -> dict[str, object]:
+    out, inner = PRODUCTS[name]
+    weights = [random_(out, inner) / 64 for _ in range(4)]
+    x, residual = random_(rows, inner), random_(rows, out)
+
+    def each(call: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        return microseconds([partial(call, weight) for weight in weights])
+
+    time_us = each(lambda w: F.linear(x, w))
+    row: dict[str, object] = {"product": name, "rows": rows, "linear us": round(time_us, 1)}
+    row["TFLOP/s"] = round(2 * rows * out * inner / time_us / 1e6)
+    if out == HIDDEN:
+        row["linear + residual us"] = round(each(lambda w: residual + F.linear(x, w)), 1)
+        row["addmm us"] = round(each(lambda w: torch.addmm(residual, x, w.t())), 1)
+        row["addmm_ us"] = round(each(lambda w: residual.addmm_(x, w.t())), 1)
+    return row
+
+
+def passes() -> Rows:
+    """All layers of one prompt's prefill in a single graph: what TTFT cannot beat with these pieces (without head)."""
+    layers = [[random_(*shape) / 64 for shape in PRODUCTS.values()] for _ in range(LAYERS)]
+    weight = random_(HIDDEN)
+    heads = make_heads()
     rows: Rows = []
-    for name, (out, inner) in PRODUCTS.items():
-        weights = [random_(out, inner) / 64 for _ in range(3)]
-        for count in (128, 256, 512, 1024, 2048, 8192):
-            x = random_(count, inner)
-            time_us = microseconds([lambda w=w: F.linear(x, w) for w in weights * 2])
-            row: dict[str, object] = {"product": name, "rows": count, "linear us": round(time_us, 1)}
-            row["TFLOP/s"] = round(2 * count * out * inner / time_us / 1e6)
-            if out == HIDDEN:
-                residual = random_(count, out)
-                row["+ residual us"] = round(microseconds([lambda w=w: residual + F.linear(x, w) for w in weights]), 1)
-                row["addmm us"] = round(microseconds([lambda w=w: torch.addmm(residual, x, w.t()) for w in weights]), 1)
-                row["addmm_ us"] = round(microseconds([lambda w=w: residual.addmm_(x, w.t()) for w in weights]), 1)
-                residual.zero_()
-            rows.append(row)
+    for count in (128, 512, 1024, 2048, 8192):
+        prompt = Prompt([(0, count)])
+        positions = torch.arange(count, device="cuda")
+        slots = prompt.spans.key_slots
+        hidden = random_(count, HIDDEN)
+
+        def forward(name: str, pdl: bool, prompt=prompt, positions=positions, slots=slots, hidden=hidden) -> None:
+            backend = prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
+            x = hidden.clone()
+            for qkv, out, gate_up, down in layers:
+                split = F.linear(rms_norm(x, weight, 1e-6, pdl), qkv)
+                caches = prompt.k_cache, prompt.v_cache
+                q = split_heads(split, heads, positions, slots, *caches, prompt.k, pdl)
+                v = split.view(count, -1, DIM)[:, HEADS + KV :]
+                x.addmm_(backend(q, prompt.k, v, *caches, prompt.spans).flatten(1), out.t())
+                x.addmm_(silu_product(F.linear(rms_norm(x, weight, 1e-6, pdl), gate_up), pdl), down.t())
+
+        row: dict[str, object] = {"tokens": count}
+        for name, pdl in (("triton", False), ("triton", True), ("torch", False)):
+            time_us = microseconds([partial(forward, name, pdl)])
+            row[f"{name}{', PDL' * pdl} ms"] = round(time_us / 1000, 2)
+        rows.append(row)
     return rows
+
+
+def make_heads() -> Heads:
+    cos, sin = (random_(16384, DIM) for _ in range(2))
+    return Heads(HEADS, KV, DIM, random_(DIM), random_(DIM), 1e-6, cos, sin)
 
 
 @torch.inference_mode()
@@ -173,6 +206,7 @@ def main() -> None:
         "A length not seen before": lambda: new_lengths(names),
         "Elementwise": elementwise,
         "Products": products,
+        "A whole prefill": passes,
     }
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for title, section in sections.items():

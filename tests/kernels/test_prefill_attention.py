@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 class Case:
-    """Sequences of random keys, their pages scattered; spans as (start, end). What no sequence owns is NaN."""
+    """Sequences of random keys, their pages scattered; spans as (start, end). Pages that no sequence owns are NaN."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, spans: list[tuple[int, int]], heads: tuple[int, int, int],
@@ -35,13 +35,18 @@ class Case:
             pages = torch.tensor([order.pop() for _ in range(count)])
             table[row, :count] = pages
             k, v = (torch.randn(end, self.kv, self.dim).to(stored or dtype).float() for _ in range(2))
-            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()[:end]
-            k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = k, v
+            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+            for cache, x in ((k_cache.flatten(0, 1), k), (v_cache.flatten(0, 1), v)):
+                cache[slots[:end]] = x
+                cache[slots[end:]] = 300  # of another sequence, long ago
             self.keys.append(k)
             self.values.append(v)
         self.k_cache, self.v_cache = (cache.to(device, stored or dtype) for cache in (k_cache, v_cache))
         starts, ends = map(list, zip(*spans, strict=True))
         self.layout = Spans(starts, ends, rows, table.to(device), page_size)
+        ends = self.layout.counts  # the pass's own keys and values, where every span is fresh
+        self.new = [torch.cat([x[-n:] for x, n in zip(xs, ends, strict=True)]) for xs in (self.keys, self.values)]
+        self.new = [x.to(device, dtype) for x in self.new]
         self.q = torch.randn(self.layout.offsets[-1], self.count, self.dim).to(device, dtype)
 
     def expected(self, window: int = 0) -> torch.Tensor:
@@ -83,16 +88,30 @@ def test_against_float64(
         pytest.skip("bfloat16 needs a CUDA device")
     case = Case(device, dtype, spans, heads, page_size)
     tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None  # small tiles reach more edges in less time
-    case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile), window)
+    case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile), window)
+
+
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize("source", ["rows", "pages"])
+def test_bulk_copies(device: torch.device, source: str, window: int) -> None:
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    page_size = 7 if source == "rows" else 128
+    spans = [(0, 70), (0, 1), (0, 37)] if source == "rows" else [(100, 170), (0, 37), (130, 133)]
+    case = Case(device, dtype, spans, (8, 2, 64), page_size)
+    if source == "rows":
+        case.k_cache.fill_(torch.nan)  # not looked at
+    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
+    out = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, *case.new, tile)
+    case.check(out, window)
 
 
 @pytest.mark.parametrize("window", [0, 600])
 def test_a_short_chunk_behind_a_long_prefix_is_split_over_its_keys(device: torch.device, window: int) -> None:
     case = Case(device, torch.float32, [(1500, 1503), (1100, 1101)], (4, 2, 16))
     tile = Tiling(16, 64, 4, 2)
-    out = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile)
+    out = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile)
     case.check(out, window)
-    again = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile)
+    again = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile)
     assert torch.equal(out, again)
 
 
