@@ -53,7 +53,8 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
 
     shared: the target as another engine has loaded it.
     """
-    device = _device(config)
+    device = find_device(config.device)
+    _check_device(config, device)
     target = weights.open_checkpoint(
         config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
     )
@@ -200,8 +201,8 @@ def _capture(recordings: list[Recordings], device: torch.device, say: Say, repor
     return took
 
 
-def _device(config: EngineConfig) -> torch.device:
-    name = config.device
+def find_device(name: str) -> torch.device:
+    """The device that `name` (auto, cpu, cuda, cuda:N) means here; refused where there is none such."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda"):
@@ -211,12 +212,18 @@ def _device(config: EngineConfig) -> torch.device:
         if index >= torch.cuda.device_count():
             raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
         return torch.device("cuda", index)
+    return torch.device(name)
+
+
+def _check_device(config: EngineConfig, device: torch.device) -> None:
+    """Refuse what only a CUDA device can do."""
+    if device.type == "cuda":
+        return
     for setting, value in (("decode_graph", config.graphs.decode), ("prefill_graph", config.graphs.prefill)):
         if value != "off":
             raise refuse(setting, value, "needs a CUDA device and this engine runs on a CPU; use off")
     if config.kv_dtype != "auto":
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
-    return torch.device(name)
 
 
 def _name(dtype: torch.dtype) -> str:
