@@ -97,7 +97,7 @@ def _skinny_kernel(
     row_exists = rows[:, None] < M
     total = tl.zeros([BM, BN], tl.float32)
     total_up = tl.zeros([BM, BN], tl.float32)
-    squares = tl.zeros([BM, BK], tl.float32)
+    gram = tl.zeros([BM, BM], tl.float32)  # its diagonal: the rows' sums of squares
     if HAS_NORM:
         scale_next = tl.load(norm + k_from + ks, mask=k_from + ks < K, other=0.0)
     if PDL:
@@ -118,11 +118,10 @@ def _skinny_kernel(
                 if GATED:
                     _prefetch(weight + up_offset, tile * BN, N, k + prefetch, BK, K, BN, THREADS)
         if HAS_NORM:
-            wide = a.to(tl.float32)
-            squares += wide * wide
+            gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
             scale = scale_next
             scale_next = tl.load(norm + k + BK + ks, mask=k + BK + ks < K, other=0.0)
-            a = (wide * scale.to(tl.float32)[None, :]).to(x.dtype.element_ty)
+            a *= scale[None, :]
         total = tl.dot(a, b, total, input_precision="ieee")
         if GATED:
             up_tile = weight_tile + up_offset
@@ -131,7 +130,7 @@ def _skinny_kernel(
             else:
                 b_up = tl.load(up_tile + k, mask=(k + ks < k_to)[:, None], other=0.0)
             total_up = tl.dot(a, b_up, total_up, input_precision="ieee")
-    square = tl.sum(squares, 1)
+    square = tl.sum(tl.where(rows[:, None] == rows[None, :], gram, 0.0), 1)
 
     exists = row_exists & (columns[None, :] < N)
     if SPLIT:
