@@ -72,8 +72,8 @@ def _skinny_kernel(
     BK: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
-    ROLL: tl.constexpr,
     EARLY: tl.constexpr,
+    FETCHED: tl.constexpr,  # columns that the pipeline fetches ahead
     THREADS: tl.constexpr,
 ):
     tile = tl.program_id(0) // splits
@@ -82,11 +82,6 @@ def _skinny_kernel(
     k_from = split * blocks * BK
     k_to = tl.minimum(K, k_from + blocks * BK)
     up_offset = (tl.zeros([], tl.int64) + N) * K
-    if PREFETCH:
-        ahead = tl.maximum(tl.minimum(prefetch, k_to - k_from), 0)
-        _prefetch(weight, tile * BN, N, k_from, ahead, K, BN, THREADS)
-        if GATED:
-            _prefetch(weight + up_offset, tile * BN, N, k_from, ahead, K, BN, THREADS)
 
     rows = tl.arange(0, BM)
     columns = tile * BN + tl.arange(0, BN)
@@ -98,25 +93,31 @@ def _skinny_kernel(
     total = tl.zeros([BM, BN], tl.float32)
     total_up = tl.zeros([BM, BN], tl.float32)
     gram = tl.zeros([BM, BM], tl.float32)  # its diagonal: the rows' sums of squares
+    a_next = tl.zeros([BM, BK], x.dtype.element_ty)
     if HAS_NORM:
         scale_next = tl.load(norm + k_from + ks, mask=k_from + ks < K, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     for k in tl.range(k_from, k_to, BK):
+        # The pipeline fetches the first weight tiles ahead of the loop, hence before the wait; x comes after it,
+        # in a branch and through a register, where the compiler leaves it.
+        a = a_next
+        if k == k_from:
+            if PREFETCH:
+                fetch_from = k + FETCHED
+                count = tl.minimum(prefetch, k_to - fetch_from)
+                if count > 0:
+                    _prefetch(weight, tile * BN, N, fetch_from, count, K, BN, THREADS)
+                    if GATED:
+                        _prefetch(weight + up_offset, tile * BN, N, fetch_from, count, K, BN, THREADS)
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                if EARLY:
+                    tl.extra.cuda.gdc_launch_dependents()
+            a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
+        a_next = tl.load(x_tile + k + BK, mask=row_exists & (k + BK + ks < k_to)[None, :], other=0.0)
         if EVEN_K:
-            a = tl.load(x_tile + k, mask=row_exists, other=0.0, eviction_policy="evict_last")
             b = tl.load(weight_tile + k, eviction_policy="evict_first")
         else:
-            k_exists = k + ks < k_to
-            a = tl.load(x_tile + k, mask=row_exists & k_exists[None, :], other=0.0)
-            b = tl.load(weight_tile + k, mask=k_exists[:, None], other=0.0)
-        if PREFETCH and ROLL:
-            if k + prefetch + BK <= k_to:
-                _prefetch(weight, tile * BN, N, k + prefetch, BK, K, BN, THREADS)
-                if GATED:
-                    _prefetch(weight + up_offset, tile * BN, N, k + prefetch, BK, K, BN, THREADS)
+            b = tl.load(weight_tile + k, mask=(k + ks < k_to)[:, None], other=0.0)
         if HAS_NORM:
             gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
             scale = scale_next
@@ -270,8 +271,8 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
         BK=tile.k,
         PDL=pdl,
         PREFETCH=pdl and is_fetchable and tile.prefetch > 0,
-        ROLL=tile.roll,
         EARLY=tile.early,
+        FETCHED=(tile.stages - 1) * tile.k,
         THREADS=32 * tile.warps,
         num_warps=tile.warps,
         num_stages=tile.stages,
