@@ -27,6 +27,7 @@ from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.metrics import RunRecord, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
+from specbatch.models.llama import Llama
 from specbatch.models.loader import Loader, weight_bytes
 from specbatch.prefill import PromptPass
 from specbatch.request import Completion, Request, SamplingParams
@@ -93,9 +94,8 @@ class Engine:
 
         width = reach_of(plan.max_model_len, rows) + 1
         loader = Loader(dtype, self.device, width, plan.kv_pages, config.page_size)
-        self._model = model = (
-            loader.model(target) if weights_of is None else weights_of._model.with_positions(loader.max_positions)
-        )
+        model = loader.model(target) if weights_of is None else weights_of._model.with_positions(width)
+        self._model: Llama = model
         cache = loader.cache(model)
         drafter = draft.build(model, loader)
         batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), self.device)
