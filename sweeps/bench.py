@@ -215,6 +215,7 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
     # Before the engines take their memory; kept once they are there.
     measured = [_machine(base, repeat) for repeat in range(1, options.repeats + 1) if "machine" in options.sections]
     errors: dict[str, str] = {}
+    products: dict[tuple[int, int], float] = {}
     with ExitStack() as stack:
         engines, start_s = _engines(plan, stack, log, errors)
         yield from measured
@@ -231,6 +232,8 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
                     if name not in broken:
                         with _noting(broken, name):
                             record = _measure(engines[name], load)
+                            if section != "closed":
+                                record.metrics |= _products(engines[name], load, products)
                     if record is None:
                         record = RunRecord(plan.engines[name].as_dict(), {}, {}, {}, [], {"error": broken[name]})
                     where = {"section": section, "configuration": name, "size": size, "repeat": repeat, "place": place}
@@ -290,10 +293,6 @@ def _warm_up(engine: Engine, load: Load) -> None:
 
 def _measure(engine: Engine, load: Load) -> RunRecord:
     """One point. Its record covers the run with the most new tokens, and has what both runs took together."""
-    import torch
-
-    from specbatch.sweeps.machine import products_seconds
-
     seed = engine.config.seed
     longest = load.new_tokens[-1]
     workload = Workload(input_len=load.prompt_tokens, output_len=longest, prompts_per_concurrency=1, seed=seed)
@@ -315,11 +314,22 @@ def _measure(engine: Engine, load: Load) -> RunRecord:
         record.metrics |= {"short_s": seconds[0], "long_s": seconds[1], "step_s": (seconds[1] - seconds[0]) / more}
         record.workload |= {"steps": more, "iterations": iterations[1] - iterations[0]}
         record.workload |= step_bytes(engine, load)
-        if engine.device.type == "cuda":
-            rows = load.concurrency * engine.caps["verify_rows"]
-            dtype = getattr(torch, engine.caps["dtype"])
-            record.metrics["products_s"] = products_seconds(engine.model_config, rows, dtype, engine.device)
     return record
+
+
+def _products(engine: Engine, load: Load, known: dict[tuple[int, int], float]) -> dict[str, float | None]:
+    """The time of the matrix products alone: of a step, or of a prompt whose last row alone goes through the head."""
+    import torch
+
+    from specbatch.sweeps.machine import products_seconds
+
+    rows = load.prompt_tokens if load.alone else load.concurrency * engine.caps["verify_rows"]
+    head_rows = 1 if load.alone else rows
+    if (rows, head_rows) not in known:
+        dtype = getattr(torch, engine.caps["dtype"])
+        seconds = products_seconds(engine.model_config, rows, dtype, engine.device, head_rows=head_rows)
+        known[rows, head_rows] = seconds
+    return {"products_s": known[rows, head_rows]}
 
 
 def step_bytes(engine: Engine, load: Load) -> dict[str, float]:

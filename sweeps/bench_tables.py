@@ -75,6 +75,11 @@ def _speed(record: Any, bounds: Any = None) -> Any:
     return record.workload["step_bytes"] / record.metrics["step_s"]
 
 
+def _time(record: Any) -> Any:
+    """What the matrix products are a part of: a step, or the time to the first token."""
+    return record.metrics["step_s"] if "step_s" in record.metrics else record.metrics["median_ttft_s"]
+
+
 def _idle(record: Any, bounds: Any) -> Any:
     """Share of a gap in step and gap, in percent."""
     counters = record.counters
@@ -93,7 +98,7 @@ COLUMNS = {
     "read_percent": Column("% of read", 0, lambda r, bounds: 100 * _speed(r) / bounds.read),
     "floor_ms": Column("floor ms", 2, lambda r, bounds: 1e3 * r.workload["step_bytes"] / bounds.read),
     "products_ms": Column("products alone (ms)", 2, _metric("products_s", 1e3)),
-    "step_over_products": Column("step / products", 2, lambda r, _: r.metrics["step_s"] / r.metrics["products_s"]),
+    "over_products": Column("times products", 2, lambda r, _: _time(r) / r.metrics["products_s"]),
     "output_tok_s": Column("output tok/s", 0, _metric("output_throughput")),
     "mean_tpot_ms": Column("mean TPOT (ms)", 2, _metric("mean_tpot_s", 1e3)),
     "mean_ttft_ms": Column("mean TTFT (ms)", 1, _metric("mean_ttft_s", 1e3)),
@@ -116,13 +121,19 @@ _STEP = (
     "read_percent",
     "floor_ms",
     "products_ms",
-    "step_over_products",
+    "over_products",
     *_COUNTERS,
 )
 SHOWN = {
     "decode": Section("Decode step", "batch", "step_ms", "v1", _STEP),
     "closed": Section("Closed loop", "concurrency", "output_tok_s", "v1", ("mean_tpot_ms", "mean_ttft_ms", *_COUNTERS)),
-    "ttft": Section("First token of one request", "prompt tokens", "median_ttft_ms", "v2", _COUNTERS),
+    "ttft": Section(
+        "First token of one request",
+        "prompt tokens",
+        "median_ttft_ms",
+        "v2",
+        ("products_ms", "over_products", *_COUNTERS),
+    ),
     "verify": Section("Verify step", "batch", "step_ms", "v2", _STEP),
 }
 # What the notes say of a section that was run.
@@ -130,6 +141,7 @@ _METHODS = {
     "steps": "Steps: {input_len} prompt tokens, {tokens} new ones, the difference of the two runs. Bytes: the weights "
     "that a step uses (an embedding table that is not the head is not read) and KV at {mean_context:.0f} tokens; the "
     "floor is these bytes at the read bandwidth measured here. Counters are those of the longer run.",
+    "products": "Products: the matrix products alone by torch's linear on weights of their shapes, measured once.",
     "closed": "Closed loop: {input_len} prompt tokens, {output_len} new ones, two prompts per request kept unfinished "
     "(3 in all at 1); output tokens over wall time, prefill included.",
     "ttft": "First token: each request alone on the engine, from its submission to its first token on the host.",
@@ -208,7 +220,7 @@ def write_table(folder: Path) -> str:
     rows = table(records)
     kept = folder / PEERS
     peers = csv.DictReader(kept.read_text(encoding="utf-8").splitlines()) if kept.exists() else ()
-    text = markdown(records, rows, [peer for peer in peers if _comparable(peer, records[0])])
+    text = markdown(records, rows, [peer for peer in peers if _comparable(peer, records)])
     out = io.StringIO()
     writer = csv.DictWriter(out, rows[0], lineterminator="\n")
     writer.writeheader()
@@ -264,10 +276,17 @@ def _section(section: Section, rows: list[Row], peers: list[Row]) -> str:
     return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def _comparable(peer: Row, record: RunRecord) -> bool:
+def _comparable(peer: Row, records: list[RunRecord]) -> bool:
     """Is the figure of another engine for the same model, type and device?"""
-    ours = record.config["model"], record.caps.get("dtype"), record.hardware.get("gpu") or ""
-    return (peer["model"], peer["dtype"]) == ours[:2] and peer["gpu"] in ours[2]
+    first = records[0]
+    same = (peer["model"], peer["dtype"]) == (first.config["model"], _dtype(records))
+    return same and peer["gpu"] in (first.hardware.get("gpu") or "")
+
+
+def _dtype(records: list[RunRecord]) -> str:
+    """As resolved by an engine, where there is one."""
+    asked: str = records[0].config["dtype"]
+    return next((record.caps["dtype"] for record in records if "dtype" in record.caps), asked)
 
 
 def _heading(records: list[RunRecord], rows: list[Row]) -> str:
@@ -279,7 +298,7 @@ def _heading(records: list[RunRecord], rows: list[Row]) -> str:
     lines = {
         "model": f"{first.config['model']} ({first.config['load_format']})",
         "device": f"{first.caps.get('device', first.config['device'])} ({device})",
-        "dtype": next((record.caps["dtype"] for record in records if "dtype" in record.caps), first.config["dtype"]),
+        "dtype": _dtype(records),
         "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
     }
     bounds = bounds_of(records)
@@ -311,6 +330,8 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
     first = {work["section"]: work for work in reversed(sound)}
     if steps := first.get("decode") or first.get("verify"):
         first["steps"] = steps
+    if products := steps or first.get("ttft"):
+        first["products"] = products
     for name, text in _METHODS.items():
         if name in first:
             yield text.format(**first[name], tokens=" and ".join(map(str, first[name]["new_tokens"])))

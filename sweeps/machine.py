@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, cycle, islice
 from statistics import median
 from typing import TYPE_CHECKING
@@ -30,27 +32,34 @@ def data_sheet_bandwidth(gpu: str | None) -> float | None:
 def measure_machine(device: torch.device) -> dict[str, float | None]:
     """`read_bytes_s`: the best reading shape over 8 GiB; `gemm_flop_s`: a bfloat16 product of 8192 x 8192 x 8192.
 
-    Random data, medians of 20 runs by device events. A CPU is not measured: None.
+    Random data, medians of 20 runs. A CPU is not measured: None.
     """
     if device.type != "cuda":
         return {"read_bytes_s": None, "gemm_flop_s": None}
-    found = {"read_bytes_s": _read_bandwidth(device), "gemm_flop_s": _gemm_rate(device)}
+    found: dict[str, float | None] = {"read_bytes_s": _read_bandwidth(device), "gemm_flop_s": _gemm_rate(device)}
     torch.cuda.empty_cache()
     return found
 
 
-def device_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median device time of `run`, after three runs to warm up."""
-    times = []
-    for repeat in range(repeats + 3):
-        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        run()
-        done.record()
-        done.synchronize()
-        if repeat >= 3:
-            times.append(begun.elapsed_time(done) / 1000)
-    return median(times)
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Median time of `run` after three runs to warm up: between device events, or on the host for a CPU."""
+    timed = _on_device if device.type == "cuda" else _on_host
+    return median([timed(run) for _ in range(repeats + 3)][3:])
+
+
+def _on_device(run: Callable[[], object]) -> float:
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    run()
+    done.record()
+    done.synchronize()
+    return float(begun.elapsed_time(done)) / 1000
+
+
+def _on_host(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _read_bandwidth(device: torch.device) -> float:
@@ -60,26 +69,36 @@ def _read_bandwidth(device: torch.device) -> float:
     best = 0.0
     for block, steps, warps in READ_SHAPES:
         sums = torch.empty(data.numel() // (block * steps), device=device)
-        seconds = device_seconds(lambda: read_sum(data, sums, block=block, steps=steps, warps=warps))  # noqa: B023
-        best = max(best, READ_BYTES / seconds)
+        run = partial(read_sum, data, sums, block=block, steps=steps, warps=warps)
+        best = max(best, READ_BYTES / median_seconds(run, device))
     return best
 
 
 def _gemm_rate(device: torch.device) -> float:
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * GEMM_SIZE**3 / device_seconds(lambda: a @ b)
+    return 2 * GEMM_SIZE**3 / median_seconds(lambda: a @ b, device)
 
 
-def products_seconds(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Device time of a step's matrix products alone, by the vendor's library, for that many rows.
+@torch.inference_mode()
+def products_seconds(
+    model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device, *, head_rows: int | None = None
+) -> float:
+    """Time of a pass's matrix products alone, by torch's `linear`, for `rows` rows (`head_rows` in the head).
 
     Weights are random; those of a few layers take turns, which is more than a cache holds.
     """
-    layers = [_weights(shapes, dtype, device) for shapes in [_layer_shapes(model)] * min(4, model.num_layers)]
-    head = _weights([(model.vocab_size, model.hidden_size)], dtype, device)
-    turns = [*chain.from_iterable(islice(cycle(layers), model.num_layers)), *head]
+    layers = [_weights(_layer_shapes(model), dtype, device) for _ in range(min(4, model.num_layers))]
+    turns = [*chain.from_iterable(islice(cycle(layers), model.num_layers))]
+    (head,) = _weights([(model.vocab_size, model.hidden_size)], dtype, device)
     inputs = {width: torch.randn(rows, width, dtype=dtype, device=device) for width in {w.shape[1] for w in turns}}
-    return device_seconds(lambda: [F.linear(inputs[weight.shape[1]], weight) for weight in turns], repeats=7)
+    last = inputs[model.hidden_size][:head_rows]
+
+    def run() -> None:
+        for weight in turns:
+            F.linear(inputs[weight.shape[1]], weight)
+        F.linear(last, head)
+
+    return median_seconds(run, device, repeats=7)
 
 
 def _layer_shapes(model: ModelConfig) -> list[tuple[int, int]]:

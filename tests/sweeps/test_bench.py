@@ -20,7 +20,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.sweeps import bench
 from specbatch.sweeps.bench import BenchOptions, Load, plan_engines, step_bytes, used_parameters
 from specbatch.sweeps.bench_tables import load_records, table, write_table
-from specbatch.sweeps.machine import data_sheet_bandwidth, products_seconds
+from specbatch.sweeps.machine import data_sheet_bandwidth, measure_machine, products_seconds
 from specbatch.weights.dummy import SHAPES
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--page-size", 4)
@@ -65,6 +65,7 @@ def test_every_section_gives_its_rows_and_records(run):
         assert low <= middle <= high
         assert middle > 0 or "step" in primary[row["section"]]  # a difference of two short times may be anything
         assert row["ratio"]
+        assert bool(row["over_products"]) == (row["section"] != "closed")
     assert len(list(Path("out").rglob("record.json"))) == 2 * len(rows)
     records = load_records(Path("out"))
     closed = next(r for r in records if r.workload["section"] == "closed" and r.workload["size"] == 4)
@@ -191,7 +192,7 @@ def test_peers_stand_beside_what_they_can_be_compared_with(run):
     head = "model,dtype,gpu,section,size,column,peer,value\n"
     peers = ["toy,float32,,decode,3,step_ms,Theirs 1.0,7.25", "other,float32,,decode,3,step_ms,Others,9.5"]
     Path("peers.csv").write_text(head + "\n".join(peers) + "\n")
-    run(sections="decode", repeats=1, peers="peers.csv")
+    run(sections="machine,decode", repeats=1, peers="peers.csv")
     text = Path("out/summary.md").read_text()
     assert "Theirs 1.0" in text
     assert "7.25" in text
@@ -271,8 +272,20 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(run):
     assert row["sheet_percent"] == pytest.approx(row["read_percent"] * 4.0 / 4.8)
 
 
+def test_products_alone_are_those_of_every_matrix(monkeypatch):
+    model = ModelConfig.from_dict(SHAPES["toy"])
+    calls = []
+    monkeypatch.setattr("specbatch.sweeps.machine.F.linear", lambda x, w: calls.append((x.shape[0], w.numel())))
+    monkeypatch.setattr("specbatch.sweeps.machine.median_seconds", lambda run, device, repeats: run())
+    products_seconds(model, 5, torch.float32, torch.device("cpu"), head_rows=2)
+    matrices = [shape for shape in model.tensor_shapes().values() if len(shape) == 2]
+    assert sum(size for _, size in calls) == sum(a * b for a, b in matrices) - 257 * 64  # no embedding table
+    assert {rows for rows, _ in calls[:-1]} == {5}
+    assert calls[-1] == (2, 257 * 64)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_products_take_time():
-    model = ModelConfig.from_dict(SHAPES["toy"])
-    assert products_seconds(model, 3, torch.bfloat16, torch.device("cuda")) > 0
+def test_the_device_is_measured():
+    found = measure_machine(torch.device("cuda"))
+    assert all(value > 0 for value in found.values())
