@@ -194,7 +194,7 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
-        del self._runner, self._schedule, self._forwards, self.model
+        del self._runner, self._schedule, self._forwards, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
