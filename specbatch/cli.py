@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from specbatch import SpecbatchError, __version__
 from specbatch.commands.options import EngineOptions, takes_engine
 from specbatch.commands.output import fresh_folder, rows_table, say, show
-from specbatch.errors import refuse
+from specbatch.errors import at_least, refuse
 from specbatch.progress import progress
 
 
@@ -244,6 +244,41 @@ def bench(
     show(f"{text}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
     if any(row["failed"] for row in rows):
         raise typer.Exit(1)
+
+
+@app.command("trace")
+@takes_engine()
+def trace_command(
+    engine: EngineOptions,
+    steps: Annotated[int, Option(help="Iterations to record.")] = 20,
+    batch: Annotated[int, Option(help="Requests that decode together.")] = 1,
+    input_len: Annotated[int, Option(help="Random prompt tokens of each.")] = 128,
+    output: Annotated[
+        Path | None, Option("--output", "--out", help="New folder for the trace. Default: out/trace-TIME.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Record some decode steps: a Chrome trace, kernels by time, and every line at which the host waited.
+
+    specbatch trace --spec v2 --steps 20
+
+    specbatch trace --model qwen3-8b --load-format dummy --decode-graph whole --batch 32
+
+    Open trace.json in chrome://tracing or ui.perfetto.dev.
+    """
+    from specbatch.engine import Engine
+    from specbatch.sweeps.workloads import Workload
+    from specbatch.trace import text, trace
+
+    for name, value in (("steps", steps), ("batch", batch), ("input_len", input_len)):
+        at_least(name, value, 1)
+    config = engine.config(concurrency=batch, prefix_cache=False)
+    with fresh_folder(output, "trace") as folder, progress("graphs") as report:
+        with Engine(config, log=say, report=report) as running:
+            workload = Workload(input_len=input_len, prompts_per_concurrency=1, seed=engine.seed)
+            result = trace(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
+    shown = f"{text(result)}\n\ntrace: {folder / 'trace.json'}"
+    show(shown, {"output": str(folder), **result}, as_json=as_json)
 
 
 @app.command()

@@ -16,7 +16,7 @@ import torch
 from specbatch.build import Say, build
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
-from specbatch.metrics import RunRecord, emitted_histogram, summarize
+from specbatch.metrics import RunRecord, device_numbers, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
 from specbatch.progress import Report
@@ -160,9 +160,9 @@ class Engine:
     # -- records ----------------------------------------------------------------------------------------------
 
     def reset_record(self) -> None:
-        """Start a new measured window."""
+        """Start a new measured window: with the next submission, or now if requests are under way."""
         self._completions: list[Completion] = []
-        self._opened: float | None = None
+        self._opened: float | None = time.perf_counter() if self._active else None
         self._closed = 0.0
         self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
         self._counters = self._runner.counters = Counters()
@@ -179,6 +179,7 @@ class Engine:
         counters: dict[str, Any] = asdict(self._counters)
         counters["emitted_histogram"] = emitted_histogram(self._completions)
         counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
+        metrics |= device_numbers(counters)
         return RunRecord(
             config=self.config.as_dict(),
             caps=dict(self.caps),
