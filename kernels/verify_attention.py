@@ -19,7 +19,7 @@ from specbatch.kernels.attention import attention_bias, paged_attention_ref, vis
 from specbatch.kernels.heads import Heads, split_heads_ref
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
-_PREFETCH = 128  # old keys a program asks for before it has its queries
+_DIST = 2
 _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
 
 
@@ -63,27 +63,11 @@ def _attend(q, k, v, seen, acc, peak, total, scale):
 
 
 @triton.jit
-def _slots(pages, key, live, KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Offsets in the cache of the keys of KV head 0; `pages` is the sequence's row of the page table."""
-    page = tl.load(pages + key // PAGE, live, 0)
-    return (page * PAGE + key % PAGE) * (KV * DIM)
-
-
-@triton.jit
-def _prefetch(heads, DIM: tl.constexpr):
-    """Ask for the heads of DIM elements at these addresses to be brought to the L2."""
-    size = tl.full(heads.shape, DIM * heads.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [heads, size], tl.int32, False, 1
-    )
-
-
-@triton.jit
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
     partials, arrivals, n, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIST: tl.constexpr,
     CAUSAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV
@@ -110,13 +94,11 @@ def _verify_attention(
     share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
-    if PREFETCH:
-        ahead = begin + tl.arange(0, PREFETCH)
-        place_ahead = _slots(pages, ahead, ahead < end, KV, DIM, PAGE) + head * DIM
-        _prefetch(k_cache + place_ahead, DIM)
-        _prefetch(v_cache + place_ahead, DIM)
+    # A page is asked for two steps before its keys are: an answer queues behind all that was asked for before it.
     key = begin + tl.arange(0, BLOCK_N)
-    slot = _slots(pages, key, key < end, KV, DIM, PAGE)
+    page = tl.load(pages + key // PAGE, key < end, 0)
+    if DIST == 2:
+        next_page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -129,16 +111,20 @@ def _verify_attention(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
         old = key < end
-        filled = old[:, None] & inside
-        place = slot[:, None] + head * DIM + column
-        k = tl.load(k_cache + place, filled, 0.0)
-        v = tl.load(v_cache + place, filled, 0.0)
+        place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + column
+        k = tl.load(k_cache + place, old[:, None] & inside, 0.0)
+        v = tl.load(v_cache + place, old[:, None] & inside, 0.0)
+        ahead = key + DIST * BLOCK_N
+        if DIST == 2:
+            page = next_page
+            next_page = tl.load(pages + ahead // PAGE, ahead < end, 0)
+        else:
+            page = tl.load(pages + ahead // PAGE, ahead < end, 0)
         seen = old[None, :]
         if window is not None:
             seen &= key[None, :] > (length + node - window)[:, None]
-        key = start + BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = _slots(pages, key, key < end, KV, DIM, PAGE)
         acc, peak, total = _attend(q, k.to(q.dtype), v.to(q.dtype), seen, acc, peak, total, scale)
 
     if split == splits - 1:
@@ -159,7 +145,8 @@ def _verify_attention(
             new_k = new_k.to(k_cache.dtype.element_ty)
             if tile == 0:
                 stored = drawn & (length + new < capacity)
-                free = _slots(pages, length + new, stored, KV, DIM, PAGE)[:, None] + head * DIM + column
+                home = tl.load(pages + (length + new) // PAGE, stored, 0)
+                free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + column
                 tl.store(k_cache + free, new_k, stored[:, None] & inside)
                 tl.store(v_cache + free, new_v, stored[:, None] & inside)
             visible = live[:, None] & drawn[None, :]
@@ -312,7 +299,7 @@ def verify_attention(
         n, table_pages * page_size, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, 
-        PREFETCH=_PREFETCH if cuda and heads.dim * k_cache.element_size() % 16 == 0 else 0,
+        DIST=_DIST,
         CAUSAL=causal, PDL=cuda, EARLY=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
