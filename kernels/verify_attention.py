@@ -19,7 +19,6 @@ from specbatch.kernels.attention import attention_bias, paged_attention_ref, vis
 from specbatch.kernels.heads import Heads, split_heads_ref
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
-_PREFETCH = 128  # old keys a program asks for before it has its queries
 _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
 
 
@@ -63,27 +62,11 @@ def _attend(q, k, v, seen, acc, peak, total, scale):
 
 
 @triton.jit
-def _slots(pages, key, live, KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Offsets in the cache of the keys of KV head 0; `pages` is the sequence's row of the page table."""
-    page = tl.load(pages + key // PAGE, live, 0)
-    return (page * PAGE + key % PAGE) * (KV * DIM)
-
-
-@triton.jit
-def _prefetch(heads, DIM: tl.constexpr):
-    """Ask for the heads of DIM elements at these addresses to be brought to the L2."""
-    size = tl.full(heads.shape, DIM * heads.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [heads, size], tl.int32, False, 1
-    )
-
-
-@triton.jit
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
     partials, arrivals, n, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     CAUSAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV
@@ -110,13 +93,9 @@ def _verify_attention(
     share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
-    if PREFETCH:
-        ahead = begin + tl.arange(0, PREFETCH)
-        place_ahead = _slots(pages, ahead, ahead < end, KV, DIM, PAGE) + head * DIM
-        _prefetch(k_cache + place_ahead, DIM)
-        _prefetch(v_cache + place_ahead, DIM)
+    # Pages are asked for a step before their keys are, and used nowhere in between.
     key = begin + tl.arange(0, BLOCK_N)
-    slot = _slots(pages, key, key < end, KV, DIM, PAGE)
+    page = tl.load(pages + key // PAGE, key < end, 0)
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -129,16 +108,15 @@ def _verify_attention(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
         old = key < end
-        filled = old[:, None] & inside
-        place = slot[:, None] + head * DIM + column
-        k = tl.load(k_cache + place, filled, 0.0)
-        v = tl.load(v_cache + place, filled, 0.0)
+        place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + column
+        k = tl.load(k_cache + place, old[:, None] & inside, 0.0)
+        v = tl.load(v_cache + place, old[:, None] & inside, 0.0)
+        page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         seen = old[None, :]
         if window is not None:
             seen &= key[None, :] > (length + node - window)[:, None]
-        key = start + BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = _slots(pages, key, key < end, KV, DIM, PAGE)
         acc, peak, total = _attend(q, k.to(q.dtype), v.to(q.dtype), seen, acc, peak, total, scale)
 
     if split == splits - 1:
@@ -159,7 +137,8 @@ def _verify_attention(
             new_k = new_k.to(k_cache.dtype.element_ty)
             if tile == 0:
                 stored = drawn & (length + new < capacity)
-                free = _slots(pages, length + new, stored, KV, DIM, PAGE)[:, None] + head * DIM + column
+                home = tl.load(pages + (length + new) // PAGE, stored, 0)
+                free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + column
                 tl.store(k_cache + free, new_k, stored[:, None] & inside)
                 tl.store(v_cache + free, new_v, stored[:, None] & inside)
             visible = live[:, None] & drawn[None, :]
@@ -171,41 +150,48 @@ def _verify_attention(
                 visible &= new[None, :] > (node - window)[:, None]
             acc, peak, total = _attend(q, new_k.to(q.dtype), new_v.to(q.dtype), visible, acc, peak, total, scale)
 
-    result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
     # Splits that hold keys, and the last one, which holds the new keys in any case.
     expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if expected > 1:
-        if (begin >= length) & (split < splits - 1):
-            return
-        group = sequence * tl.num_programs(0) + tl.program_id(0)
-        size: tl.constexpr = BLOCK_M * (PADDED + 1)  # a split's output, and the logarithms of its rows' sums
-        parts = partials + (group * splits).to(tl.int64) * size
-        cell = tl.arange(0, BLOCK_M)
-        tl.store(parts + split * size + cell[:, None] * PADDED + column, acc, mask)
-        tl.store(parts + split * size + BLOCK_M * PADDED + cell, peak + tl.log2(total))
-        tl.debug_barrier()  # every thread has stored before one of them arrives
-        if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
-            return
-        tl.store(arrivals + group, 0)
-        acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
-        top = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
-        mass = tl.zeros([BLOCK_M, 1], tl.float32)
-        for first in tl.range(0, expected, 4, num_stages=1):
-            for step in tl.static_range(4):
-                index = first + step
-                one = parts + tl.where(index < expected - 1, index, splits - 1) * size
-                there = (cell * 0 + index < expected)[:, None]
-                part = tl.load(one + cell[:, None] * PADDED + column, mask & there, 0.0, cache_modifier=".cg")
-                log = tl.load(one + BLOCK_M * PADDED + cell[:, None], there, float("-inf"), cache_modifier=".cg")
-                higher = tl.maximum(top, log)
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                fade, gain = tl.exp2(top - base), tl.exp2(log - base)
-                acc = acc * fade + part * gain
-                mass = mass * fade + gain
-                top = higher
-        acc = acc / tl.where(mass == 0.0, 1.0, mass)
-    tl.store(result, acc.to(out.dtype.element_ty), mask)
+    if expected == 1:
+        result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
+        tl.store(result, acc.to(out.dtype.element_ty), mask)
+        return
+    if (begin >= length) & (split < splits - 1):
+        return
+
+    group = sequence * tl.num_programs(0) + tl.program_id(0)
+    size: tl.constexpr = FEW * (PADDED + 1)  # a split's output, and the logarithms of its rows' sums
+    parts = partials + (group * splits).to(tl.int64) * size
+    cell = tl.arange(0, BLOCK_M)
+    tl.store(parts + split * size + cell[:, None] * PADDED + column, acc, mask)
+    tl.store(parts + split * size + FEW * PADDED + cell, peak + tl.log2(total), cell < FEW)
+    tl.debug_barrier()  # every thread has stored before one of them arrives
+    if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
+        return
+    tl.store(arrivals + group, 0)
+    few = tl.arange(0, FEW)
+    few_row = tile * BLOCK_M + few
+    few_token = sequence * n + few_row // GROUP
+    few_mask = (few_row < n * GROUP)[:, None] & inside
+    sum = tl.zeros([FEW, PADDED], tl.float32)
+    top = tl.full([FEW, 1], float("-inf"), tl.float32)
+    mass = tl.zeros([FEW, 1], tl.float32)
+    for first in tl.range(0, expected, PARTS, num_stages=1):
+        for step in tl.static_range(PARTS):
+            index = first + step
+            one = parts + tl.where(index < expected - 1, index, splits - 1) * size
+            there = (few * 0 + index < expected)[:, None]
+            part = tl.load(one + few[:, None] * PADDED + column, few_mask & there, 0.0, cache_modifier=".cg")
+            log = tl.load(one + FEW * PADDED + few[:, None], there, float("-inf"), cache_modifier=".cg")
+            higher = tl.maximum(top, log)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, gain = tl.exp2(top - base), tl.exp2(log - base)
+            sum = sum * fade + part * gain
+            mass = mass * fade + gain
+            top = higher
+    result = out + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None] * DIM + column
+    tl.store(result, (sum / tl.where(mass == 0.0, 1.0, mass)).to(out.dtype.element_ty), few_mask)
 
 
 @dataclass
@@ -302,7 +288,9 @@ def verify_attention(
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, table_pages * page_size, qkv.device)
-    cells = batch * tiles * splits * tile.block_m * (padded + 1)
+    few = min(tile.block_m, triton.next_power_of_2(n * group))  # rows of a tile that are not padding
+    parts = max(2, min(16, 2048 * tile.warps // (few * padded)))  # partial sums that fit into 64 registers of a thread
+    cells = batch * tiles * splits * few * (padded + 1)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     cuda = qkv.device.type == "cuda"
@@ -312,7 +300,7 @@ def verify_attention(
         n, table_pages * page_size, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, 
-        PREFETCH=_PREFETCH if cuda and heads.dim * k_cache.element_size() % 16 == 0 else 0,
+        FEW=few, PARTS=parts,
         CAUSAL=causal, PDL=cuda, EARLY=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
