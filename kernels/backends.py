@@ -181,12 +181,12 @@ class _FlashInfer:
         size = spans.page_size
         counts = [-(-end // size) for end in spans.ends]
         pages = torch.cat([spans.page_table[row, :count] for row, count in zip(spans.rows, counts, strict=True)])
-        host = {"dtype": torch.int32, "device": "cpu"}  # it reads these three on the host anyway
+        last = [end - (count - 1) * size for end, count in zip(spans.ends, counts, strict=True)]
         self._wrapper.plan(
-            torch.tensor(spans.offsets, **host),
-            torch.tensor([0, *counts], **host).cumsum(0, dtype=torch.int32),
+            torch.tensor(spans.offsets, dtype=torch.int32),  # it reads all but the pages on the host anyway
+            torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32),
             pages.int(),
-            torch.tensor([end - (count - 1) * size for end, count in zip(spans.ends, counts, strict=True)], **host),
+            torch.tensor(last, dtype=torch.int32),
             q.shape[1],
             k_cache.shape[2],
             q.shape[2],

@@ -21,6 +21,7 @@ from specbatch.kernels.spans import Spans
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
 PROGRAMS = 2  # for each processor; with fewer tiles than that, keys are split
+PAGE_STEP = 64  # pages of a multiple of it are copied in bulk: the keys of a tile divide it
 FEW_SCORES = 200_000  # for each processor; with fewer, small tiles spread better
 
 
@@ -73,17 +74,13 @@ def prefill_attention(
     few = spans.scores * heads < FEW_SCORES * processors
     keys, values, source = k_cache, v_cache, "slots"
     if dim == block and k_cache.dtype == q.dtype and q.dtype != torch.float32 and _has_bulk_copies(q.device):
-        tile = tile or tiling(q.dtype, dim, few, bulk=True)
         if spans.fresh and k_new is not None and v_new is not None:
-            source = "rows"
-            keys, values = (TensorDescriptor.from_tensor(x.flatten(1), [tile.keys, dim]) for x in (k_new, v_new))
-        elif spans.page_size % tile.keys == 0:
-            source = "pages"
-            keys, values = (
-                TensorDescriptor.from_tensor(x.view(-1, kv * dim), [tile.keys, dim]) for x in (k_cache, v_cache)
-            )
-    if source == "slots":
-        tile = tile or tiling(q.dtype, dim, few, bulk=False)
+            keys, values, source = k_new.flatten(1), v_new.flatten(1), "rows"
+        elif spans.page_size % PAGE_STEP == 0:
+            keys, values, source = k_cache.view(-1, kv * dim), v_cache.view(-1, kv * dim), "pages"
+    tile = tile or tiling(q.dtype, dim, few, source != "slots")
+    if source != "slots":
+        keys, values = (TensorDescriptor.from_tensor(x, [tile.keys, dim]) for x in (keys, values))
     tokens = max(1, tile.queries // group)
     tiles = spans.tiles(tokens)
     longest = min(max(spans.ends), window + tokens) if window else max(spans.ends)

@@ -48,7 +48,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 5) -> flo
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -104,7 +104,8 @@ def new_lengths(names: Sequence[str]) -> Rows:
     for name in names:
         backend = prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
         prompts = [Prompt([(0, 517 + 29 * step)]) for step in range(6)]
-        first, again = [], []
+        first: list[float] = []
+        again: list[float] = []
         for times in (first, again):
             for prompt in prompts:
                 torch.cuda.synchronize()
@@ -123,13 +124,13 @@ def _elementwise(count: int) -> dict[str, object]:
     copies = max(2, math.ceil(2**27 / (count * 2 * MLP * 2)))
     weight = random_(HIDDEN)
     heads = make_heads()
-    caches = [random_(count // PAGE + 1, PAGE, KV, DIM) for _ in range(2)]
+    k_cache, v_cache = (random_(count // PAGE + 1, PAGE, KV, DIM) for _ in range(2))
     positions = torch.arange(count, device="cuda")
     work: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int, float]] = {  # width, bytes moved per byte read
         "rms_norm": (lambda x: rms_norm(x, weight, 1e-6), HIDDEN, 2),
         "F.rms_norm": (lambda x: F.rms_norm(x, (HIDDEN,), weight, 1e-6), HIDDEN, 2),
         "silu_product": (silu_product, 2 * MLP, 1.5),
-        "split_heads": (lambda x: split_heads(x, heads, positions, positions + PAGE, *caches), WIDTH, 2),
+        "split_heads": (lambda x: split_heads(x, heads, positions, positions + PAGE, k_cache, v_cache), WIDTH, 2),
     }
     row: dict[str, object] = {"rows": count}
     for name, (call, width, moved) in work.items():
@@ -179,10 +180,9 @@ def passes() -> Rows:
             x = hidden.clone()
             for qkv, out, gate_up, down in layers:
                 split = F.linear(rms_norm(x, weight, 1e-6, pdl), qkv)
-                caches = prompt.k_cache, prompt.v_cache
-                q = split_heads(split, heads, positions, slots, *caches, prompt.k, pdl)
-                v = split.view(count, -1, DIM)[:, HEADS + KV :]
-                x.addmm_(backend(q, prompt.k, v, *caches, prompt.spans).flatten(1), out.t())
+                q = split_heads(split, heads, positions, slots, prompt.k_cache, prompt.v_cache, prompt.k, pdl)
+                v = split.view(-1, HEADS + 2 * KV, DIM)[:, HEADS + KV :]
+                x.addmm_(backend(q, prompt.k, v, prompt.k_cache, prompt.v_cache, prompt.spans).flatten(1), out.t())
                 x.addmm_(silu_product(F.linear(rms_norm(x, weight, 1e-6, pdl), gate_up), pdl), down.t())
 
         row: dict[str, object] = {"tokens": count}
