@@ -1,4 +1,4 @@
-"""Draws from truncated distributions without sorting: `sampling.probabilities_ref` and `draw_ref` in three launches.
+"""Draws from truncated distributions without sorting: `sampling.probabilities_ref` and `draw_ref` in four launches.
 
 A row's law is found by a search over values: the smallest logit that stays is the largest value whose tokens, together
 with all greater ones, reach k in number or top-p in probability; how many of those that equal it stay follows from
@@ -11,7 +11,7 @@ sides of a cut or a coin, the two differ; both are right to some 1e-6.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,9 +23,10 @@ from specbatch.kernels.sampling import ACCEPT, RESIDUAL, offset_of
 
 _BLOCK = 8192  # logits that one program looks at together, and the longest list
 _WARPS = 16
+_STAGES = tl.constexpr(3)  # blocks on their way while one is summed
 # Columns of a law, float64 [rows, 8]. Token `id` of logit x has weight exp2((x - PEAK) * SCALE) if that is at least
-# FLOOR and x > CUT, or x == CUT and id <= LAST; TOTAL is their sum. SCALE 0: LIKELIEST has all the weight.
-_PEAK, _SCALE, _FLOOR, _CUT, _LAST, _TOTAL, _LIKELIEST = (tl.constexpr(column) for column in range(7))
+# FLOOR and x > CUT, or x == CUT and id <= LAST. SCALE 0: LIKELIEST has all the weight.
+_PEAK, _SCALE, _FLOOR, _CUT, _LAST, _LIKELIEST = (tl.constexpr(column) for column in range(6))
 _COLUMNS = tl.constexpr(8)
 _ACCEPT, _RESIDUAL = tl.constexpr(offset_of(ACCEPT)), tl.constexpr(offset_of(RESIDUAL))
 
@@ -55,39 +56,39 @@ def _weight(x, peak, scale):
 
 
 @triton.jit
-def _above(source, count, value, peak, scale, BLOCK: tl.constexpr):
-    """Weight of the logits >= value."""
-    lane = tl.arange(0, BLOCK)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, count, BLOCK):
-        x = _load(source, start + lane, count)
-        sums += tl.where(x >= value, _weight(x, peak, scale), 0.0)
-    return tl.sum(sums, 0)
+def _between(low, high):
+    return (low >> 1) + (high >> 1) + (low & high & 1)
 
 
 @triton.jit
 def _search(source, count, low, peak, scale, target, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
     """The largest value, `low` at least, of which logits >= value weigh `target`; and what those > value weigh."""
+    lane = tl.arange(0, BLOCK)
     low_key, high_key = _to_key(low, SHIFT), _to_key(peak, SHIFT) + 1
     heavier = target * 0.0
-    while low_key + 1 < high_key:
-        middle = (low_key >> 1) + (high_key >> 1) + (low_key & high_key & 1)
-        weight = _above(source, count, _to_value(middle, SHIFT), peak, scale, BLOCK)
-        reached = weight >= target
-        low_key = tl.where(reached, middle, low_key)
-        high_key = tl.where(reached, high_key, middle)
-        heavier = tl.where(reached, heavier, weight)
+    while low_key + 1 < high_key:  # four parts in each pass
+        middle = _between(low_key, high_key)
+        left, right = _between(low_key, middle), _between(middle, high_key)
+        value1, value2, value3 = _to_value(left, SHIFT), _to_value(middle, SHIFT), _to_value(right, SHIFT)
+        sums1 = tl.zeros([BLOCK], tl.float32)
+        sums2 = tl.zeros([BLOCK], tl.float32)
+        sums3 = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, count, BLOCK, num_stages=_STAGES):
+            x = _load(source, start + lane, count)
+            weight = _weight(x, peak, scale)
+            sums1 += tl.where(x >= value1, weight, 0.0)
+            sums2 += tl.where(x >= value2, weight, 0.0)
+            sums3 += tl.where(x >= value3, weight, 0.0)
+        weight1, weight2, weight3 = tl.sum(sums1, 0), tl.sum(sums2, 0), tl.sum(sums3, 0)
+        is1, is2, is3 = (weight1 >= target) | (left == low_key), weight2 >= target, weight3 >= target
+        low_key = tl.where(is3, right, tl.where(is2, middle, tl.where(is1, left, low_key)))
+        high_key = tl.where(is3, high_key, tl.where(is2, right, tl.where(is1, middle, left)))
+        heavier = tl.where(is3, heavier, tl.where(is2, weight3, tl.where(is1, weight2, weight1)))
     return _to_value(low_key, SHIFT), heavier
 
 
 @triton.jit
-def _id_of(ids, at, listed):
-    """Token ids of places in a list of `listed` logits, or in the row itself where that is 0."""
-    return tl.where(listed > 0, tl.load(ids + at, at < listed, other=0), at)
-
-
-@triton.jit
-def _nth_equal(source, ids, count, value, nth, listed, BLOCK: tl.constexpr):
+def _nth_equal(source, ids, count, value, nth, LISTED: tl.constexpr, BLOCK: tl.constexpr):
     """Id of the nth logit, counted from 1, that equals value; a large number if there are fewer."""
     lane = tl.arange(0, BLOCK)
     found = (nth * 0).to(tl.int32) + 0x7FFFFFFF
@@ -98,12 +99,54 @@ def _nth_equal(source, ids, count, value, nth, listed, BLOCK: tl.constexpr):
         here = tl.sum(equal.to(tl.int32), 0)
         if here >= nth:
             rank = tl.cumsum(equal.to(tl.int32), 0)
-            chosen = _id_of(ids, at, listed)
+            chosen = at
+            if LISTED:
+                chosen = tl.load(ids + at)
             found = tl.min(tl.where(equal & (rank == nth), chosen, 0x7FFFFFFF), 0)
             start = count
         nth -= here
         start += BLOCK
     return found
+
+
+@triton.jit
+def _cut_at(
+    source,
+    ids,
+    count,
+    low,
+    top_k,
+    top_p,
+    total,
+    peak,
+    scale,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The smallest logit that top-k, then top-p leave, and the last id of those that equal it.
+
+    source: the row, or a list of all its logits >= low with their ids; total: weight of the row.
+    """
+    cut = low
+    equal = (top_k * 0).to(tl.int32) + 0x7FFFFFFF  # how many that equal the cut stay
+    if top_k > 0:
+        cut, more = _search(source, count, low, peak, scale * 0, top_k.to(tl.float32), BLOCK, SHIFT)
+        equal = top_k.to(tl.int32) - more.to(tl.int32)
+        lane = tl.arange(0, BLOCK)
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, count, BLOCK, num_stages=_STAGES):
+            x = _load(source, start + lane, count)
+            sums += tl.where(x > cut, _weight(x, peak, scale), 0.0)
+        total = tl.sum(sums, 0) + _weight(cut, peak, scale) * equal
+    if top_p < 1:
+        target = tl.maximum(top_p * total, 1e-30)
+        low = cut
+        cut, more = _search(source, count, low, peak, scale, target, BLOCK, SHIFT)
+        # The likeliest token always stays.
+        stay = tl.ceil(tl.minimum((target - more) / _weight(cut, peak, scale), 1e9)).to(tl.int32)
+        equal = tl.minimum(tl.maximum(stay, 1), tl.where(cut == low, equal, 0x7FFFFFFF))
+    return cut, _nth_equal(source, ids, count, cut, equal, LISTED, BLOCK)
 
 
 @triton.jit
@@ -136,46 +179,45 @@ def _law_kernel(
     peak, likeliest = unpack(best)
     temperature = tl.load(temperatures + sequence)
     scale = 1.4426950408889634 / tl.minimum(tl.maximum(temperature, 1e-30), 1e30)
-    if temperature <= 0:
-        scale = scale * 0
-    logits += row * vocabulary
-    lane = tl.arange(0, BLOCK)
+    scale = tl.where(temperature > 0, scale, 0.0)
     cut = peak * 0 - float("inf")
     last = (likeliest * 0).to(tl.int32) + 0x7FFFFFFF
     floor = scale * 0
-    total = scale.to(tl.float64) * 0
 
-    if (scale > 0) & (tl.abs(peak) < float("inf")):
-        greatest = tl.full([BLOCK], -float("inf"), tl.float32)
-        sums = tl.zeros([BLOCK], tl.float64)
-        for start in range(0, vocabulary, BLOCK):
-            x = _load(logits, start + lane, vocabulary)
-            greatest = tl.maximum(greatest, x)
-            sums += _weight(x, peak, scale)
-        total = tl.sum(sums, 0)
-        if TRUNCATED:
-            top_k, top_p = tl.load(top_ks + sequence), tl.load(top_ps + sequence)
-            floor = tl.load(min_ps + sequence)
+    if TRUNCATED:
+        floor = tl.load(min_ps + sequence)
+        top_k, top_p = tl.load(top_ks + sequence), tl.load(top_ps + sequence)
+        top_k = tl.where(top_k < vocabulary, top_k, 0)
+        if (scale > 0) & (tl.abs(peak) < float("inf")) & ((top_k > 0) | (top_p < 1)):
+            logits += row * vocabulary
             values += row * BLOCK
             ids += row * BLOCK
-            source = logits
-            count = vocabulary
-            listed = 0
-            limited = (top_k > 0) & (top_k < vocabulary)
-            if limited | (top_p < 1):
-                # A bound from the lanes' greatest: at least as many, or as likely, tokens reach it.
+            lane = tl.arange(0, BLOCK)
+            greatest = tl.full([BLOCK], -float("inf"), tl.float32)
+            sums = tl.zeros([BLOCK], tl.float32)
+            for start in tl.range(0, vocabulary, BLOCK, num_stages=_STAGES):
+                x = _load(logits, start + lane, vocabulary)
+                greatest = tl.maximum(greatest, x)
+                sums += _weight(x, peak, scale)
+            total = tl.sum(sums, 0)
+
+            # A bound from the lanes' greatest: as many tokens reach it, or as likely ones.
+            bound_scale = tl.where(top_k > 0, 0.0, scale)
+            target = tl.where(top_k > 0, top_k.to(tl.float32), top_p * total * 1.0001)
+            length = BLOCK + 1
+            low = peak * 0 - float("inf")
+            if tl.sum(_weight(greatest, peak, bound_scale), 0) >= target:
                 tl.store(values + lane, greatest.to(values.dtype.element_ty))
                 tl.debug_barrier()
-                bound_scale = tl.where(limited, 0.0, scale)
-                target = tl.where(limited, top_k.to(tl.float32), (top_p * total * 1.0001).to(tl.float32))
-                if tl.sum(_weight(greatest, peak, bound_scale), 0) >= target:
-                    cut, _ = _search(values, BLOCK, cut, peak, bound_scale, target, BLOCK, SHIFT)
+                low, _ = _search(values, BLOCK, low, peak, bound_scale, target, BLOCK, SHIFT)
+                tl.debug_barrier()
+                tl.store(values + lane, tl.full([BLOCK], -float("inf"), values.dtype.element_ty))
                 tl.debug_barrier()
                 length = 0
                 for start in range(0, vocabulary, BLOCK):
                     at = start + lane
                     x = tl.load(logits + at, at < vocabulary, other=-float("inf"))
-                    stays = (x.to(tl.float32) >= cut) & (at < vocabulary)
+                    stays = (x.to(tl.float32) >= low) & (at < vocabulary)
                     here = tl.sum(stays.to(tl.int32), 0)
                     if (here > 0) & (length + here <= BLOCK):
                         to = length + tl.cumsum(stays.to(tl.int32), 0) - 1
@@ -183,33 +225,10 @@ def _law_kernel(
                         tl.store(ids + to, at, stays)
                     length += here
                 tl.debug_barrier()
-                if length <= BLOCK:
-                    listed = length
-                    source = values
-                    count = length
-                equal = (likeliest * 0).to(tl.int32) + 0x7FFFFFFF  # how many that equal the cut stay
-                mass = total.to(tl.float32)
-                if limited:
-                    cut, more = _search(source, count, cut, peak, scale * 0, top_k.to(tl.float32), BLOCK, SHIFT)
-                    equal = top_k.to(tl.int32) - more.to(tl.int32)
-                    one = _weight(cut, peak, scale)
-                    above = _above(source, count, _to_value(_to_key(cut, 0) + 1, 0), peak, scale, BLOCK)
-                    mass = above + one * equal
-                if top_p < 1:
-                    target = tl.maximum(top_p * mass, 1e-30)
-                    low = cut
-                    cut, more = _search(source, count, low, peak, scale, target, BLOCK, SHIFT)
-                    stay = tl.ceil(tl.minimum((target - more) / _weight(cut, peak, scale), 1e9)).to(tl.int32)
-                    equal = tl.minimum(tl.maximum(stay, 1), tl.where(cut == low, equal, 0x7FFFFFFF))
-                last = _nth_equal(source, ids, count, cut, equal, listed, BLOCK)
-            if limited | (top_p < 1) | (floor > 0):
-                sums = tl.zeros([BLOCK], tl.float64)
-                for start in range(0, count, BLOCK):
-                    at = start + lane
-                    x = _load(source, at, count)
-                    chosen = _id_of(ids, at, listed)
-                    sums += _kept(x, chosen, peak, scale, floor, cut, last)
-                total = tl.sum(sums, 0)
+            if length <= BLOCK:
+                cut, last = _cut_at(values, ids, BLOCK, low, top_k, top_p, total, peak, scale, True, BLOCK, SHIFT)
+            else:
+                cut, last = _cut_at(logits, ids, vocabulary, low, top_k, top_p, total, peak, scale, False, BLOCK, SHIFT)
 
     laws += row * _COLUMNS
     tl.store(laws + _PEAK, peak.to(tl.float64))
@@ -217,79 +236,99 @@ def _law_kernel(
     tl.store(laws + _FLOOR, floor.to(tl.float64))
     tl.store(laws + _CUT, cut.to(tl.float64))
     tl.store(laws + _LAST, last.to(tl.float64))
-    tl.store(laws + _TOTAL, total)
     tl.store(laws + _LIKELIEST, likeliest.to(tl.float64))
 
 
 @triton.jit
-def _kept(x, ids, peak, scale, floor, cut, last):
-    """Weights under a law, 0 for what it drops."""
-    weight = _weight(x, peak, scale)
-    stays = ((x > cut) | ((x == cut) & (ids <= last))) & (weight >= floor)
-    return tl.where(stays, weight, 0.0)
-
-
-@triton.jit
-def _probability(x, ids, law):
-    """float32 probabilities of tokens `ids` of logits x under the law at that place."""
+def _kept(x, ids, law):
+    """Weights, float32, of tokens `ids` of logits x under the law at that place; 0 for what it drops."""
     scale = tl.load(law + _SCALE).to(tl.float32)
-    weight = _kept(
-        x,
-        ids,
-        tl.load(law + _PEAK).to(tl.float32),
-        scale,
-        tl.load(law + _FLOOR).to(tl.float32),
-        tl.load(law + _CUT).to(tl.float32),
-        tl.load(law + _LAST).to(tl.int32),
-    )
+    weight = _weight(x, tl.load(law + _PEAK).to(tl.float32), scale)
+    cut = tl.load(law + _CUT).to(tl.float32)
+    stays = (x > cut) | ((x == cut) & (ids <= tl.load(law + _LAST).to(tl.int32)))
+    stays = stays & (weight >= tl.load(law + _FLOOR).to(tl.float32))
     likeliest = (ids == tl.load(law + _LIKELIEST).to(tl.int32)).to(tl.float32)
-    return tl.where(scale > 0, weight / tl.load(law + _TOTAL).to(tl.float32), likeliest)
+    return tl.where(scale > 0, tl.where(stays, weight, 0.0), likeliest)
 
 
 @triton.jit
-def _rest(logits, q, at, vocabulary, law, minus, WITH_Q: tl.constexpr):
-    """p, or max(p - q, 0) where minus is 1, of the tokens `at`; 0 behind the vocabulary."""
-    inside = at < vocabulary
-    p = tl.where(inside, _probability(_load(logits, at, vocabulary), at, law), 0.0)
-    if WITH_Q:
-        p = tl.maximum(p - tl.load(q + at, at < vocabulary * minus, other=0.0), 0.0)
-    return p
+def _total(sums, blocks, BLOCKS: tl.constexpr):
+    block = tl.arange(0, BLOCKS)
+    return tl.sum(tl.load(sums + block, block < blocks, other=0.0), 0)
 
 
 @triton.jit
-def _invert(logits, q, vocabulary, law, minus, target, WITH_Q: tl.constexpr, BLOCK: tl.constexpr):
-    """The first token at which the running sum of `_rest` exceeds target, in vocabulary order."""
-    lane = tl.arange(0, BLOCK)
-    token = tl.load(law + _LIKELIEST).to(tl.int32)  # also where there is none such: NaN logits
-    before = target * 0
-    start = 0
-    while start < vocabulary:
-        at = start + lane
-        weight = _rest(logits, q, at, vocabulary, law, minus, WITH_Q).to(tl.float64)
-        after = before + tl.sum(weight, 0)
-        if after > target:
-            sums = before + tl.cumsum(weight, 0)
-            first = tl.min(tl.where((sums > target) & (weight > 0), at, 0x7FFFFFFF), 0)
-            final = tl.max(tl.where(weight > 0, at, -1), 0)  # the two sums differ in their last bits
-            token = tl.minimum(first, final)
-            start = vocabulary
-        before = after
-        start += BLOCK
-    return token
+def _sums_kernel(logits, laws, sums, vocabulary, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    weight = _kept(_load(logits + row * vocabulary, at, vocabulary), at, laws + row * _COLUMNS)
+    tl.store(sums + row * tl.num_programs(1) + block, tl.sum(weight.to(tl.float64), 0))
+
+
+@triton.jit
+def _probabilities_kernel(
+    logits, laws, sums, p, vocabulary, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    weight = _kept(_load(logits + row * vocabulary, at, vocabulary), at, laws + row * _COLUMNS)
+    total = _total(sums + row * blocks, blocks, BLOCKS).to(tl.float32)
+    tl.store(p + row * vocabulary + at, weight / total, at < vocabulary)
+
+
+@triton.jit
+def _rest(logits, q, at, vocabulary, law, total):
+    """max(p - q, 0) of tokens `at`; 0 behind the vocabulary."""
+    p = _kept(_load(logits, at, vocabulary), at, law) / total.to(tl.float32)
+    return tl.where(at < vocabulary, tl.maximum(p - tl.load(q + at, at < vocabulary, other=0.0), 0.0), 0.0)
+
+
+@triton.jit
+def _block_of(sums, blocks, coin, BLOCKS: tl.constexpr):
+    """Where inversion ends: the block, the sum to exceed in it, counted from its start."""
+    block = tl.arange(0, BLOCKS)
+    running = tl.cumsum(tl.load(sums + block, block < blocks, other=0.0), 0)
+    target = coin * tl.max(running, 0)
+    passed = running <= target
+    return tl.minimum(tl.sum(passed.to(tl.int32), 0), blocks - 1), target - tl.max(tl.where(passed, running, 0.0), 0)
+
+
+@triton.jit
+def _invert(weight, at, target, otherwise):
+    """The first of tokens `at` at which the running sum of weight exceeds target."""
+    weight = weight.to(tl.float64)
+    first = tl.min(tl.where((tl.cumsum(weight, 0) > target) & (weight > 0), at, 0x7FFFFFFF), 0)
+    final = tl.max(tl.where(weight > 0, at, -1), 0)  # sums in another order differ in their last bits
+    token = tl.minimum(first, final)
+    return tl.where(token >= 0, token, otherwise)  # NaN logits
+
+
+@triton.jit
+def _unit(bits):
+    return bits.to(tl.float64) * (1.0 / (1 << 53))
 
 
 @triton.jit
 def _draw_kernel(
     logits,
     laws,
+    sums,
     seeds,
     positions,
     tokens,
     sound,
     vocabulary,
     per_sequence,
+    blocks,
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -297,89 +336,143 @@ def _draw_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     law = laws + row * _COLUMNS
-    token = tl.load(law + _LIKELIEST).to(tl.int32)
-    if tl.load(law + _SCALE) > 0:
-        coin = coin_bits(tl.load(seeds + row // per_sequence), tl.load(positions + row), OFFSET)
-        target = coin.to(tl.float64) * (1.0 / (1 << 53))
-        token = _invert(logits + row * vocabulary, logits, vocabulary, law, 0, target, False, BLOCK)
+    coin = _unit(coin_bits(tl.load(seeds + row // per_sequence), tl.load(positions + row), OFFSET))
+    block, target = _block_of(sums + row * blocks, blocks, coin, BLOCKS)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    weight = tl.where(at < vocabulary, _kept(_load(logits + row * vocabulary, at, vocabulary), at, law), 0.0)
+    token = _invert(weight, at, target, tl.load(law + _LIKELIEST).to(tl.int32))
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(sound + row, tl.abs(tl.load(law + _PEAK)) < float("inf"))
 
 
 @triton.jit
-def _probabilities_kernel(logits, laws, p, vocabulary, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = _load(logits + row * vocabulary, at, vocabulary)
-    tl.store(p + row * vocabulary + at, _probability(x, at, laws + row * _COLUMNS), at < vocabulary)
-
-
-@triton.jit
-def _reject_kernel(
+def _accept_kernel(
     logits,
     laws,
+    sums,
     q,
     drafts,
     drafted,
     seeds,
     positions,
-    tokens,
     accepted,
     sound,
     vocabulary,
+    blocks,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK_N)
+    place, block = tl.arange(0, BLOCK_N), tl.arange(0, BLOCKS)
     inside = place < N - 1
+    row = sequence * N + place
     draft = tl.load(drafts + sequence * (N - 1) + place, inside, other=0)
-    limit = tl.load(drafted + sequence)
-    seed = tl.load(seeds + sequence)
-    position = tl.load(positions + sequence * N + place, place < N, other=0)
-    row = sequence * N + tl.minimum(place, N - 1)
-    x = tl.load(logits + row * vocabulary + draft).to(tl.float32)
-    p = _probability(x, draft.to(tl.int32), laws + row * _COLUMNS)
+    x = tl.load(logits + row * vocabulary + draft, inside, other=0.0).to(tl.float32)
+    law = laws + tl.where(inside, row, 0) * _COLUMNS
+    is_sum = inside[:, None] & (block < blocks)[None, :]
+    total = tl.sum(tl.load(sums + row[:, None] * blocks + block[None, :], is_sum, other=0.0), 1)
+    p = _kept(x, draft.to(tl.int32), law) / total.to(tl.float32)
     q_draft = tl.load(q + (sequence * (N - 1) + place) * vocabulary + draft, inside, other=0.0)
-    coins = coin_bits(seed, position, _ACCEPT).to(tl.float64) * (1.0 / (1 << 53))
-    stays = (coins * q_draft < p) & (place < limit) & inside
-    count = tl.min(tl.where(stays, N - 1, place), 0)
+    coins = _unit(coin_bits(tl.load(seeds + sequence), tl.load(positions + row, inside, other=0), _ACCEPT))
+    stays = (coins * q_draft < p) & (place < tl.load(drafted + sequence)) & inside
+    tl.store(accepted + sequence, tl.min(tl.where(stays, N - 1, place), 0).to(tl.int64))
+    peak = tl.load(laws + row * _COLUMNS + _PEAK, place < N, other=0.0)
+    tl.store(sound + row, tl.abs(peak) < float("inf"), place < N)
 
+
+@triton.jit
+def _rest_kernel(
+    logits,
+    laws,
+    sums,
+    q,
+    drafted,
+    accepted,
+    rests,
+    vocabulary,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sums of max(p - q, 0), by block, behind the last accepted draft; 0 where no draft was rejected."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    count = tl.load(accepted + sequence)
+    row = sequence * N + count
+    rest = tl.zeros([], tl.float64)
+    if count < tl.load(drafted + sequence):
+        total = _total(sums + row * blocks, blocks, BLOCKS)
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        q += (row - sequence) * vocabulary
+        weight = _rest(logits + row * vocabulary, q, at, vocabulary, laws + row * _COLUMNS, total)
+        rest = tl.sum(weight.to(tl.float64), 0)
+    tl.store(rests + sequence * blocks + block, rest)
+
+
+@triton.jit
+def _bonus_kernel(
+    logits,
+    laws,
+    sums,
+    q,
+    drafts,
+    seeds,
+    positions,
+    accepted,
+    rests,
+    tokens,
+    vocabulary,
+    blocks,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0).to(tl.int64)
+    count = tl.load(accepted + sequence)
     row = sequence * N + count
     law = laws + row * _COLUMNS
     logits += row * vocabulary
-    q += (sequence * (N - 1) + count) * vocabulary
-    # Behind the last draft there is nothing to subtract; p == q up to rounding leaves nothing: then p is the law.
-    minus = (count < limit).to(tl.int32)
+    sums += row * blocks
+    rests += sequence * blocks
+    coin = _unit(coin_bits(tl.load(seeds + sequence), tl.load(positions + row), _RESIDUAL))
     lane = tl.arange(0, BLOCK)
-    total = tl.sum(tl.zeros([BLOCK], tl.float64), 0)
-    for start in range(0, vocabulary, BLOCK):
-        rest = _rest(logits, q, start + lane, vocabulary, law, minus, True)
-        total += tl.sum(rest.to(tl.float64), 0)
-    minus = tl.where(total > 0, minus, 0)
-    total = tl.where(total > 0, total, 1.0)
-    coin = coin_bits(seed, tl.load(positions + sequence * N + count), _RESIDUAL).to(tl.float64) * (1.0 / (1 << 53))
-    bonus = _invert(logits, q, vocabulary, law, minus, coin * total, True, BLOCK)
-
-    tl.store(tokens + sequence * N + place, tl.where(place == count, bonus.to(tl.int64), draft), place < N)
-    tl.store(accepted + sequence, count.to(tl.int64))
-    peaks = tl.load(laws + (sequence * N + tl.minimum(place, N - 1)) * _COLUMNS + _PEAK)
-    tl.store(sound + sequence * N + place, tl.abs(peaks) < float("inf"), place < N)
+    if _total(rests, blocks, BLOCKS) > 0:
+        block, target = _block_of(rests, blocks, coin, BLOCKS)
+        at = block * BLOCK + lane
+        total = _total(sums, blocks, BLOCKS)
+        weight = _rest(logits, q + (row - sequence) * vocabulary, at, vocabulary, law, total)
+    else:  # nothing to subtract, or p == q up to rounding: p itself is the law
+        block, target = _block_of(sums, blocks, coin, BLOCKS)
+        at = block * BLOCK + lane
+        weight = tl.where(at < vocabulary, _kept(_load(logits, at, vocabulary), at, law), 0.0)
+    bonus = _invert(weight, at, target, tl.load(law + _LIKELIEST).to(tl.int32)).to(tl.int64)
+    place = tl.arange(0, BLOCK_N)
+    draft = tl.load(drafts + sequence * (N - 1) + place, place < N - 1, other=0)
+    tl.store(tokens + sequence * N + place, tl.where(place == count, bonus, draft), place < N)
 
 
 class Law(NamedTuple):
-    """The distributions of rows of logits [B * n, V], not written out: logits and float64 [B * n, 8]."""
+    """The distributions of the rows of logits [B * n, V], not written out.
+
+    columns float64 [B * n, 8]; sums float64 [B * n, blocks]: weights of each block of tokens.
+    """
 
     logits: torch.Tensor
     columns: torch.Tensor
+    sums: torch.Tensor
 
 
 def law_of(
@@ -391,14 +484,15 @@ def law_of(
     *,
     truncated: bool,
 ) -> Law:
-    """What `probabilities_ref` says of logits [B * n, V], contiguous, in two launches.
+    """What `probabilities_ref` says of logits [B * n, V], contiguous, in three launches.
 
     temperature, top_p and min_p: float32 [B]; top_k: int64 [B], 0 is off. truncated: some row uses one of the three;
     else they are not looked at.
     """
     rows, vocabulary = logits.shape
+    device, cuda = logits.device, logits.is_cuda
     partials = argmax_partials(logits)
-    columns = torch.empty(rows, _COLUMNS.value, dtype=torch.float64, device=logits.device)
+    columns = torch.empty(rows, _COLUMNS.value, dtype=torch.float64, device=device)
     listed = rows if truncated else 0
     _law_kernel[(rows,)](
         logits,
@@ -408,8 +502,8 @@ def law_of(
         top_p,
         min_p,
         columns,
-        torch.empty(listed, _BLOCK, dtype=logits.dtype, device=logits.device),
-        torch.empty(listed, _BLOCK, dtype=torch.int32, device=logits.device),
+        torch.empty(listed, _BLOCK, dtype=logits.dtype, device=device),
+        torch.empty(listed, _BLOCK, dtype=torch.int32, device=device),
         vocabulary,
         rows // len(temperature),
         partials.shape[1],
@@ -417,28 +511,34 @@ def law_of(
         TRUNCATED=truncated,
         SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype],
         BLOCK=_BLOCK,
-        PDL=logits.is_cuda,
-        num_warps=_WARPS,
-        launch_pdl=logits.is_cuda,
+        PDL=cuda,
+        num_warps=_WARPS if truncated else 1,
+        launch_pdl=cuda,
     )
-    return Law(logits, columns)
+    blocks = triton.cdiv(vocabulary, _BLOCK)
+    sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
+    _sums_kernel[(rows, blocks)](
+        logits, columns, sums, vocabulary, BLOCK=_BLOCK, PDL=cuda, num_warps=8, launch_pdl=cuda
+    )
+    return Law(logits, columns, sums)
+
+
+def _blocks(law: Law) -> dict[str, Any]:
+    """How the kernels that read a law are launched."""
+    cuda = law.logits.is_cuda
+    return {"BLOCKS": triton.next_power_of_2(law.sums.shape[1]), "PDL": cuda, "launch_pdl": cuda}
 
 
 def probabilities(law: Law) -> torch.Tensor:
     """The law written out: float32 [B * n, V]."""
-    rows, vocabulary = law.logits.shape
-    p = torch.empty(rows, vocabulary, dtype=torch.float32, device=law.logits.device)
-    cuda = p.is_cuda
-    _probabilities_kernel[(rows, triton.cdiv(vocabulary, 4096))](
-        *law, p, vocabulary, BLOCK=4096, PDL=cuda, launch_pdl=cuda
-    )
+    p = torch.empty(law.logits.shape, dtype=torch.float32, device=law.logits.device)
+    _probabilities_kernel[law.sums.shape](*law, p, p.shape[1], BLOCK=_BLOCK, num_warps=8, **_blocks(law))
     return p
 
 
 def draw(law: Law, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`draw_ref` with the coins of seeds int64 [B] at positions int64 [B, n]: tokens int64 [B, n] and, where their
     logits are free of NaN and infinity, sound bool [B, n]."""
-    vocabulary = law.logits.shape[1]
     tokens = torch.empty_like(positions)
     sound = torch.empty(positions.shape, dtype=torch.bool, device=positions.device)
     _draw_kernel[(tokens.numel(),)](
@@ -447,13 +547,13 @@ def draw(law: Law, seeds: torch.Tensor, positions: torch.Tensor, stream: int) ->
         positions,
         tokens,
         sound,
-        vocabulary,
+        law.logits.shape[1],
         positions.shape[1],
+        law.sums.shape[1],
         OFFSET=offset_of(stream),
         BLOCK=_BLOCK,
-        PDL=tokens.is_cuda,
         num_warps=_WARPS,
-        launch_pdl=tokens.is_cuda,
+        **_blocks(law),
     )
     return tokens, sound
 
@@ -482,31 +582,37 @@ def reject(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Speculative sampling of a chain, as `verification.verify` does it, in one launch.
+    """Speculative sampling of a chain, as `verification.verify` does it, in three launches.
 
     law: of the target's B * n rows; drafts int64 [B, n-1], of which drafted int64 [B] count, drawn from q float32
     [B, n-1, V]; seeds int64 [B]; positions int64 [B, n]. Returns tokens int64 [B, n], accepted int64 [B] and sound
     bool [B, n].
     """
     batch, n = positions.shape
+    vocabulary, blocks = law.logits.shape[1], law.sums.shape[1]
     tokens, accepted = torch.empty_like(positions), torch.empty_like(drafted)
     sound = torch.empty(batch, n, dtype=torch.bool, device=positions.device)
-    _reject_kernel[(batch,)](
+    rests = torch.empty(batch, blocks, dtype=torch.float64, device=positions.device)
+    common = {"N": n, **_blocks(law)}
+    block_n = triton.next_power_of_2(n)
+    _accept_kernel[(batch,)](
+        *law, q, drafts, drafted, seeds, positions, accepted, sound, vocabulary, blocks, BLOCK_N=block_n, **common
+    )
+    _rest_kernel[(batch, blocks)](*law, q, drafted, accepted, rests, vocabulary, BLOCK=_BLOCK, num_warps=8, **common)
+    _bonus_kernel[(batch,)](
         *law,
         q,
         drafts,
-        drafted,
         seeds,
         positions,
-        tokens,
         accepted,
-        sound,
-        law.logits.shape[1],
-        N=n,
-        BLOCK_N=triton.next_power_of_2(n),
+        rests,
+        tokens,
+        vocabulary,
+        blocks,
+        BLOCK_N=block_n,
         BLOCK=_BLOCK,
-        PDL=tokens.is_cuda,
         num_warps=_WARPS,
-        launch_pdl=tokens.is_cuda,
+        **common,
     )
     return tokens, accepted, sound
