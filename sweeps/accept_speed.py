@@ -18,10 +18,11 @@ import torch
 
 from specbatch.batch import Sampling
 from specbatch.kernels.accept import commit, greedy_accept, stage
+from specbatch.kernels.draw import reject, sample
+from specbatch.kernels.law import law_of, probabilities
 from specbatch.kernels.ngram import ngram_match_ref
 from specbatch.kernels.ngram_triton import ngram_match
 from specbatch.kernels.sampling import TARGET
-from specbatch.kernels.sampling_triton import law_of, probabilities, reject, sample
 from specbatch.verification import Proposal, verify
 
 VOCABULARY = 151_936
