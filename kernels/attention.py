@@ -60,12 +60,12 @@ def paged_attention_ref(
 
 
 def prefill_attention_ref(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, start: int
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, start: int, window: int = 0
 ) -> torch.Tensor:
     """Causal attention of one prompt chunk over its prefix and itself.
 
     q [T, heads, head_dim] at positions start..start+T-1, whose K and V are already in the cache; pages [P] covers
-    them. Returns [T, heads, head_dim].
+    them. A query sees `window` keys, itself included; 0 is all. Returns [T, heads, head_dim].
     """
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -73,9 +73,10 @@ def prefill_attention_ref(
     k = k_cache.index_select(0, pages).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
     v = v_cache.index_select(0, pages).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
     mask = None
-    if start:
+    if start or window:
         position = torch.arange(end, device=q.device)
-        mask = position <= position[start:, None]
+        behind = position[start:, None] - position
+        mask = (behind >= 0) & (behind < (window or end))
     out = F.scaled_dot_product_attention(
         q[None].transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
     )

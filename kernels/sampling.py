@@ -14,13 +14,18 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GOLDEN, _MIX1, _MIX2 = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, MIX1, MIX2 = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def offset_of(stream: int) -> int:
+    """What sets the streams of one seed apart."""
+    return _signed(GOLDEN * (stream + 1) % (1 << 64))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014). int64 wraps; the masks make its shifts logical."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX1
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX2
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * MIX1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MIX2
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
@@ -30,8 +35,7 @@ def uniform_ref(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> to
     seeds and positions: int64, broadcast together. A token's randomness is thus the same in every schedule, batch
     and algorithm.
     """
-    key = _mix(seeds + _signed(_GOLDEN * (stream + 1) % (1 << 64)))
-    bits = _mix(key + positions * _GOLDEN) >> 11
+    bits = _mix(_mix(seeds + offset_of(stream)) + positions * GOLDEN) >> 11
     return (bits & ((1 << 53) - 1)).double() * 2.0**-53
 
 

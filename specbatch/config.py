@@ -12,6 +12,10 @@ from specbatch.errors import at_least, refuse
 SCHEDULES = ("v1", "v2")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DECODE_GRAPHS = ("off", "whole")
+PREFILL_GRAPHS = ("off", "piecewise")
+ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
+KV_DTYPES = ("auto", "fp8")
 
 
 def _choice(setting: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -98,15 +102,22 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Graphs:
-    """CUDA graphs: `decode` captures whole iterations, `prefill` the pieces between attention layers."""
+    """CUDA graphs.
+
+    decode   "whole" records draft, verify, accept and commit as one graph per batch bucket
+    prefill  "piecewise" records what lies between attention layers, one set of graphs per token bucket
+    """
 
     decode: str = "off"
     prefill: str = "off"
 
     def __post_init__(self) -> None:
-        for name in ("decode", "prefill"):
-            if getattr(self, name) != "off":
-                raise refuse(f"graphs.{name}", getattr(self, name), "this version runs eagerly only; use 'off'")
+        _choice("graphs.decode", self.decode, DECODE_GRAPHS)
+        _choice("graphs.prefill", self.prefill, PREFILL_GRAPHS)
+
+    @property
+    def any(self) -> bool:
+        return (self.decode, self.prefill) != ("off", "off")
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,9 @@ class EngineConfig:
     kv_pages       size of the KV pool; default what max_running and max_model_len can need, within memory
     memory_fraction  share of the free memory of the device that weights and KV may take
     prefill_chunk  most prompt tokens computed in one step
+    kv_dtype       "auto" is the model's own type, "fp8" keeps keys and values as float8 e4m3
+    attention_backend        who computes the attention of prompts: "auto" is the fastest of those installed
+    draft_attention_backend  the same for the draft model
     seed           for requests without a seed of their own, and for dummy weights
     """
 
@@ -139,6 +153,9 @@ class EngineConfig:
     memory_fraction: float = 0.8
     prefill_chunk: int = 2048
     prefix_cache: bool = True
+    kv_dtype: str = "auto"
+    attention_backend: str = "auto"
+    draft_attention_backend: str = "auto"
     seed: int = 0
     speculation: Speculation = field(default_factory=Speculation)
     graphs: Graphs = field(default_factory=Graphs)
@@ -152,6 +169,9 @@ class EngineConfig:
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _choice("draft_attention_backend", self.draft_attention_backend, ATTENTION_BACKENDS)
         at_least("max_running", self.max_running, 1)
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)

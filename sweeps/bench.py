@@ -170,7 +170,7 @@ def run_bench(
 
 def plan_engines(base: EngineConfig, options: BenchOptions) -> Plan:
     """What the sections need: each engine has the places and pages of its largest point, all have the same length."""
-    from specbatch.engine import find_device
+    from specbatch.build import find_device
 
     on_cuda = find_device(base.device).type == "cuda"
     decode = options.decode_graph or ("whole" if on_cuda else "off")
@@ -242,7 +242,7 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
 
 
 def _machine(base: EngineConfig, repeat: int) -> RunRecord:
-    from specbatch.engine import find_device
+    from specbatch.build import find_device
     from specbatch.sweeps.machine import measure_machine
 
     device = find_device(base.device)
