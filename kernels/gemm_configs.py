@@ -9,9 +9,8 @@ from dataclasses import dataclass
 class Tile:
     """n rows of the weight (of each half where gated) by k columns per step of a program.
 
-    splits: programs that share the K of a tile. prefetch: columns of its rows that a program asks L2 for before the
-    kernel ahead has ended; roll: it stays so far ahead in its loop. early: dependents are released at the start, right
-    where all programs are resident at once.
+    splits: programs that share the K of a tile. prefetch: columns beyond the pipeline's first that a program asks
+    L2 for before the kernel ahead has ended. early: dependents are released at the start, not at the end.
     """
 
     n: int
@@ -20,7 +19,6 @@ class Tile:
     warps: int
     stages: int
     prefetch: int = 512
-    roll: bool = False
     early: bool = True
 
 

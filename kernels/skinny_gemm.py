@@ -59,34 +59,28 @@ def _skinny_kernel(
     x_stride,
     residual_stride,
     eps,
-    splits,
     prefetch,  # columns of each weight row asked for before the wait
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
-    ROLL: tl.constexpr,
     EARLY: tl.constexpr,
+    FETCHED: tl.constexpr,  # columns that the pipeline fetches ahead
     THREADS: tl.constexpr,
 ):
-    tile = tl.program_id(0) // splits
-    split = tl.program_id(0) % splits
-    blocks = tl.cdiv(tl.cdiv(K, BK), splits)
+    tile = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    blocks = tl.cdiv(tl.cdiv(K, BK), SPLITS)
     k_from = split * blocks * BK
     k_to = tl.minimum(K, k_from + blocks * BK)
     up_offset = (tl.zeros([], tl.int64) + N) * K
-    if PREFETCH:
-        ahead = tl.maximum(tl.minimum(prefetch, k_to - k_from), 0)
-        _prefetch(weight, tile * BN, N, k_from, ahead, K, BN, THREADS)
-        if GATED:
-            _prefetch(weight + up_offset, tile * BN, N, k_from, ahead, K, BN, THREADS)
 
     rows = tl.arange(0, BM)
     columns = tile * BN + tl.arange(0, BN)
@@ -95,34 +89,44 @@ def _skinny_kernel(
     weight_tile = weight + weight_rows[None, :] * K + ks[:, None]
     x_tile = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
     row_exists = rows[:, None] < M
+    exists = row_exists & (columns[None, :] < N)
+    residual_tile = residual + rows[:, None].to(tl.int64) * residual_stride + columns[None, :] if HAS_RESIDUAL else x_tile
     total = tl.zeros([BM, BN], tl.float32)
     total_up = tl.zeros([BM, BN], tl.float32)
-    squares = tl.zeros([BM, BK], tl.float32)
+    gram = tl.zeros([BM, BM], tl.float32)  # its diagonal: the rows' sums of squares
+    a_next = tl.zeros([BM, BK], x.dtype.element_ty)
+    added = tl.zeros([BM, BN], x.dtype.element_ty)
     if HAS_NORM:
         scale_next = tl.load(norm + k_from + ks, mask=k_from + ks < K, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     for k in tl.range(k_from, k_to, BK):
+        # The pipeline fetches the first weight tiles ahead of the loop, hence before the wait; x comes after it,
+        # in a branch and through a register, where the compiler leaves it.
+        a = a_next
+        if k == k_from:
+            if PREFETCH:
+                fetch_from = k + FETCHED
+                count = tl.minimum(prefetch, k_to - fetch_from)
+                if count > 0:
+                    _prefetch(weight, tile * BN, N, fetch_from, count, K, BN, THREADS)
+                    if GATED:
+                        _prefetch(weight + up_offset, tile * BN, N, fetch_from, count, K, BN, THREADS)
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                if EARLY:
+                    tl.extra.cuda.gdc_launch_dependents()
+            a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
+            if HAS_RESIDUAL:
+                added = tl.load(residual_tile, mask=exists, other=0.0)
+        a_next = tl.load(x_tile + k + BK, mask=row_exists & (k + BK + ks < k_to)[None, :], other=0.0)
         if EVEN_K:
-            a = tl.load(x_tile + k, mask=row_exists, other=0.0, eviction_policy="evict_last")
             b = tl.load(weight_tile + k, eviction_policy="evict_first")
         else:
-            k_exists = k + ks < k_to
-            a = tl.load(x_tile + k, mask=row_exists & k_exists[None, :], other=0.0)
-            b = tl.load(weight_tile + k, mask=k_exists[:, None], other=0.0)
-        if PREFETCH and ROLL:
-            if k + prefetch + BK <= k_to:
-                _prefetch(weight, tile * BN, N, k + prefetch, BK, K, BN, THREADS)
-                if GATED:
-                    _prefetch(weight + up_offset, tile * BN, N, k + prefetch, BK, K, BN, THREADS)
+            b = tl.load(weight_tile + k, mask=(k + ks < k_to)[:, None], other=0.0)
         if HAS_NORM:
-            wide = a.to(tl.float32)
-            squares += wide * wide
+            gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
             scale = scale_next
             scale_next = tl.load(norm + k + BK + ks, mask=k + BK + ks < K, other=0.0)
-            a = (wide * scale.to(tl.float32)[None, :]).to(x.dtype.element_ty)
+            a *= scale[None, :]
         total = tl.dot(a, b, total, input_precision="ieee")
         if GATED:
             up_tile = weight_tile + up_offset
@@ -131,27 +135,26 @@ def _skinny_kernel(
             else:
                 b_up = tl.load(up_tile + k, mask=(k + ks < k_to)[:, None], other=0.0)
             total_up = tl.dot(a, b_up, total_up, input_precision="ieee")
-    square = tl.sum(squares, 1)
+    square = tl.sum(tl.where(rows[:, None] == rows[None, :], gram, 0.0), 1)
 
-    exists = row_exists & (columns[None, :] < N)
-    if SPLIT:
+    if SPLITS > 1:
         # per tile and split: BM x BN sums (twice where gated), then BM sums of squares
         SIZE: tl.constexpr = BM * BN * (2 if GATED else 1) + BM
         inner = rows[:, None] * BN + tl.arange(0, BN)[None, :]
-        mine = partial + (tile * splits + split) * SIZE
+        mine = partial + (tile * SPLITS + split) * SIZE
         tl.store(mine + inner, total, mask=exists)
         if GATED:
             tl.store(mine + BM * BN + inner, total_up, mask=exists)
         if HAS_NORM:
             tl.store(mine + SIZE - BM + rows, square, mask=rows < M)
         tl.debug_barrier()
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != splits - 1:
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != SPLITS - 1:
             return
         total = tl.zeros([BM, BN], tl.float32)
         total_up = tl.zeros([BM, BN], tl.float32)
         square = tl.zeros([BM], tl.float32)
-        for other in range(splits):
-            theirs = partial + (tile * splits + other) * SIZE
+        for other in tl.static_range(SPLITS):
+            theirs = partial + (tile * SPLITS + other) * SIZE
             total += tl.load(theirs + inner, mask=exists, other=0.0, cache_modifier=".cg")
             if GATED:
                 total_up += tl.load(theirs + BM * BN + inner, mask=exists, other=0.0, cache_modifier=".cg")
@@ -169,10 +172,9 @@ def _skinny_kernel(
             total_up += tl.load(bias + N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
         total = total * tl.sigmoid(total) * total_up
-    place = rows[:, None].to(tl.int64)
     if HAS_RESIDUAL:
-        total += tl.load(residual + place * residual_stride + columns[None, :], mask=exists, other=0.0).to(tl.float32)
-    tl.store(y + place * N + columns[None, :], total.to(y.dtype.element_ty), mask=exists)
+        total += added.to(tl.float32)
+    tl.store(y + rows[:, None].to(tl.int64) * N + columns[None, :], total.to(y.dtype.element_ty), mask=exists)
 
 
 def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,8 +244,10 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
     partial, counters = workspace(x.device)
     y = torch.empty(m, n, device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(n, tile.n)
+    blocks = triton.cdiv(k, tile.k)
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, tile.splits))  # no program without a part of K
     is_fetchable = k % 8 == 0 and x.element_size() == 2 and weight.data_ptr() % 16 == 0
-    _skinny_kernel[(tiles * tile.splits,)](
+    _skinny_kernel[(tiles * splits,)](
         x,
         weight,
         bias,
@@ -258,21 +262,20 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
         x.stride(0),
         0 if residual is None else residual.stride(0),
         eps,
-        tile.splits,
         min(tile.prefetch, k),
         GATED=gated,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None,
-        SPLIT=tile.splits > 1,
+        SPLITS=splits,
         EVEN_K=k % tile.k == 0,
         BM=block_m,
         BN=tile.n,
         BK=tile.k,
         PDL=pdl,
         PREFETCH=pdl and is_fetchable and tile.prefetch > 0,
-        ROLL=tile.roll,
         EARLY=tile.early,
+        FETCHED=(tile.stages - 1) * tile.k,
         THREADS=32 * tile.warps,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -205,14 +205,14 @@ def find_device(name: str) -> torch.device:
     """The device that `name` (auto, cpu, cuda, cuda:N) means here; refused where there is none such."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not name.startswith("cuda"):
-        return torch.device(name)
-    if not torch.cuda.is_available():
-        raise refuse("device", name, "torch sees no CUDA device here; use cpu or auto")
-    index = int(name[5:] or 0) if ":" in name else 0
-    if index >= torch.cuda.device_count():
-        raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
-    return torch.device("cuda", index)
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise refuse("device", name, "torch sees no CUDA device here; use cpu or auto")
+        index = int(name[5:] or 0) if ":" in name else 0
+        if index >= torch.cuda.device_count():
+            raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
+        return torch.device("cuda", index)
+    return torch.device(name)
 
 
 def _check_device(config: EngineConfig, device: torch.device) -> None:

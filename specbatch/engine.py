@@ -18,6 +18,7 @@ from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.metrics import RunRecord, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
+from specbatch.models.llama import Llama
 from specbatch.progress import Report
 from specbatch.request import Completion, Request, SamplingParams
 from specbatch.runner import Counters
@@ -60,14 +61,14 @@ class Engine:
             log or (lambda line: None),
             report or (lambda done, total: None),
             self._on_tokens,
-            shared=None if weights_of is None else weights_of._model,
+            shared=None if weights_of is None else weights_of.model,
         )
         self.device = parts.device
         self.tokenizer = parts.tokenizer
         self.plan = parts.plan
         self.caps = parts.caps
         self.model_config: ModelConfig = parts.model.config
-        self._model = parts.model
+        self.model: Llama = parts.model
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._forwards = parts.forwards
@@ -193,7 +194,7 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
-        del self._runner, self._schedule, self._forwards, self._model
+        del self._runner, self._schedule, self._forwards, self.model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
