@@ -61,14 +61,14 @@ class Engine:
             log or (lambda line: None),
             report or (lambda done, total: None),
             self._on_tokens,
-            shared=None if weights_of is None else weights_of.model,
+            shared=None if weights_of is None else weights_of._model,
         )
         self.device = parts.device
         self.tokenizer = parts.tokenizer
         self.plan = parts.plan
         self.caps = parts.caps
         self.model_config: ModelConfig = parts.model.config
-        self.model: Llama = parts.model
+        self._model: Llama = parts.model
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._forwards = parts.forwards
@@ -194,7 +194,7 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
-        del self._runner, self._schedule, self._forwards, self.model
+        del self._runner, self._schedule, self._forwards, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
