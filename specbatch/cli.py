@@ -42,15 +42,8 @@ app.add_typer(models, name="models")
 # What `bench` decides itself, point by point.
 BENCH_SETS = (
     *("spec", "algorithm", "draft", "draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"),
-    *(
-        "simulate_accept_length",
-        "decode_graph",
-        "prefill_graph",
-        "max_running",
-        "max_model_len",
-        "kv_pages",
-        "prefix_cache",
-    ),
+    *("simulate_accept_length", "draft_attention_backend", "decode_graph", "prefill_graph"),
+    *("max_running", "max_model_len", "kv_pages", "prefix_cache"),
 )
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
 Concurrency = Annotated[int | None, Option(help="Keep at most this many requests unfinished; also sets --max-running.")]

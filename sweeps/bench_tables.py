@@ -80,6 +80,12 @@ def _time(record: Any) -> Any:
     return record.metrics["step_s"] if "step_s" in record.metrics else record.metrics["median_ttft_s"]
 
 
+def _fallbacks(record: Any, bounds: Any) -> Any:
+    """Passes that ran eagerly although graphs had been asked for."""
+    reasons = [graph["fallbacks"] for graph in record.counters["graphs"].values()]
+    return sum(count for counts in reasons for reason, count in counts.items() if reason != "off")
+
+
 def _idle(record: Any, bounds: Any) -> Any:
     """Share of a gap in step and gap, in percent."""
     counters = record.counters
@@ -103,16 +109,17 @@ COLUMNS = {
     "mean_tpot_ms": Column("mean TPOT (ms)", 2, _metric("mean_tpot_s", 1e3)),
     "mean_ttft_ms": Column("mean TTFT (ms)", 1, _metric("mean_ttft_s", 1e3)),
     "median_ttft_ms": Column("median TTFT (ms)", 2, _metric("median_ttft_s", 1e3)),
-    "graph_replays": Column("graph replays", 0, _counter("graph_replays")),
-    "graph_fallbacks": Column("fallbacks", 0, lambda r, _: sum(r.counters["graph_fallbacks"].values())),
-    "padded_tokens": Column("padded", 0, _counter("padded_tokens")),
+    "decode_replays": Column("decode replays", 0, lambda r, _: r.counters["graphs"]["decode"]["replays"]),
+    "prefill_replays": Column("prefill replays", 0, lambda r, _: r.counters["graphs"]["target_prefill"]["replays"]),
+    "fallbacks": Column("fallbacks", 0, _fallbacks),
+    "padded": Column("padded", 0, lambda r, _: sum(graph["padded"] for graph in r.counters["graphs"].values())),
     "launch_lead_ms": Column("launch lead (ms)", 2, _per("launch_lead_s", "overlapped", 1e3)),
     "late_launches": Column("late launches", 0, _counter("late_launches")),
     "host_waits_per_step": Column("host waits per step", 2, _per("host_waits", "iterations")),
     "host_ms_per_step": Column("host ms per step", 2, _per("iteration_s", "iterations", 1e3)),
     "device_idle_percent": Column("device idle %", 1, _idle),
 }
-_COUNTERS = tuple(COLUMNS)[list(COLUMNS).index("graph_replays") :]
+_COUNTERS = tuple(COLUMNS)[list(COLUMNS).index("decode_replays") :]
 _STEP = (
     "decode_tok_s",
     "step_gb",
@@ -147,7 +154,10 @@ _METHODS = {
     "ttft": "First token: each request alone on the engine, from its submission to its first token on the host.",
     "verify": "A simulated accept length of 1 makes each verify give one token, so that the batch stays together.",
 }
-_CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk")
+_CAPS = (
+    *("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk"),
+    *("kv_dtype", "attention_backend", "capture_s"),
+)
 PRIMARY = tuple(dict.fromkeys(section.primary for section in SHOWN.values()))
 
 
@@ -311,12 +321,16 @@ def _heading(records: list[RunRecord], rows: list[Row]) -> str:
         )
     for name, record in engines.items():
         graphs = Graphs(**record.config["graphs"])
-        caps = ", ".join(f"{cap} {record.caps[cap]}" for cap in _CAPS if cap in record.caps)
+        caps = ", ".join(f"{cap} {_cap(record.caps[cap])}" for cap in _CAPS if cap in record.caps)
         lines[name] = (
             f"{Speculation(**record.config['speculation'])}; graphs: decode {graphs.decode}, prefill {graphs.prefill}"
             f"{'; ' if caps else ''}{caps}{_started(record)}"
         )
     return "".join(f"* {name}: {value}\n" for name, value in lines.items())
+
+
+def _cap(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 def _started(record: RunRecord) -> str:

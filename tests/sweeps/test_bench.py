@@ -120,6 +120,8 @@ def test_json(run):
         ({"new_tokens": "9,3"}, "new_tokens='9,3': use two numbers, the smaller first"),
         ({"repeats": 0}, "repeats=0:"),
         ({"ttft_tokens": "5000"}, "max_model_len=5008: the model was made for at most 2048"),
+        ({"configs": "v2+piecewise", "sections": "closed"}, "prefill_graph='piecewise': needs a CUDA device"),
+        ({"decode_graph": "whole"}, "decode_graph='whole': needs a CUDA device"),
         ({"decode_graph": "half"}, "graphs.decode='half':"),
         ({"peers": "none.csv"}, "peers='none.csv': cannot be read"),
         ({"peers": "wrong.csv"}, "peers='wrong.csv': needs the columns model, dtype"),
@@ -270,6 +272,28 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(run):
     assert row["floor_ms"] == pytest.approx(records[1].workload["step_bytes"] / 4.0e9)
     assert row["read_percent"] == pytest.approx(100 * row["floor_ms"] / row["step_ms"])
     assert row["sheet_percent"] == pytest.approx(row["read_percent"] * 4.0 / 4.8)
+
+
+def test_counters_of_the_record_are_columns(run):
+    run(sections="decode", batch="1", configs="v2", repeats=1)
+    (record,) = load_records(Path("out"))
+    record.counters |= {
+        "iterations": 10, "host_waits": 1, "overlapped": 8, "launch_lead_s": 0.016, "late_launches": 3,
+        "device_s": 0.040, "device_steps": 10, "device_idle_s": 0.008, "device_gaps": 8,
+        "graphs": {
+            "decode": {"replays": 7, "fallbacks": {"off": 5, "logprobs": 2}, "padded": 4},
+            "target_prefill": {"replays": 6, "fallbacks": {"too long": 1}, "padded": 30},
+        },
+    }  # fmt: skip
+    (row,) = table([record])
+    assert (row["decode_replays"], row["prefill_replays"], row["fallbacks"], row["padded"]) == (7, 6, 3, 34)
+    assert row["host_waits_per_step"] == pytest.approx(0.1)
+    assert row["launch_lead_ms"] == pytest.approx(2.0)
+    assert row["late_launches"] == 3
+    assert row["device_idle_percent"] == pytest.approx(100 * 1 / (1 + 4))
+    record.counters.clear()
+    (row,) = table([record])
+    assert row["decode_replays"] is row["fallbacks"] is row["device_idle_percent"] is None
 
 
 def test_products_alone_are_those_of_every_matrix(monkeypatch):
