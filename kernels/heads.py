@@ -52,12 +52,14 @@ def split_heads(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-) -> torch.Tensor:
-    """q of `split_heads_ref`; k and v go to flat `slots` [T] of the cache. One kernel on a CUDA device."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`split_heads_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device."""
     if qkv.is_cuda:
         from specbatch.kernels import elementwise
 
-        return elementwise.split_heads(qkv, heads, positions, slots, k_cache, v_cache)
+        k = qkv.new_empty(len(qkv), heads.kv, heads.dim)
+        q = elementwise.split_heads(qkv, heads, positions, slots, k_cache, v_cache, k)
+        return q, k, qkv.view(len(qkv), -1, heads.dim)[:, -heads.kv :]
     q, k, v = split_heads_ref(qkv, heads, positions)
     write_kv_ref(k, v, k_cache, v_cache, slots)
-    return q
+    return q, k, v

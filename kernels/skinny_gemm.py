@@ -90,7 +90,9 @@ def _skinny_kernel(
     x_tile = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
     row_exists = rows[:, None] < M
     exists = row_exists & (columns[None, :] < N)
-    residual_tile = residual + rows[:, None].to(tl.int64) * residual_stride + columns[None, :] if HAS_RESIDUAL else x_tile
+    residual_tile = (
+        residual + rows[:, None].to(tl.int64) * residual_stride + columns[None, :] if HAS_RESIDUAL else x_tile
+    )
     total = tl.zeros([BM, BN], tl.float32)
     total_up = tl.zeros([BM, BN], tl.float32)
     gram = tl.zeros([BM, BM], tl.float32)  # its diagonal: the rows' sums of squares

@@ -147,6 +147,7 @@ class _PrefillOn:
     ) -> torch.Tensor:
         shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
         # All keys first: a sequence may read a page that another one of this very pass fills.
-        q = split_heads(qkv, heads, positions, shape.slots, k_cache, v_cache)
-        attended = self.cache.attention(q, None, None, k_cache, v_cache, shape.spans).flatten(1)
-        return attended if out is None else out.copy_(attended)
+        q, k, v = split_heads(qkv, heads, positions, shape.slots, k_cache, v_cache)
+        place = None if out is None else out.view_as(q)
+        attended = self.cache.attention(q, k, v, k_cache, v_cache, shape.spans, out=place)
+        return attended.flatten(1) if out is None or attended is place else out.copy_(attended.flatten(1))

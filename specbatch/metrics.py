@@ -111,13 +111,13 @@ def device_numbers(counters: dict[str, Any]) -> dict[str, float | None]:
     graphs = counters["graphs"].values()
     replays = sum(item["replays"] for item in graphs)
     passes = replays + sum(sum(item["fallbacks"].values()) for item in graphs)
-    iterations, overlapped = counters["iterations"], counters["overlapped"]
+    overlapped = counters["overlapped"]
     return {
         "device_step_s": busy / steps if steps else None,
         "device_idle_share": idle / (idle + busy) if idle is not None else None,
         "launch_lead_s": counters["launch_lead_s"] / overlapped if overlapped else None,
         "late_launch_share": counters["late_launches"] / overlapped if overlapped else None,
-        "host_waits_per_step": counters["host_waits"] / iterations if iterations else None,
+        "host_waits_per_step": counters["host_waits"] / steps if steps else None,
         "graph_coverage": replays / passes if passes else None,
     }
 

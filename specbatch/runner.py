@@ -163,19 +163,20 @@ class Runner:
     def _count_times(self, launched: Launched, start: float, now: float, overlapped: bool, late: bool) -> None:
         counters = self.counters
         counters.iteration_s += now - start
+        if launched.lap is None:  # a CPU runs each operation before the host goes on
+            return
         if not overlapped:
             counters.host_waits += 1
         else:
             counters.overlapped += 1
             counters.late_launches += late
             counters.launch_lead_s += 0.0 if late else now - self._launched_at
-        if launched.lap is not None:
-            step, gap = launched.lap.seconds()
-            counters.device_s += step
-            counters.device_steps += 1
-            if gap is not None:
-                counters.device_idle_s += gap
-                counters.device_gaps += 1
+        step, gap = launched.lap.seconds()
+        counters.device_s += step
+        counters.device_steps += 1
+        if gap is not None:
+            counters.device_idle_s += gap
+            counters.device_gaps += 1
 
     def _book(self, request: Request, values: list[int], logprobs: list[float] | None, first: bool, now: float) -> None:
         request.pending -= 1
