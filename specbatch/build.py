@@ -195,7 +195,8 @@ def _capture(recordings: list[Recordings], device: torch.device, say: Say, repor
         for _ in item.capture():
             done += 1
             report(done, total)
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     took = {"capture_s": time.perf_counter() - start, "graph_bytes": max(free - available_memory(device), 0)}
     say(f"graphs: {total} buckets recorded in {took['capture_s']:.1f} s, {size_text(int(took['graph_bytes']))}")
     return took

@@ -31,9 +31,10 @@ class GraphCounters:
     replays: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     padded: int = 0  # rows or tokens computed for nobody
+    recorded_late: int = 0  # recordings made while requests waited
 
     def reset(self) -> None:
-        self.replays = self.padded = 0
+        self.replays = self.padded = self.recorded_late = 0
         self.fallbacks.clear()
 
     def fall_back(self, reason: str) -> None:
@@ -86,7 +87,7 @@ def batch_buckets(most: int) -> list[int]:
 
 
 def token_buckets(most: int) -> list[int]:
-    """Prompt tokens that are recorded, up to `most`: no pass of 256 or more computes over an eighth in vain."""
+    """Prompt tokens that are recorded, up to `most`: no pass of over 1024 computes more than an eighth in vain."""
     sizes = [16, *range(32, 256, 32), *range(256, 1024, 64), *range(1024, 2048, 128)]
     sizes += [*range(2048, 4096, 256), *range(4096, most, 512)]
     return [size for size in sizes if size < most] + [most]
@@ -140,7 +141,6 @@ class WholeGraphs:
     ) -> None:
         """run: the iteration over device rows [B]; most: largest batch; rows: N of a verify."""
         self.counters = GraphCounters()
-        self.recorded_late = 0
         self._run = run
         self._recorder = recorder
         self._buckets = batch_buckets(most)
@@ -165,7 +165,10 @@ class WholeGraphs:
     def __call__(self, slots: list[int], needs: Needs) -> Result:
         """One iteration over the device rows `slots`."""
         bucket = self._buckets[bisect_left(self._buckets, len(slots))]
-        replay = self._graphs.get((bucket, needs)) or self._capture(bucket, needs)
+        replay = self._graphs.get((bucket, needs))
+        if replay is None:
+            replay = self._capture(bucket, needs)
+            self.counters.recorded_late += 1
         self._turn = turn = (self._turn + 1) % RING
         host = self._host[turn, : bucket + 1]
         host.copy_(torch.tensor([turn, *slots, *[0] * (bucket - len(slots))]))

@@ -178,10 +178,12 @@ def toy_engine() -> Callable[..., Any]:
     def open_toy(model: str, load_format: str = "auto", **_: Any) -> ToyCheckpoint:
         return ToyCheckpoint(model)
 
-    def build(log: Callable[[str], None] | None = None, **config: Any) -> Engine:
+    def build(
+        log: Callable[[str], None] | None = None, report: Callable[[int, int], None] | None = None, **config: Any
+    ) -> Engine:
         config = {"model": "toy", "device": "cpu", "max_running": 8, "max_model_len": 120, "page_size": 4} | config
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("specbatch.weights.open_checkpoint", open_toy)
-            return Engine(EngineConfig(**config), log=log)
+            return Engine(EngineConfig(**config), log=log, report=report)
 
     return build

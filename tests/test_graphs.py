@@ -1,0 +1,153 @@
+"""Graphs without a GPU: a recording that runs its program again, on fixed tensors as a CUDA graph would.
+
+What cannot be seen here is a program that launches something a graph cannot hold: tests/test_gpu.py records for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch import SpecbatchError
+from specbatch.config import Graphs, Speculation
+from specbatch.graphs import Program, batch_buckets, token_buckets
+from specbatch.request import SamplingParams
+
+SPECULATIONS = {
+    "none": Speculation(),
+    "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
+    "self": Speculation("standalone", draft="self:skip=1"),
+    "other": Speculation("standalone", draft="toy-2", draft_tokens=2),
+}
+BOTH = Graphs(decode="whole", prefill="piecewise")
+
+
+class Recorder:
+    """`graphs.Recorder` on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded = 0
+
+    def warm(self, program: Program) -> None:
+        program()
+
+    def record(self, program: Program) -> Program:
+        self.recorded += 1
+        return program
+
+
+@pytest.fixture
+def graph_engine(toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    return toy_engine
+
+
+def with_schedule(speculation: Speculation, schedule: str) -> Speculation:
+    return Speculation(**{**speculation.__dict__, "schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_every_algorithm_replays_and_gives_the_tokens_of_naive_decoding(
+    toy: Any, graph_engine: Callable[..., Any], name: str, schedule: str
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()]
+    engine = graph_engine(speculation=with_schedule(SPECULATIONS[name], schedule), graphs=BOTH, max_running=7)
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    expected = [toy.greedy(tuple(prompt))[:24] for prompt in prompts]
+    assert [tuple(item.token_ids) for item in completions] == expected
+    record = engine.record()
+    found = record.counters["graphs"]
+    assert set(found) == {"decode", "target_prefill"} | ({"draft_prefill"} if name in ("self", "other") else set())
+    assert found["decode"]["replays"] == record.counters["iterations"] > 0
+    assert found["target_prefill"]["replays"] == record.counters["prefill_passes"] > 0
+    assert all(item["replays"] and not item["fallbacks"] for item in found.values())
+    assert found["target_prefill"]["padded"] > 0
+    assert record.metrics["graph_coverage"] == 1.0
+
+
+def test_without_graphs_every_pass_is_a_fallback_with_its_reason(toy: Any, toy_engine: Callable[..., Any]) -> None:
+    engine = toy_engine()
+    engine.generate([list(toy.prompts()[0])], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    found = engine.record().counters["graphs"]
+    assert found["decode"] == {"replays": 0, "fallbacks": {"off": 4}, "padded": 0, "recorded_late": 0}
+    assert found["target_prefill"]["fallbacks"] == {"off": 1}
+    assert engine.record().metrics["graph_coverage"] == 0.0
+    engine.reset_record()
+    assert engine.record().counters["graphs"]["decode"]["fallbacks"] == {}
+
+
+def test_padding_rows_are_counted_and_change_nothing(toy: Any, graph_engine: Callable[..., Any]) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:3]]
+    engine = graph_engine(graphs=BOTH, max_running=8)
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=9, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:9] for prompt in prompts]
+    assert engine.record().counters["graphs"]["decode"]["padded"] == 8  # three rows in a bucket of four, eight times
+    assert int(engine._runner._batch.lengths[0]) == 1
+
+
+def test_sampling_is_recorded_when_it_is_first_asked_for(toy: Any, graph_engine: Callable[..., Any]) -> None:
+    prompt = list(toy.prompts()[0])
+    params = SamplingParams(temperature=0.8, seed=3, max_new_tokens=12, ignore_eos=True, logprobs=True)
+    engine = graph_engine(graphs=BOTH)
+    [plain] = graph_engine().generate([prompt], params)
+    recorder = engine._runner.graphs._recorder
+    before = recorder.recorded
+    [replayed] = engine.generate([prompt], params)
+    assert replayed.token_ids == plain.token_ids
+    assert replayed.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    assert recorder.recorded == before + 1
+    assert engine.record().counters["graphs"]["decode"]["recorded_late"] == 1
+    engine.generate([prompt], params)
+    assert recorder.recorded == before + 1
+
+
+def test_progress_of_recording_is_reported(graph_engine: Callable[..., Any]) -> None:
+    seen: list[tuple[int, int]] = []
+    lines: list[str] = []
+    engine = graph_engine(
+        log=lines.append, graphs=BOTH, max_running=3, prefill_chunk=40, report=lambda *at: seen.append(at)
+    )
+    total = len(batch_buckets(3)) + len(token_buckets(40))
+    assert seen == [(done, total) for done in range(total + 1)]
+    assert any(line.startswith(f"graphs: {total} buckets recorded in ") for line in lines)
+    assert engine.caps["capture_s"] > 0
+    assert any("graphs" in line and "estimate" in line for line in lines)
+
+
+def test_a_poisoned_prompt_is_named(graph_engine: Callable[..., Any]) -> None:
+    engine = graph_engine(model="toy-nan", graphs=BOTH)
+    with pytest.raises(SpecbatchError, match="logits of prompt 1 are not finite"):
+        engine.generate([[3, 4, 5], [3, 36, 5]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "message"),
+    [
+        (Graphs(decode="whole"), "decode_graph='whole': needs a CUDA device and this engine runs on a CPU; use off"),
+        (Graphs(prefill="piecewise"), "prefill_graph='piecewise': needs a CUDA device"),
+    ],
+)
+def test_a_cpu_refuses_graphs(toy_engine: Callable[..., Any], graphs: Graphs, message: str) -> None:
+    with pytest.raises(SpecbatchError, match=message):
+        toy_engine(graphs=graphs)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 31, 32, 64, 100, 128, 300])
+def test_batch_buckets_rise_to_the_largest_batch(most: int) -> None:
+    sizes = batch_buckets(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+
+
+@pytest.mark.parametrize("most", [1, 15, 16, 40, 128, 2048, 2050, 8192])
+def test_token_buckets_waste_little(most: int) -> None:
+    sizes = token_buckets(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert all(after - before <= max(before / 4, 32) for before, after in zip(sizes, sizes[1:], strict=False))
+    assert all(after - before <= before / 8 for before, after in zip(sizes, sizes[1:], strict=False) if before >= 1024)
