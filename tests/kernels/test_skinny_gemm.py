@@ -73,7 +73,11 @@ def test_gated(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device
 def test_splits(splits: int, gated: bool, device: torch.device) -> None:
     """Every split of K gives the product, whatever the workspace held, and leaves the arrival counters at zero."""
     kind = {"dtype": torch.float16, "device": device}
-    x, weight, norm = numbers(3, 328, seed=1, **kind), numbers(80, 328, seed=2, **kind) / 18, numbers(328, seed=3, **kind)
+    x, weight, norm = (
+        numbers(3, 328, seed=1, **kind),
+        numbers(80, 328, seed=2, **kind) / 18,
+        numbers(328, seed=3, **kind),
+    )
     partial, counters = workspace(device)
     partial.fill_(float("nan"))
     y = skinny_gemm._product(x, weight, None, norm, EPS, None, gated=gated, tile=Tile(16, 64, splits, 4, 3))
