@@ -7,8 +7,8 @@ products need no kernel between them.
 Where a product is split over K, every program leaves float32 partial sums in a workspace; the last to arrive at a tile
 adds them in the order of the splits, so that results do not depend on timing.
 
-Programmatic dependent launch hides the boundary between two kernels: a program may start while the kernel before is
-still ending, and until that has ended it fetches the first part of its own weight rows into L2.
+Programmatic dependent launch hides the boundary between two kernels: the programs of the next start as soon as there is
+room beside those of the one before and fill their shared memory with weights, so that memory never pauses.
 """
 
 from __future__ import annotations
@@ -25,22 +25,16 @@ _workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 @triton.jit
-def _prefetch(weight, rows_from, rows, k_from, count, K, BN: tl.constexpr, THREADS: tl.constexpr):
-    """Ask L2 for `count` columns from `k_from` of the BN rows from `rows_from`; at most `rows` rows exist."""
-    PIECES: tl.constexpr = THREADS // BN if THREADS > BN else 1
-    index = tl.arange(0, BN * PIECES)
-    piece = count // (8 * PIECES) * 8  # 16-byte units of a two-byte type
-    row = tl.minimum(rows_from + index // PIECES, rows - 1).to(tl.int64)
-    address = (weight + row * K + k_from + (index % PIECES) * piece).to(tl.int64)
-    size = tl.zeros([BN * PIECES], tl.int32) + piece * 2
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _touch(x, M, x_stride, k_from, k_to, BM: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
+    """Start bringing the first COLUMNS of a program's columns of x into L1, all at once."""
+    EACH: tl.constexpr = 64  # a line of 128 bytes of a two-byte type
+    for first in tl.static_range(0, BM * COLUMNS // EACH, 32 * WARPS):
+        line = first + tl.arange(0, 32 * WARPS)
+        row = tl.minimum(line % BM, M - 1).to(tl.int64)
+        column = tl.minimum(k_from + line // BM * EACH, k_to - 1)
+        tl.inline_asm_elementwise(
+            "ld.global.b16 $0, [$1];", "=h,l", [(x + row * x_stride + column).to(tl.int64)], tl.int16, False, 1
+        )
 
 
 @triton.jit
@@ -59,7 +53,6 @@ def _skinny_kernel(
     x_stride,
     residual_stride,
     eps,
-    prefetch,  # columns of each weight row asked for before the wait
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -70,10 +63,8 @@ def _skinny_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
-    FETCHED: tl.constexpr,  # columns that the pipeline fetches ahead
-    THREADS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
@@ -96,39 +87,35 @@ def _skinny_kernel(
     total = tl.zeros([BM, BN], tl.float32)
     total_up = tl.zeros([BM, BN], tl.float32)
     gram = tl.zeros([BM, BM], tl.float32)  # its diagonal: the rows' sums of squares
-    a_next = tl.zeros([BM, BK], x.dtype.element_ty)
     added = tl.zeros([BM, BN], x.dtype.element_ty)
     if HAS_NORM:
         scale_next = tl.load(norm + k_from + ks, mask=k_from + ks < K, other=0.0)
+        if PDL:
+            _touch(norm, 1, 0, k_from, k_to, 1, 64 * 32 * WARPS, WARPS)
     for k in tl.range(k_from, k_to, BK):
-        # The pipeline fetches the first weight tiles ahead of the loop, hence before the wait; x comes after it,
-        # in a branch and through a register, where the compiler leaves it.
-        a = a_next
-        if k == k_from:
-            if PREFETCH:
-                fetch_from = k + FETCHED
-                count = tl.minimum(prefetch, k_to - fetch_from)
-                if count > 0:
-                    _prefetch(weight, tile * BN, N, fetch_from, count, K, BN, THREADS)
-                    if GATED:
-                        _prefetch(weight + up_offset, tile * BN, N, fetch_from, count, K, BN, THREADS)
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                if EARLY:
-                    tl.extra.cuda.gdc_launch_dependents()
+        # The compiler's pipeline fetches the first EARLY columns ahead of the loop, hence before the wait: right for
+        # the weight. What it has of x by then may be stale and is read again.
+        if EVEN_K:
+            a = tl.load(x_tile + k, mask=row_exists, other=0.0, eviction_policy="evict_last")
+        else:
             a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
-            if HAS_RESIDUAL:
-                added = tl.load(residual_tile, mask=exists, other=0.0)
-        a_next = tl.load(x_tile + k + BK, mask=row_exists & (k + BK + ks < k_to)[None, :], other=0.0)
+        if PDL:  # noqa: SIM102 (one is a constant, the other a branch)
+            if k < k_from + EARLY:
+                if k == k_from:
+                    tl.extra.cuda.gdc_wait()
+                    tl.extra.cuda.gdc_launch_dependents()
+                    _touch(x, M, x_stride, k_from, k_to, BM, EARLY, WARPS)
+                    if HAS_RESIDUAL:
+                        added = tl.load(residual_tile, mask=exists, other=0.0)
+                a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
         if EVEN_K:
             b = tl.load(weight_tile + k, eviction_policy="evict_first")
         else:
             b = tl.load(weight_tile + k, mask=(k + ks < k_to)[:, None], other=0.0)
         if HAS_NORM:
             gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
-            scale = scale_next
+            a *= scale_next[None, :]
             scale_next = tl.load(norm + k + BK + ks, mask=k + BK + ks < K, other=0.0)
-            a *= scale[None, :]
         total = tl.dot(a, b, total, input_precision="ieee")
         if GATED:
             up_tile = weight_tile + up_offset
@@ -175,6 +162,8 @@ def _skinny_kernel(
     if GATED:
         total = total * tl.sigmoid(total) * total_up
     if HAS_RESIDUAL:
+        if not PDL:
+            added = tl.load(residual_tile, mask=exists, other=0.0)
         total += added.to(tl.float32)
     tl.store(y + rows[:, None].to(tl.int64) * N + columns[None, :], total.to(y.dtype.element_ty), mask=exists)
 
@@ -248,7 +237,6 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
     tiles = triton.cdiv(n, tile.n)
     blocks = triton.cdiv(k, tile.k)
     splits = triton.cdiv(blocks, triton.cdiv(blocks, tile.splits))  # no program without a part of K
-    is_fetchable = k % 8 == 0 and x.element_size() == 2 and weight.data_ptr() % 16 == 0
     _skinny_kernel[(tiles * splits,)](
         x,
         weight,
@@ -264,7 +252,6 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
         x.stride(0),
         0 if residual is None else residual.stride(0),
         eps,
-        min(tile.prefetch, k),
         GATED=gated,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm_weight is not None,
@@ -275,10 +262,8 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
         BN=tile.n,
         BK=tile.k,
         PDL=pdl,
-        PREFETCH=pdl and is_fetchable and tile.prefetch > 0,
-        EARLY=tile.early,
-        FETCHED=(tile.stages - 1) * tile.k,
-        THREADS=32 * tile.warps,
+        EARLY=tile.stages * tile.k,
+        WARPS=tile.warps,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=pdl,
