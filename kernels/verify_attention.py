@@ -67,7 +67,7 @@ def _verify_attention(
     partials, arrivals, n, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
-    CAUSAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
@@ -81,7 +81,7 @@ def _verify_attention(
     live = node < n
     token = sequence * n + node
     query = token * heads + (head * GROUP + row % GROUP) * DIM
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(lengths + sequence).to(tl.int32)
@@ -96,9 +96,6 @@ def _verify_attention(
     # Pages are asked for a step before their keys are, and used nowhere in between.
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(pages + key // PAGE, key < end, 0)
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     q, q_across = _halves(qkv, query, live, DIM, PADDED)
     position = length + node
     if positions is not None:
@@ -150,14 +147,14 @@ def _verify_attention(
                 visible &= new[None, :] > (node - window)[:, None]
             acc, peak, total = _attend(q, new_k.to(q.dtype), new_v.to(q.dtype), visible, acc, peak, total, scale)
 
+    if (begin >= length) & (split < splits - 1):
+        return
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     # Splits that hold keys, and the last one, which holds the new keys in any case.
     expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if expected == 1:
         result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
         tl.store(result, acc.to(out.dtype.element_ty), mask)
-        return
-    if (begin >= length) & (split < splits - 1):
         return
 
     group = sequence * tl.num_programs(0) + tl.program_id(0)
@@ -174,7 +171,7 @@ def _verify_attention(
     few_row = tile * BLOCK_M + few
     few_token = sequence * n + few_row // GROUP
     few_mask = (few_row < n * GROUP)[:, None] & inside
-    sum = tl.zeros([FEW, PADDED], tl.float32)
+    whole = tl.zeros([FEW, PADDED], tl.float32)
     top = tl.full([FEW, 1], float("-inf"), tl.float32)
     mass = tl.zeros([FEW, 1], tl.float32)
     for first in tl.range(0, expected, PARTS, num_stages=1):
@@ -187,11 +184,11 @@ def _verify_attention(
             higher = tl.maximum(top, log)
             base = tl.where(higher == float("-inf"), 0.0, higher)
             fade, gain = tl.exp2(top - base), tl.exp2(log - base)
-            sum = sum * fade + part * gain
+            whole = whole * fade + part * gain
             mass = mass * fade + gain
             top = higher
     result = out + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None] * DIM + column
-    tl.store(result, (sum / tl.where(mass == 0.0, 1.0, mass)).to(out.dtype.element_ty), few_mask)
+    tl.store(result, (whole / tl.where(mass == 0.0, 1.0, mass)).to(out.dtype.element_ty), few_mask)
 
 
 @dataclass
@@ -232,24 +229,25 @@ class Tile:
     stages: int
 
 
-def tile_for(rows: int, programs: int, padded: int, itemsize: int, device: torch.device) -> Tile:
-    """For `rows` query rows of a KV head of `padded` elements, and `programs` KV heads in all.
-
-    Few programs cut their rows up, and read the keys again from the L2: that is faster than to leave processors idle.
-    """
-    wide = padded * itemsize > 256
-    if rows <= 16 or programs < _processors(device):
-        return Tile(16, 32 if rows <= 16 or wide else 64, 4, 3)
-    return Tile(min(64, triton.next_power_of_2(rows)), 32 if wide else 64, 4, 3)
-
-
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def splits_for(programs: int, keys: int, device: torch.device) -> int:
-    """Enough for every multiprocessor when one split takes `programs`; none shorter than 32 of at most `keys` keys."""
-    return max(1, min(_processors(device) // programs, triton.cdiv(keys, 32)))
+def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> Tile:
+    """For `rows` query rows of each of `programs` KV heads in all, whose rows take `row_bytes`. Tuned on an H200.
+
+    Where processors would idle, and where registers would not hold more, the query rows are spread over tiles that
+    read the same keys, from the L2.
+    """
+    if rows <= 16 or row_bytes > 256 or programs * triton.cdiv(rows, 16) <= _processors(device):
+        return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3)
+    return Tile(min(64, triton.next_power_of_2(rows)), 64, 4, 3)
+
+
+def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:
+    """As many as processors hold when one split takes `programs`; of `keys` keys at most, none has less than 256."""
+    resident = 2 if block_m == 16 else 1
+    return max(1, min(resident * _processors(device) // programs, triton.cdiv(keys, 256)))
 
 
 def verify_attention(
@@ -267,7 +265,6 @@ def verify_attention(
     causal: bool = True,
     window: int | None = None,
     splits: int | None = None,
-    early: bool = False,
 ) -> torch.Tensor:
     """Attention of n new rows per sequence over its pages and themselves; their K and V are written to the cache.
 
@@ -277,17 +274,15 @@ def verify_attention(
     that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
     the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
     `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
-    `splits`: how many programs share the old keys of a tile; None: by the sizes. `early`: lengths, rows,
-    page_table and old keys may be read before the launch in front has ended, as it writes none of them (every launch
-    in front of it must let its dependents start only after its own wait). Returns [B * n, count * dim].
+    `splits`: how many programs share the old keys of a tile; None: by the sizes. Returns [B * n, count * dim].
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group = heads.count // heads.kv
     padded = triton.next_power_of_2(heads.dim)
-    tile = tile_for(n * group, batch * heads.kv, padded, qkv.element_size(), qkv.device)
+    tile = tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
-        splits = splits_for(batch * tiles, table_pages * page_size, qkv.device)
+        splits = splits_for(batch * tiles, tile.block_m, table_pages * page_size, qkv.device)
     few = min(tile.block_m, triton.next_power_of_2(n * group))  # rows of a tile that are not padding
     parts = max(2, min(16, 2048 * tile.warps // (few * padded)))  # partial sums that fit into 64 registers of a thread
     cells = batch * tiles * splits * few * (padded + 1)
@@ -301,7 +296,7 @@ def verify_attention(
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, 
         FEW=few, PARTS=parts,
-        CAUSAL=causal, PDL=cuda, EARLY=early,
+        CAUSAL=causal, PDL=cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out

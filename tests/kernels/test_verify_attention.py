@@ -80,9 +80,9 @@ def test_rows(device: torch.device, n: int) -> None:
     Case(device, torch.float32, [70, 15], n, count=6, kv=2).check(3)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("splits", [1, 2, 8, 19])
 def test_many_splits(device: torch.device, splits: int) -> None:
-    Case(device, torch.float32, [0, 1, 16, 17, 129], 2).check(splits)
+    Case(device, torch.float32, [0, 17, 129], 2).check(splits)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 32])
@@ -128,7 +128,7 @@ def test_block(device: torch.device, n: int) -> None:
     Case(device, torch.float32, [30, 0], n).check(2, causal=False)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 16, 40, 1000])
+@pytest.mark.parametrize("window", [1, 2, 5, 40, 1000])
 @pytest.mark.parametrize("causal", [True, False])
 def test_window(device: torch.device, window: int, causal: bool) -> None:
     Case(device, torch.float32, [0, 3, 90], 5).check(3, window=window, causal=causal)
@@ -152,3 +152,24 @@ def test_splits_by_size_and_twice_the_same(device: torch.device) -> None:
     case = Case(device, torch.float16, [100, 5], 2)
     assert torch.equal(case.check(), case.check())
     assert torch.equal(case.check(4), case.check(4))
+
+
+def test_tiles_of_query_rows(device: torch.device) -> None:
+    Case(device, torch.float32, [50], 64, count=8, kv=1).check(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graph_reads_lengths_from_the_device(device: torch.device) -> None:
+    case = Case(device, torch.bfloat16, [300, 40, 0], 3, dim=64, page_size=16)
+    arguments = (case.qkv, case.heads, *case.caches, case.table, case.rows, case.lengths, 3)
+    verify_attention(*arguments, splits=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = verify_attention(*arguments, splits=4)
+    for lengths in ([300, 40, 0], [7, 40, 1], [290, 0, 0]):  # never longer than the keys that are there
+        case.lengths.copy_(torch.tensor(lengths))
+        wanted = verify_attention(*arguments, splits=4)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, wanted)
