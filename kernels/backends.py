@@ -150,7 +150,9 @@ class _FlashAttn:
             spans.query_bounds, spans.key_bounds, max(spans.counts), max(spans.ends),
             causal=True, window_size=(window - 1 if window else -1, 0 if window else -1),
         )  # fmt: skip
-        return out[0] if isinstance(out, tuple) else out  # early versions of 3 also return the log-sum-exp
+        # Early versions of 3 also return the log-sum-exp.
+        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return result
 
 
 class _FlashInfer:
