@@ -142,7 +142,10 @@ class EvalReport:
         metrics = self.record.metrics
         shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
         speed = {name: metrics.get(name) for name in shown}
-        return [{**asdict(score), "truncated": self.truncated, **speed, **settings} for score in self.scores]
+        simulated = {"simulated_accept_length": self.record.config["speculation"].get("simulate_accept_length")}
+        return [
+            {**asdict(score), "truncated": self.truncated, **speed, **simulated, **settings} for score in self.scores
+        ]
 
 
 def _number(value: float | None, form: str) -> str:

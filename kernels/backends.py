@@ -46,10 +46,12 @@ class PrefillAttention(Protocol):
         v_cache: torch.Tensor,
         spans: Spans,
         window: int = 0,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [T, count, dim]; k_new, v_new [T, kv, dim] (views will do) or None; caches [pages, page_size, kv, dim].
 
-        `window`: a query sees that many keys, itself included; 0 is all. Returns [T, count, dim].
+        `window`: a query sees that many keys, itself included; 0 is all. Returns [T, count, dim], in the memory of
+        `out` if that is given and the backend can.
         """
         ...
 
@@ -106,10 +108,11 @@ class _Triton:
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         from specbatch.kernels.prefill_attention import prefill_attention
 
-        return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new)
+        return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new, out=out)
 
 
 class _Torch:
@@ -120,14 +123,15 @@ class _Torch:
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if q.device.type == "cuda" and q.dtype in HALVES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
-            out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
                 q, _packed(q, k_new, k_cache, spans), _packed(q, v_new, v_cache, spans),
                 spans.query_bounds, spans.key_bounds, max(spans.counts), max(spans.ends), 0.0, True, False,
                 window_size_left=window - 1 if window else None, window_size_right=0 if window else None,
             )[0]  # fmt: skip
-            return out
+            return attended
         parts: list[torch.Tensor] = []
         # On a GPU the fused kernels may round float32 to tf32; on a CPU they do not.
         allowed = sdpa_kernel(SDPBackend.MATH) if q.device.type == "cuda" else nullcontext()
@@ -149,14 +153,15 @@ class _FlashAttn:
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        out = self._attend(
+        attended = self._attend(
             q, _packed(q, k_new, k_cache, spans), _packed(q, v_new, v_cache, spans),
             spans.query_bounds, spans.key_bounds, max(spans.counts), max(spans.ends),
             causal=True, window_size=(window - 1 if window else -1, 0 if window else -1),
         )  # fmt: skip
         # Early versions of 3 also return the log-sum-exp.
-        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        result: torch.Tensor = attended[0] if isinstance(attended, tuple) else attended
         return result
 
 
@@ -174,12 +179,13 @@ class _FlashInfer:
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if self._planned is None or self._planned[0] is not spans or self._planned[1] != window:
             self._plan(q, k_cache, spans, window)
             self._planned = spans, window
-        out: torch.Tensor = self._wrapper.run(q, (k_cache, v_cache))
-        return out
+        attended: torch.Tensor = self._wrapper.run(q, (k_cache, v_cache))
+        return attended
 
     def _plan(self, q: torch.Tensor, k_cache: torch.Tensor, spans: Spans, window: int) -> None:
         if self._wrapper is None:

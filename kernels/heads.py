@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specbatch.kernels.attention import write_kv_ref
 from specbatch.kernels.norm import rms_norm_ref
 from specbatch.kernels.rope import apply_rope_ref
 
@@ -42,3 +43,23 @@ def split_heads_ref(
         qk = torch.cat([rms_norm_ref(q, heads.q_norm, heads.eps), rms_norm_ref(k, heads.k_norm, heads.eps)], 1)
     qk = apply_rope_ref(qk, heads.cos[positions][:, None], heads.sin[positions][:, None])
     return qk[:, : heads.count], qk[:, heads.count :], v
+
+
+def split_heads(
+    qkv: torch.Tensor,
+    heads: Heads,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`split_heads_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device."""
+    if qkv.is_cuda:
+        from specbatch.kernels import elementwise
+
+        k = qkv.new_empty(len(qkv), heads.kv, heads.dim)
+        q = elementwise.split_heads(qkv, heads, positions, slots, k_cache, v_cache, k)
+        return q, k, qkv.view(len(qkv), -1, heads.dim)[:, -heads.kv :]
+    q, k, v = split_heads_ref(qkv, heads, positions)
+    write_kv_ref(k, v, k_cache, v_cache, slots)
+    return q, k, v

@@ -56,6 +56,7 @@ def prefill_attention(
     k_new: torch.Tensor | None = None,
     v_new: torch.Tensor | None = None,
     tile: Tiling | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim] over the caches [pages, page_size, kv, dim], which hold all keys already.
 
@@ -81,7 +82,8 @@ def prefill_attention(
     tiles = spans.tiles(tokens)
     longest = min(max(spans.ends), window + tokens) if window else max(spans.ends)
     splits = max(1, min(PROGRAMS * processors // (len(tiles) * kv), longest // SPLIT_KEYS))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, out
     if splits > 1:
         partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)

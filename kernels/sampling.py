@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 # One stream per use, so that two draws at the same position never share a number.
-TARGET, ACCEPT, RESIDUAL, DRAFT = range(4)
+TARGET, ACCEPT, RESIDUAL, DRAFT, SIMULATED = range(5)
 
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GOLDEN, _MIX1, _MIX2 = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, MIX1, MIX2 = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def offset_of(stream: int) -> int:
+    """What sets the streams of one seed apart."""
+    return _signed(GOLDEN * (stream + 1) % (1 << 64))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014). int64 wraps; the masks make its shifts logical."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX1
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX2
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * MIX1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MIX2
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
@@ -28,8 +35,7 @@ def uniform_ref(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> to
     seeds and positions: int64, broadcast together. A token's randomness is thus the same in every schedule, batch
     and algorithm.
     """
-    key = _mix(seeds + _signed(_GOLDEN * (stream + 1) % (1 << 64)))
-    bits = _mix(key + positions * _GOLDEN) >> 11
+    bits = _mix(_mix(seeds + offset_of(stream)) + positions * GOLDEN) >> 11
     return (bits & ((1 << 53) - 1)).double() * 2.0**-53
 
 
@@ -71,3 +77,16 @@ def draw_ref(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     """
     sums = weights.double().cumsum(-1)
     return ((sums > coins[..., None] * sums[..., -1:]) & (weights > 0)).int().argmax(-1)
+
+
+def simulated_accept_ref(
+    seeds: torch.Tensor, lengths: torch.Tensor, drafted: torch.Tensor, mean: float
+) -> torch.Tensor:
+    """Accepted drafts of a benchmark in place of real ones: int64 [B] for seeds, lengths and drafted, int64 [B].
+
+    accepted + 1 is the whole number below or above `mean` (at least 1), with that mean; a row accepts no more than it
+    drafted.
+    """
+    whole = math.floor(mean)
+    more = uniform_ref(seeds, lengths, SIMULATED) < mean - whole
+    return torch.minimum(whole - 1 + more.long(), drafted)

@@ -1,4 +1,4 @@
-"""Which tokens a prefill computes, as attention needs it: known to the host, and laid out on the device once a pass."""
+"""Which tokens a prefill computes, as attention needs it: known to the host, laid out on the device once per pass."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,22 +13,36 @@ from specbatch.request import Request
 from specbatch.transfer import upload
 
 
+class Needs(NamedTuple):
+    """What the host knows of all rows of one pass; what no row asks for is not computed.
+
+    sampled: some row has a temperature; truncated: some row uses top-k, top-p or min-p; logprobs: some row wants them.
+    """
+
+    sampled: bool = False
+    truncated: bool = False
+    logprobs: bool = False
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> Needs:
+        params = [request.params for request in requests]
+        return cls(
+            sampled=any(p.temperature > 0 for p in params),
+            truncated=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
+            logprobs=any(p.logprobs for p in params),
+        )
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of the rows of one pass, on the device, and what the host knows of all of them.
-
-    `sampled`: some row has a temperature; `truncated`: some row uses top-k, top-p or min-p; `logprobs`: some row asks
-    for them. What no row asks for is not computed.
-    """
+    """Parameters of the rows of one pass, on the device, and what all of them need."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
     seeds: torch.Tensor
-    sampled: bool
-    truncated: bool
-    logprobs: bool
+    needs: Needs
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The distributions tokens are drawn from: logits [B, n, V] -> float32 [B, n, V]."""
@@ -35,7 +51,7 @@ class Sampling:
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values[:, None].expand(batch, n).flatten()
 
-        cut = (spread(self.top_k), spread(self.top_p), spread(self.min_p)) if self.truncated else ()
+        cut = (spread(self.top_k), spread(self.top_p), spread(self.min_p)) if self.needs.truncated else ()
         flat = probabilities_ref(logits.flatten(0, 1), spread(self.temperature), *cut)
         return flat.view(batch, n, vocabulary)
 
@@ -45,13 +61,13 @@ class Sampling:
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
         """Tokens int64 [B, n] for logits [B, n, V] that stand before `positions` [B, n]: argmax, or a draw."""
-        if not self.sampled:
+        if not self.needs.sampled:
             return logits.argmax(-1)
         return draw_ref(self.probabilities(logits), self.coins(positions, stream))
 
 
 class DeviceBatch:
-    """One row per slot; row 0 is for padding.
+    """One row per slot; row 0 is for padding: its pages are page 0 and its length stays 1.
 
     tokens      [R, W] int64   prompt and output; the newest is the root, whose KV is not written yet
     lengths     [R] int64      KV length = index of the root; the only true length there is
@@ -60,8 +76,11 @@ class DeviceBatch:
 
     def __init__(self, slots: int, width: int, pages: int, device: torch.device) -> None:
         self.device = device
+        self.slots = slots
+        self.width = width
         self.tokens = torch.zeros(slots + 1, width, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.lengths[0] = 1
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.int64, device=device)
         self._parameters = torch.zeros(slots + 1, 4, dtype=torch.float64, device=device)  # temperature, k, p, min p
         self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
@@ -83,9 +102,8 @@ class DeviceBatch:
             slot, index, page = upload(cells, self.device).unbind(1)
             self.page_table[slot, index] = page
 
-    def sampling(self, rows: torch.Tensor, requests: list[Request]) -> Sampling:
-        """Parameters of the given rows [B], which hold `requests`."""
-        params = [request.params for request in requests]
+    def sampling(self, rows: torch.Tensor, needs: Needs) -> Sampling:
+        """Parameters of the given rows [B]."""
         values = self._parameters[rows]
         return Sampling(
             temperature=values[:, 0].float(),
@@ -93,7 +111,29 @@ class DeviceBatch:
             top_p=values[:, 2].float(),
             min_p=values[:, 3].float(),
             seeds=self._seeds[rows],
-            sampled=any(p.temperature > 0 for p in params),
-            truncated=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
-            logprobs=any(p.logprobs for p in params),
+            needs=needs,
         )
+
+    def commit(
+        self,
+        rows: torch.Tensor,
+        drafted: torch.Tensor,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor,
+        sound: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write tokens [B, N] behind the roots of rows [B] and add accepted [B] + 1 to their lengths.
+
+        Returns what the host is told, int64 [B, N + 3]: tokens, accepted, drafted and sound. Row 0 keeps its length.
+        """
+        if rows.is_cuda:
+            from specbatch.kernels.accept import commit
+
+            drafts = tokens[:, 1:]  # of no account, as what is accepted is known
+            return commit(tokens, drafts, drafted, sound, self.tokens, self.lengths, rows, accepted=accepted)
+        lengths = self.lengths[rows]
+        # All N tokens are written; those beyond the new length are overwritten before anything looks at them.
+        places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=rows.device)
+        self.tokens[rows[:, None], places] = tokens
+        self.lengths[rows] = torch.where(rows > 0, lengths + accepted + 1, lengths)
+        return torch.cat([tokens, torch.stack([accepted, drafted, sound.long()], 1)], 1)

@@ -12,6 +12,10 @@ from specbatch.errors import at_least, refuse
 SCHEDULES = ("v1", "v2")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DECODE_GRAPHS = ("off", "whole")
+PREFILL_GRAPHS = ("off", "piecewise")
+ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
+KV_DTYPES = ("auto", "fp8")
 
 
 def _choice(setting: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -31,6 +35,8 @@ class Speculation:
     draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
     draft_topk    children per drafted node; 1 is a chain
     ngram_min/max lengths of the suffix that "ngram" looks up, longest first
+    simulate_accept_length  for benchmarks: mean tokens per verify, drawn by a seeded coin instead of comparing drafts
+                  (at most draft_tokens + 1; a row that drafts nothing accepts nothing). The output is no model's text.
     """
 
     algorithm: str = "none"
@@ -41,6 +47,7 @@ class Speculation:
     draft_topk: int = 1
     ngram_min: int = 2
     ngram_max: int = 4
+    simulate_accept_length: float | None = None
 
     def __post_init__(self) -> None:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
@@ -67,30 +74,50 @@ class Speculation:
             raise refuse("ngram_min", self.ngram_min, "use at most 16")
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
             raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
+        self._check_simulation()
 
     def __str__(self) -> str:
         if self.algorithm == "none":
             return f"nothing drafted, schedule {self.schedule}"
         draft = f" {self.draft}" if self.draft else ""
-        return f"{self.algorithm}{draft}, {self.draft_tokens} drafted, schedule {self.schedule}"
+        simulated = self.simulate_accept_length
+        note = "" if simulated is None else f", simulated accept length {simulated:g}"
+        return f"{self.algorithm}{draft}, {self.draft_tokens} drafted, schedule {self.schedule}{note}"
 
     @property
     def drafted(self) -> int:
         """Tokens drafted per verify; 0 for the baseline."""
         return 0 if self.algorithm == "none" else self.draft_tokens
 
+    def _check_simulation(self) -> None:
+        mean = self.simulate_accept_length
+        if mean is None:
+            return
+        if self.algorithm == "none":
+            raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
+        number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
+        if not number or not 1 <= mean <= self.drafted + 1:
+            raise refuse("simulate_accept_length", mean, f"use 1 to {self.drafted + 1} (draft_tokens + 1)")
+
 
 @dataclass(frozen=True)
 class Graphs:
-    """CUDA graphs: `decode` captures whole iterations, `prefill` the pieces between attention layers."""
+    """CUDA graphs.
+
+    decode   "whole" records draft, verify, accept and commit as one graph per batch bucket
+    prefill  "piecewise" records what lies between attention layers, one set of graphs per token bucket
+    """
 
     decode: str = "off"
     prefill: str = "off"
 
     def __post_init__(self) -> None:
-        for name in ("decode", "prefill"):
-            if getattr(self, name) != "off":
-                raise refuse(f"graphs.{name}", getattr(self, name), "this version runs eagerly only; use 'off'")
+        _choice("graphs.decode", self.decode, DECODE_GRAPHS)
+        _choice("graphs.prefill", self.prefill, PREFILL_GRAPHS)
+
+    @property
+    def any(self) -> bool:
+        return (self.decode, self.prefill) != ("off", "off")
 
 
 @dataclass(frozen=True)
@@ -108,6 +135,9 @@ class EngineConfig:
     kv_pages       size of the KV pool; default what max_running and max_model_len can need, within memory
     memory_fraction  share of the free memory of the device that weights and KV may take
     prefill_chunk  most prompt tokens computed in one step
+    kv_dtype       "auto" is the model's own type, "fp8" keeps keys and values as float8 e4m3
+    attention_backend        who computes the attention of prompts: "auto" is the fastest of those installed
+    draft_attention_backend  the same for the draft model
     seed           for requests without a seed of their own, and for dummy weights
     """
 
@@ -123,6 +153,9 @@ class EngineConfig:
     memory_fraction: float = 0.8
     prefill_chunk: int = 2048
     prefix_cache: bool = True
+    kv_dtype: str = "auto"
+    attention_backend: str = "auto"
+    draft_attention_backend: str = "auto"
     seed: int = 0
     speculation: Speculation = field(default_factory=Speculation)
     graphs: Graphs = field(default_factory=Graphs)
@@ -136,6 +169,9 @@ class EngineConfig:
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _choice("draft_attention_backend", self.draft_attention_backend, ATTENTION_BACKENDS)
         at_least("max_running", self.max_running, 1)
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)

@@ -7,13 +7,9 @@ from typing import Protocol
 
 import torch
 
-from specbatch.kernels.attention import (
-    attention_bias,
-    paged_attention_ref,
-    prefill_attention_ref,
-    visible,
-    write_kv_ref,
-)
+from specbatch.kernels.attention import attention_bias, paged_attention_ref, visible, write_kv_ref
+from specbatch.kernels.heads import Heads, split_heads, split_heads_ref
+from specbatch.kernels.spans import Spans
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.pages import pages_for
 from specbatch.transfer import upload
@@ -22,42 +18,87 @@ from specbatch.transfer import upload
 class Context(Protocol):
     """What a layer asks of a forward pass over T tokens."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k, v [T, kv_heads, head_dim] and attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
+    def attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Split qkv [T, (heads + 2 kv_heads) * head_dim], rotate to `positions` [T], store keys and values, attend ->
+        [T, heads * head_dim], in the memory of `out` if that is given."""
         ...
 
 
 class Verify:
     """A few rows per sequence: decoding is a verify with one row.
 
-    page_table int64 [B, P]: the sequences' pages; lengths int64 [B]: KV length before the pass; `rows` per sequence,
-    row i of a chain at position lengths + i. Rejected rows are computed and never looked at again.
+    page_table int64 [R, P] of all device rows, of which slots int64 [B] names the sequences'; lengths int64 [B]: KV
+    length before the pass; `rows` per sequence, row i of a chain at position lengths + i. No KV is longer than `bound`
+    after it (None: than the page table). Rejected rows are computed and never looked at again.
     """
 
-    def __init__(self, page_table: torch.Tensor, lengths: torch.Tensor, rows: int, page_size: int) -> None:
+    def __init__(
+        self,
+        page_table: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: int,
+        page_size: int,
+        bound: int | None = None,
+    ) -> None:
+        self.page_table = page_table
+        self.slots = slots
+        self.lengths = lengths
         self.rows = rows
-        positions = lengths[:, None] + torch.arange(rows, device=lengths.device)
-        pages = page_table.gather(1, positions // page_size)
-        self.positions = positions.flatten()
-        self._page_table = page_table
-        self._slots = (pages * page_size + positions % page_size).flatten()
-        self._mask = visible(lengths, rows, page_table.shape[1] * page_size)
+        self.page_size = page_size
+        self.bound = page_table.shape[1] * page_size if bound is None else bound
+        self.positions = (lengths[:, None] + torch.arange(rows, device=lengths.device)).flatten()
 
     def on(self, cache: KVCache) -> Context:
-        return _VerifyOn(self, cache, attention_bias(self._mask, cache.group, cache.dtype))
+        return _VerifyKernel(self, cache) if self.lengths.is_cuda else _VerifyRef(self, cache)
 
 
 @dataclass(frozen=True)
-class _VerifyOn:
+class _VerifyKernel:
     shape: Verify
     cache: KVCache
-    bias: torch.Tensor
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
-        write_kv_ref(k, v, k_cache, v_cache, shape._slots)
-        rows = q.view(-1, shape.rows, *q.shape[1:])
-        return paged_attention_ref(rows, k_cache, v_cache, shape._page_table, self.bias).flatten(0, 1).flatten(1)
+    def attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        from specbatch.kernels.verify_attention import verify_attention
+
+        shape, cache = self.shape, self.cache
+        return verify_attention(
+            qkv,
+            heads,
+            cache.k[layer],
+            cache.v[layer],
+            shape.page_table,
+            shape.slots,
+            shape.lengths,
+            shape.rows,
+            positions=positions,
+        )
+
+
+class _VerifyRef:
+    def __init__(self, shape: Verify, cache: KVCache) -> None:
+        size = shape.page_size
+        self._table = shape.page_table[shape.slots, : pages_for(shape.bound, size)]
+        places = shape.positions.view(-1, shape.rows)
+        self._places = (self._table.gather(1, places // size) * size + places % size).flatten()
+        mask = visible(shape.lengths, shape.rows, self._table.shape[1] * size)
+        self._bias = attention_bias(mask, cache.group, cache.dtype)
+        self._rows = shape.rows
+        self._cache = cache
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert out is None, "only prompt passes are replayed in pieces"
+        q, k, v = split_heads_ref(qkv, heads, positions)
+        k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
+        write_kv_ref(k, v, k_cache, v_cache, self._places)
+        rows = q.unflatten(0, (-1, self._rows))
+        return paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias).flatten(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -83,10 +124,14 @@ class Prefill:
         positions = starts[owner] + torch.arange(len(owner)) - (ends - counts)[owner]
         self.rows, self.positions = upload(torch.stack([rows[owner], positions]), device)  # of each of the T tokens
         self.last = upload(ends - 1, device)  # where each span's last token is among the T
-        self._spans = spans
-        self._page_table = page_table
-        self._page_size = page_size
-        self._slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
+        self.slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
+        self.spans = Spans(
+            [span.start for span in spans],
+            [span.end for span in spans],
+            [span.slot for span in spans],
+            page_table,
+            page_size,
+        )
 
     def on(self, cache: KVCache) -> Context:
         return _PrefillOn(self, cache)
@@ -97,14 +142,12 @@ class _PrefillOn:
     shape: Prefill
     cache: KVCache
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
         # All keys first: a sequence may read a page that another one of this very pass fills.
-        write_kv_ref(k, v, k_cache, v_cache, shape._slots)
-        parts, at = [], 0
-        for span in shape._spans:
-            count = span.end - span.start
-            pages = shape._page_table[span.slot, : pages_for(span.end, shape._page_size)]
-            parts.append(prefill_attention_ref(q[at : at + count], k_cache, v_cache, pages, span.start))
-            at += count
-        return torch.cat(parts).flatten(1)
+        q, k, v = split_heads(qkv, heads, positions, shape.slots, k_cache, v_cache)
+        place = None if out is None else out.view_as(q)
+        attended = self.cache.attention(q, k, v, k_cache, v_cache, shape.spans, out=place)
+        return attended.flatten(1) if out is None or attended is place else out.copy_(attended.flatten(1))

@@ -9,28 +9,19 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from specbatch import weights
-from specbatch.batch import DeviceBatch
+from specbatch.build import Say, build
 from specbatch.config import EngineConfig
-from specbatch.drafters import ALGORITHMS
-from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError, at_least, refuse
-from specbatch.iteration import Iteration
-from specbatch.memory.kv_cache import bytes_per_page
-from specbatch.memory.pages import PagePool, pages_for, reach_of
-from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory
-from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.metrics import RunRecord, emitted_histogram, summarize
-from specbatch.models.loader import Loader, weight_bytes
-from specbatch.prefill import PromptPass
+from specbatch.metrics import RunRecord, device_numbers, emitted_histogram, summarize
+from specbatch.models.config import ModelConfig
+from specbatch.models.llama import Llama
+from specbatch.progress import Report
 from specbatch.request import Completion, Request, SamplingParams
-from specbatch.runner import Counters, Runner
-from specbatch.scheduler import Scheduler
+from specbatch.runner import Counters
 from specbatch.schedules import SCHEDULES
 
 Prompt = str | list[int]
@@ -48,81 +39,45 @@ class StreamEvent:
 
 
 class Engine:
-    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load."""
+    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load.
 
-    def __init__(self, config: EngineConfig, *, log: Callable[[str], None] | None = None) -> None:
+    `report` hears of the progress in recording graphs. `weights_of`: an open engine whose target weights are used in
+    place of a copy of one's own.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log: Say | None = None,
+        report: Report | None = None,
+        weights_of: Engine | None = None,
+    ) -> None:
         self.config = config
-        say = log or (lambda line: None)
-        self.device = _device(config.device)
-        target = weights.open_checkpoint(
-            config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
-        )
-        self.tokenizer = target.tokenizer()
-        dtype = _dtype(config.dtype, target.config.dtype, self.device)
-        say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {self.device}; {target.config.rope}")
-        draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
-        rows = config.speculation.drafted + 1
-        plan = plan_memory(
+        if weights_of is not None:
+            weights_of._check_sharing(config)
+        parts = build(
             config,
-            free=available_memory(self.device),
-            on_cpu=self.device.type == "cpu",
-            model_len=min(target.config.max_position, draft.config.max_position),
-            weights=weight_bytes(target.config, dtype, self.device),
-            draft_weights=weight_bytes(draft.weights, dtype, self.device) if draft.weights else 0,
-            page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, dtype)
-            + bytes_per_page(draft.config, draft.kv_layers, config.page_size, dtype),
-            vocabulary=target.config.vocab_size,
-            rows=rows,
+            log or (lambda line: None),
+            report or (lambda done, total: None),
+            self._on_tokens,
+            shared=None if weights_of is None else weights_of._model,
         )
-        say(f"speculation: {config.speculation}")
-        for line in plan.lines():
-            say(line)
-
-        width = reach_of(plan.max_model_len, rows) + 1
-        loader = Loader(dtype, self.device, width, plan.kv_pages, config.page_size)
-        model = loader.model(target)
-        cache = loader.cache(model)
-        drafter = draft.build(model, loader)
-        batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), self.device)
-        pool = PagePool(plan.kv_pages)
-        self._scheduler = Scheduler(
-            pool,
-            PrefixCache(pool, config.page_size) if config.prefix_cache else None,
-            page_size=config.page_size,
-            max_running=config.max_running,
-            max_model_len=plan.max_model_len,
-            prefill_chunk=config.prefill_chunk,
-            rows=rows,
-        )
-        self._runner = Runner(
-            self._scheduler,
-            batch,
-            Iteration(model, cache, drafter),
-            PromptPass(model, cache, drafter),
-            page_size=config.page_size,
-            seed=config.seed,
-            on_tokens=self._on_tokens,
-        )
+        self.device = parts.device
+        self.tokenizer = parts.tokenizer
+        self.plan = parts.plan
+        self.caps = parts.caps
+        self.model_config: ModelConfig = parts.model.config
+        self._model: Llama = parts.model
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self._forwards = parts.forwards
         self._schedule = SCHEDULES[config.speculation.schedule](self._runner)
-        self.plan: MemoryPlan = plan
-        self.caps: dict[str, Any] = {
-            "device": str(self.device),
-            "dtype": _name(dtype),
-            "max_running": config.max_running,
-            "max_model_len": plan.max_model_len,
-            "kv_pages": plan.kv_pages,
-            "page_size": config.page_size,
-            "prefill_chunk": config.prefill_chunk,
-            "verify_rows": rows,
-            "weights_bytes": plan.weights + plan.draft_weights,
-            "kv_bytes": plan.kv,
-        }
         self._active: dict[int, Request] = {}
         self._aborted: set[int] = set()
         self._events: list[StreamEvent] = []
         self._state = "ready"  # or "busy" while a stream is open, or "closed"
         self._trusted = True
-        self._vocabulary = target.config.vocab_size
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
 
@@ -182,9 +137,11 @@ class Engine:
                 self._require("busy")
             while self._schedule.step():  # what v2 still has in flight: void rows of requests that have ended
                 pass
-        except (Exception, KeyboardInterrupt):
+        except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
             yield from self._take_events()  # what had ended by then is not lost
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self.plan.out_of_memory("prompts were run") from error
             raise
         finally:
             self._drop_work()
@@ -203,12 +160,16 @@ class Engine:
     # -- records ----------------------------------------------------------------------------------------------
 
     def reset_record(self) -> None:
-        """Start a new measured window."""
+        """Start a new measured window: with the next submission, or now if requests are under way."""
         self._completions: list[Completion] = []
-        self._opened: float | None = None
+        self._opened: float | None = time.perf_counter() if self._active else None
         self._closed = 0.0
         self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
         self._counters = self._runner.counters = Counters()
+        self._graph_counters = {"decode": self._runner.decode_counters}
+        self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
+        for counters in self._graph_counters.values():
+            counters.reset()
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
         """All work since the engine was made or `reset_record` was called."""
@@ -217,6 +178,8 @@ class Engine:
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
         counters: dict[str, Any] = asdict(self._counters)
         counters["emitted_histogram"] = emitted_histogram(self._completions)
+        counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
+        metrics |= device_numbers(counters)
         return RunRecord(
             config=self.config.as_dict(),
             caps=dict(self.caps),
@@ -232,7 +195,7 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
-        del self._runner, self._schedule
+        del self._runner, self._schedule, self._forwards, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -250,6 +213,15 @@ class Engine:
         if self._state == "closed":
             raise SpecbatchError("the engine is closed: build a new one")
         raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+
+    def _check_sharing(self, config: EngineConfig) -> None:
+        """Refuse to lend the weights to an engine that asks for others."""
+        if self._state == "closed":
+            raise refuse("weights_of", "a closed engine", "share the weights of an open one")
+        for name in ("model", "load_format", "seed"):
+            if getattr(config, name) != getattr(self.config, name):
+                works = f"the weights are those of {name}={getattr(self.config, name)!r}; ask for the same"
+                raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
 
     def _take_events(self) -> list[StreamEvent]:
         events, self._events = self._events, []
@@ -286,9 +258,11 @@ class Engine:
 
     def _check(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         self._scheduler.check(len(tokens), params.max_new_tokens, index)
-        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+        wrong = [token for token in tokens if not 0 <= token < self.model_config.vocab_size]
         if wrong:
-            raise refuse(f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self._vocabulary - 1}")
+            raise refuse(
+                f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
+            )
 
     def _submit(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         now = time.perf_counter()
@@ -320,27 +294,3 @@ class Engine:
         request.finish_reason = reason
         self._scheduler.release(request)
         self._active.pop(request.index, None)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise refuse("device", name, "torch sees no CUDA device here; use cpu or auto")
-        index = int(name[5:] or 0) if ":" in name else 0
-        if index >= torch.cuda.device_count():
-            raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
-        return torch.device("cuda", index)
-    return torch.device(name)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else stored or "bfloat16"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.context import Verify
 from specbatch.drafters.base import Drafter, Step
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
-from specbatch.verification import verify
+from specbatch.verification import Proposal, logprobs_of, verify
 
 
 class Iteration:
     """One verify of `rows` = drafted tokens + 1 query rows for each running request."""
 
-    def __init__(self, model: Llama, cache: KVCache, drafter: Drafter) -> None:
+    def __init__(self, model: Llama, cache: KVCache, drafter: Drafter, simulate: float | None = None) -> None:
         self._model = model
         self._cache = cache
         self._drafter = drafter
+        self._simulate = simulate  # a mean accept length, for benchmarks
 
     def __call__(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Advance the rows of `step` by what they accept.
@@ -34,16 +34,34 @@ class Iteration:
         tokens = torch.cat([root, proposal.tokens], 1)
         rows = tokens.shape[1]
 
-        shape = Verify(step.page_table, lengths, rows, step.page_size)
+        shape = step.verify(lengths, rows)
         hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
         logits = self._model.logits(hidden).unflatten(0, (-1, rows))
 
-        predicted = lengths[:, None] + torch.arange(1, rows + 1, device=lengths.device)
-        verdict = verify(logits, proposal, predicted, step.sampling)
+        if logits.is_cuda and not step.sampling.needs.sampled:
+            packed, logprobs = self._accept_greedy(step, logits, proposal)
+        else:
+            predicted = lengths[:, None] + torch.arange(1, rows + 1, device=lengths.device)
+            verdict = verify(logits, proposal, predicted, step.sampling, self._simulate)
+            packed, logprobs = batch.commit(step.rows, proposal.drafted, *verdict[:3]), verdict.logprobs
+        self._drafter.absorb(step, hidden, packed[:, rows])
+        return packed, logprobs
 
-        # All N tokens are written; those beyond the new length are overwritten before anything looks at them.
-        batch.tokens[step.rows[:, None], predicted] = verdict.tokens
-        batch.lengths[step.rows] = lengths + verdict.accepted + 1
-        self._drafter.absorb(step, hidden, verdict.accepted)
-        facts = torch.stack([verdict.accepted, proposal.drafted, verdict.sound.long()], 1)
-        return torch.cat([verdict.tokens, facts], 1), verdict.logprobs
+    def _accept_greedy(
+        self, step: Step, logits: torch.Tensor, proposal: Proposal
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`verify` and `commit` in two launches."""
+        from specbatch.kernels.accept import greedy_accept
+
+        batch, sampling = step.batch, step.sampling
+        packed = greedy_accept(
+            logits.flatten(0, 1),
+            proposal.tokens,
+            proposal.drafted,
+            batch.tokens,
+            batch.lengths,
+            step.rows,
+            simulate=self._simulate,
+            seeds=sampling.seeds,
+        )
+        return packed, logprobs_of(logits, packed[:, : logits.shape[1]]) if sampling.needs.logprobs else None

@@ -8,6 +8,12 @@
 * E2E: last token - submitted. Times are seconds.
 * throughput: requests, input tokens, output tokens per second of the measured window (first submission to last
   token); per user: output / concurrency; peak: output tokens in the fullest second after the first submission.
+* device step: time between the device's clocks before and behind an iteration; device idle share: gaps between
+  iterations that follow each other without a prefill, over gaps and iterations. None without a CUDA device.
+* launch lead: from the end of a launch to the result of the iteration before it, which is how far the host is ahead;
+  0 where that result was there already (a late launch). None where nothing overlaps (v1).
+* host waits per step: waits for a result with nothing launched behind it: 1 for v1, about 0 for v2.
+* graph coverage: replays / (replays + eager fallbacks) of iterations and prompt passes.
 * counters: `iteration_s / iterations` is the host's time to launch an iteration and to wait for its result.
 """
 
@@ -95,6 +101,25 @@ def summarize(
     numbers |= _spread("itl_s", [gap for row in rows for gap in row.itl_s])
     numbers |= _spread("e2e_s", [row.e2e_s for row in rows])
     return numbers
+
+
+def device_numbers(counters: dict[str, Any]) -> dict[str, float | None]:
+    """What the counters of a run say of host and device."""
+    steps, gaps, busy = counters["device_steps"], counters["device_gaps"], counters["device_s"]
+    # Gaps are known for some of the steps; the others are taken to be like them.
+    idle = counters["device_idle_s"] / gaps * steps if gaps else None
+    graphs = counters["graphs"].values()
+    replays = sum(item["replays"] for item in graphs)
+    passes = replays + sum(sum(item["fallbacks"].values()) for item in graphs)
+    overlapped = counters["overlapped"]
+    return {
+        "device_step_s": busy / steps if steps else None,
+        "device_idle_share": idle / (idle + busy) if idle is not None else None,
+        "launch_lead_s": counters["launch_lead_s"] / overlapped if overlapped else None,
+        "late_launch_share": counters["late_launches"] / overlapped if overlapped else None,
+        "host_waits_per_step": counters["host_waits"] / steps if steps else None,
+        "graph_coverage": replays / passes if passes else None,
+    }
 
 
 def emitted_histogram(completions: Iterable[Completion]) -> list[int]:

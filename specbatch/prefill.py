@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.batch import DeviceBatch
+from specbatch.batch import DeviceBatch, Needs
 from specbatch.context import Prefill, Span
 from specbatch.drafters.base import Drafter
+from specbatch.graphs import Forward
 from specbatch.kernels.sampling import TARGET
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
@@ -18,8 +19,9 @@ from specbatch.verification import is_sound, logprobs_of
 class PromptPass:
     """Runs planned chunks; knows the same model, cache and drafter as the iteration."""
 
-    def __init__(self, model: Llama, cache: KVCache, drafter: Drafter) -> None:
+    def __init__(self, model: Llama, forward: Forward, cache: KVCache, drafter: Drafter) -> None:
         self._model = model
+        self._forward = forward
         self._cache = cache
         self._drafter = drafter
 
@@ -29,7 +31,7 @@ class PromptPass:
         spans = [Span(chunk.slot, chunk.start, chunk.end) for chunk in chunks]
         shape = Prefill(batch.page_table, spans, self._cache.page_size)
         tokens = batch.tokens[shape.rows, shape.positions]
-        hidden = self._model.forward(tokens, shape.positions, shape.on(self._cache))
+        hidden = self._forward(tokens, shape.positions, shape.on(self._cache))
         self._drafter.prefill(batch, shape, hidden)
 
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
@@ -38,10 +40,12 @@ class PromptPass:
         rows, lengths, places = upload(
             [[spans[i].slot for i in ending], [spans[i].end for i in ending], ending], batch.device
         )
-        sampling = batch.sampling(rows, [chunks[i].request for i in ending])
+        sampling = batch.sampling(rows, Needs.of(chunks[i].request for i in ending))
         logits = self._model.logits(hidden[shape.last[places]])[:, None]
         first = sampling.choose(logits, lengths[:, None], TARGET)
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths
         sound = is_sound(logits, first, sampling)
-        return torch.stack([first[:, 0], sound.long()], 1), logprobs_of(logits, first) if sampling.logprobs else None
+        return torch.stack([first[:, 0], sound.long()], 1), logprobs_of(
+            logits, first
+        ) if sampling.needs.logprobs else None

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.batch import DeviceBatch
+from specbatch.batch import DeviceBatch, Needs
 from specbatch.drafters.base import Step
 from specbatch.errors import SpecbatchError
+from specbatch.graphs import GraphCounters, Recorder, Result, WholeGraphs
 from specbatch.iteration import Iteration
-from specbatch.memory.pages import pages_for
 from specbatch.prefill import PromptPass
 from specbatch.request import Request
 from specbatch.scheduler import Row, Scheduler
-from specbatch.transfer import Ticket, upload
+from specbatch.transfer import Lap, Ticket, upload
 
 OnTokens = Callable[[Request, list[int]], None]
 
@@ -28,6 +28,7 @@ class Launched:
     rows: list[Row]
     ticket: Ticket
     first: bool
+    lap: Lap | None = None  # device time of an iteration
 
 
 @dataclass
@@ -41,6 +42,14 @@ class Counters:
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     void_results: int = 0  # rows computed for a request that had ended or was retracted
+    host_waits: int = 0  # waits for an iteration with nothing launched behind it: the device runs dry
+    overlapped: int = 0  # iterations that were launched while the one before was not handled yet
+    late_launches: int = 0  # of those, launched when the one before was done already: the device ran dry
+    launch_lead_s: float = 0.0  # summed over overlapped: from the end of a launch to the result of the one before
+    device_s: float = 0.0  # device time of iterations
+    device_steps: int = 0
+    device_idle_s: float = 0.0  # device time between iterations that follow each other with no prefill between
+    device_gaps: int = 0
 
 
 class Runner:
@@ -56,7 +65,9 @@ class Runner:
         page_size: int,
         seed: int,
         on_tokens: OnTokens,
+        recorder: Recorder | None = None,
     ) -> None:
+        """recorder: for whole-iteration graphs, or None to run eagerly."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._batch = batch
@@ -66,6 +77,14 @@ class Runner:
         self._seed = seed
         self._on_tokens = on_tokens
         self._stream = torch.cuda.Stream(batch.device) if batch.device.type == "cuda" else None
+        self._launched_at = 0.0
+        self._lap: Lap | None = None  # of the last iteration, if nothing was launched behind it
+        self.decode_counters = GraphCounters()
+        self.graphs: WholeGraphs | None = None
+        if recorder is not None:
+            most, rows = batch.slots, scheduler.rows
+            self.graphs = WholeGraphs(self._run, recorder, most, rows, batch.device)
+            self.decode_counters = self.graphs.counters
 
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
@@ -77,6 +96,7 @@ class Runner:
         if plan.admitted:
             self._batch.admit(plan.admitted, [self._seed_of(request) for request in plan.admitted])
         result = self._prompt_pass(self._batch, plan.chunks)
+        self._lap = None
         self.counters.prefill_passes += 1
         self.counters.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.counters.prefill_s += time.perf_counter() - start
@@ -92,37 +112,71 @@ class Runner:
         plan = self.scheduler.plan_decode(may_retract=may_retract)
         if plan is None:
             return None
-        batch = self._batch
-        batch.add_pages(plan.new_pages)
-        rows = upload([row.slot for row in plan.rows], batch.device)
-        step = Step(
-            batch=batch,
-            rows=rows,
-            lengths=batch.lengths[rows],
-            page_table=batch.page_table[rows, : pages_for(plan.bound, self._page_size)],
-            page_size=self._page_size,
-            bound=plan.bound,
-            sampling=batch.sampling(rows, [row.request for row in plan.rows]),
-        )
-        launched = Launched(plan.rows, self._send(self._iteration(step)), first=False)
+        self._batch.add_pages(plan.new_pages)
+        slots = [row.slot for row in plan.rows]
+        needs = Needs.of(row.request for row in plan.rows)
+        lap = Lap.begin(self._batch.device)
+        if self.graphs is not None:
+            result = self.graphs(slots, needs)
+        else:
+            self.decode_counters.fall_back("off")
+            result = self._run(upload(slots, self._batch.device), needs, plan.bound)
+        if lap is not None:
+            lap.end(behind=self._lap)
+        self._lap = lap
+        launched = Launched(plan.rows, self._send(result), first=False, lap=lap)
+        self._launched_at = time.perf_counter()
         self.counters.iterations += 1
         self.counters.iteration_rows += len(plan.rows)
-        self.counters.iteration_s += time.perf_counter() - start
+        self.counters.iteration_s += self._launched_at - start
         return launched
 
-    def handle(self, launched: Launched) -> None:
-        """Wait for a result and book it: tokens, lengths, endings."""
+    def _run(self, slots: torch.Tensor, needs: Needs, bound: int | None = None) -> Result:
+        """One iteration over device rows [B]; what a graph records."""
+        batch = self._batch
+        return self._iteration(
+            Step(
+                batch=batch,
+                rows=slots,
+                lengths=batch.lengths[slots],
+                page_size=self._page_size,
+                bound=batch.width - 1 if bound is None else bound,
+                sampling=batch.sampling(slots, needs),
+            )
+        )
+
+    def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
+        """Wait for a result and book it: tokens, lengths, endings. `overlapped`: another iteration is launched."""
         start = time.perf_counter()
+        late = overlapped and launched.ticket.ready()
         values, *logprobs = launched.ticket.wait()
         now = time.perf_counter()
         if not launched.first:
-            self.counters.iteration_s += now - start
+            self._count_times(launched, start, now, overlapped, late)
         for index, row in enumerate(launched.rows):
             request = row.request
             if self.scheduler.is_void(request, row.epoch):
                 self.counters.void_results += 1
                 continue
             self._book(request, values[index], logprobs[0][index] if logprobs else None, launched.first, now)
+
+    def _count_times(self, launched: Launched, start: float, now: float, overlapped: bool, late: bool) -> None:
+        counters = self.counters
+        counters.iteration_s += now - start
+        if launched.lap is None:  # a CPU runs each operation before the host goes on
+            return
+        if not overlapped:
+            counters.host_waits += 1
+        else:
+            counters.overlapped += 1
+            counters.late_launches += late
+            counters.launch_lead_s += 0.0 if late else now - self._launched_at
+        step, gap = launched.lap.seconds()
+        counters.device_s += step
+        counters.device_steps += 1
+        if gap is not None:
+            counters.device_idle_s += gap
+            counters.device_gaps += 1
 
     def _book(self, request: Request, values: list[int], logprobs: list[float] | None, first: bool, now: float) -> None:
         request.pending -= 1

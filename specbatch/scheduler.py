@@ -73,7 +73,7 @@ class Scheduler:
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
-        self._rows = rows
+        self.rows = rows
         self._slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -96,7 +96,7 @@ class Scheduler:
                 else f"the prompt has {prompt_len} tokens and max_model_len={self._max_model_len}; shorten it"
             )
             raise refuse(f"max_new_tokens of prompt {index}", max_new_tokens, works)
-        need = self._pages_for(reach_of(prompt_len + max_new_tokens, self._rows))
+        need = self._pages_for(reach_of(prompt_len + max_new_tokens, self.rows))
         if need > self._pool.total:
             raise refuse(
                 "kv_pages", self._pool.total, f"prompt {index} with its output needs {need}; use at least that"
@@ -124,7 +124,7 @@ class Scheduler:
         shared = self._cache.match(request.tokens) if self._cache is not None else []
         # One spare page per running request: admitting must not force a retraction in the very next step.
         spare = len(self._running) + len(self._prefilling)
-        need = self._pages_for(reach_of(len(request.tokens), self._rows)) - len(shared)
+        need = self._pages_for(reach_of(len(request.tokens), self.rows)) - len(shared)
         if not self._make_free(need + spare):
             for page in shared:
                 self._pool.release(page)
@@ -166,7 +166,7 @@ class Scheduler:
             # Each pending result leaves at least one token: skip an iteration that could only be thrown away.
             if request.slot is None or request.generated + request.pending >= request.params.max_new_tokens:
                 continue
-            reach = request.committed + (request.in_flight + 1) * self._rows
+            reach = request.committed + (request.in_flight + 1) * self.rows
             while (need := self._pages_for(reach) - len(request.pages)) > 0 and not self._make_free(need):
                 if not may_retract:
                     raise OutOfPagesError

@@ -67,7 +67,7 @@ class Overlapped:
             self._in_flight = runner.decode(may_retract=True)
         late = previous is not None
         if previous is not None:
-            runner.handle(previous)
+            runner.handle(previous, overlapped=self._in_flight is not None)
         if first is not None:  # waits for the prefill only: the iteration behind it goes on
             runner.handle(first)
         return late or self._in_flight is not None or runner.counters.prefill_passes > before

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from specbatch.config import Speculation
 from specbatch.request import Completion, IncrementalText, SamplingParams
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def table(result: dict[str, Any]) -> str:
         f"{result['accept_length']:.3f}",
         f"{result['speed']:.2f}",
     ]
-    return tabulate([row], headers=list(HEADERS.values()), tablefmt="github", disable_numparse=True)
+    shown = tabulate([row], headers=list(HEADERS.values()), tablefmt="github", disable_numparse=True)
+    speculation = Speculation(**result["record"]["config"]["speculation"])
+    return shown if speculation.simulate_accept_length is None else f"{shown}\n\n{speculation}"
 
 
 def _stream(engine: Engine, prompt: str, params: SamplingParams, write: Callable[[str], None]) -> Completion:

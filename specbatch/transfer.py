@@ -18,6 +18,32 @@ def upload(
     return host.pin_memory().to(device, non_blocking=True)
 
 
+class Lap:
+    """Device time of an iteration, and of the gap between it and the one before."""
+
+    def __init__(self) -> None:
+        self._begun = torch.cuda.Event(enable_timing=True)
+        self._done = torch.cuda.Event(enable_timing=True)
+        self._previous: torch.cuda.Event | None = None
+        self._begun.record()
+
+    @classmethod
+    def begin(cls, device: torch.device) -> Lap | None:
+        """Start the clock; only CUDA devices have one."""
+        return cls() if device.type == "cuda" else None
+
+    def end(self, behind: Lap | None) -> None:
+        """Stop it. `behind`: the iteration before, if nothing was launched between."""
+        self._done.record()
+        if behind is not None:
+            self._previous = behind._done
+
+    def seconds(self) -> tuple[float, float | None]:
+        """(iteration, gap before it or None); the iteration must be over."""
+        gap = None if self._previous is None else self._previous.elapsed_time(self._begun) / 1000
+        return self._begun.elapsed_time(self._done) / 1000, gap
+
+
 class Ticket:
     """Tensors on their way to the host, copied behind the work that makes them, on a stream of their own."""
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from specbatch.batch import Sampling
-from specbatch.kernels.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref
+from specbatch.kernels.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref, simulated_accept_ref
 
 
 class Proposal(NamedTuple):
@@ -43,21 +43,36 @@ class Verdict(NamedTuple):
     logprobs: torch.Tensor | None
 
 
-def verify(logits: torch.Tensor, proposal: Proposal, positions: torch.Tensor, sampling: Sampling) -> Verdict:
-    """Judge a chain: logits [B, N, V] of [root, d_1 .. d_{N-1}]; positions [B, N] of the tokens they predict."""
-    if proposal.probabilities is None or not sampling.sampled:
+def verify(
+    logits: torch.Tensor,
+    proposal: Proposal,
+    positions: torch.Tensor,
+    sampling: Sampling,
+    simulate: float | None = None,
+) -> Verdict:
+    """Judge a chain: logits [B, N, V] of [root, d_1 .. d_{N-1}]; positions [B, N] of the tokens they predict.
+
+    simulate: a mean accept length. Then a coin says how many drafts are accepted, whatever they are, and the tokens
+    are the target's own choices behind them.
+    """
+    if proposal.probabilities is None or not sampling.needs.sampled or simulate is not None:
         tokens = sampling.choose(logits, positions, TARGET)
         accepted = _leading(tokens[:, :-1] == proposal.tokens, proposal.drafted)
     else:
         tokens, accepted = _reject(sampling.probabilities(logits), proposal, positions, sampling)
+    if simulate is not None:
+        accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
     return Verdict(
-        tokens, accepted, is_sound(logits, tokens, sampling), logprobs_of(logits, tokens) if sampling.logprobs else None
+        tokens,
+        accepted,
+        is_sound(logits, tokens, sampling),
+        logprobs_of(logits, tokens) if sampling.needs.logprobs else None,
     )
 
 
 def is_sound(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Are logits [B, n, V], from which `tokens` [B, n] were chosen, free of NaN and infinity? bool [B]."""
-    if sampling.sampled:
+    if sampling.needs.sampled:
         return logits.amax(-1).isfinite().all(-1)
     # The argmax is a NaN where there is one: what it picked tells, without another pass.
     return logits.gather(-1, tokens[..., None]).isfinite().flatten(1).all(-1)

@@ -2,8 +2,9 @@
 
     folder/<configuration>/c<concurrency>/r<repeat>/record.json, requests.jsonl
 
-All engines stay loaded, so that repeat 1 of A, B, C is followed by repeat 2 of A, B, C: a machine that slows
-down slows all of them down. Each configuration is warmed up at each concurrency; that is in no number.
+All engines stay loaded, on one copy of the weights, so that repeat 1 of A, B, C is followed by repeat 2 of A, B, C: a
+machine that slows down slows all of them down. Each configuration is warmed up at each concurrency; that is in no
+number.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def run_sweep(
     count = _counter(options, report)
     try:
         with ExitStack() as stack:
-            engines = {name: stack.enter_context(_load(name, config, log)) for name, config in configs.items()}
+            engines: dict[str, Engine] = {}
+            for name, config in configs.items():
+                first = next(iter(engines.values()), None)
+                engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first))
             tokenizer = next(iter(engines.values())).tokenizer
             most = max(options.concurrency)
             every = options.workload.prompts(tokenizer, options.workload.count(most))
@@ -127,10 +131,13 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
     return configs
 
 
-def _load(name: str, config: EngineConfig, log: Callable[[str], None] | None) -> Engine:
+def load_engine(
+    name: str, config: EngineConfig, log: Callable[[str], None] | None, *, weights_of: Engine | None
+) -> Engine:
+    """The engine of a configuration, whose name stands before each line of its log."""
     from specbatch.engine import Engine
 
-    return Engine(config, log=None if log is None else lambda line: log(f"{name}: {line}"))
+    return Engine(config, log=None if log is None else lambda line: log(f"{name}: {line}"), weights_of=weights_of)
 
 
 def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int], workload: Workload) -> None:

@@ -50,6 +50,7 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
     runs = pd.DataFrame(
         {
             **{key: record.workload[key] for key in ("concurrency", "configuration", "repeat")},
+            "simulated_accept_length": _simulated(record),
             **{
                 column: factor * (math.nan if (value := record.metrics[metric]) is None else value)
                 for column, (metric, factor, _, _) in COLUMNS.items()
@@ -63,6 +64,7 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
     groups = runs.groupby(_POINT, sort=False)
     rows = groups[list(COLUMNS)].median()
     rows.insert(0, "repeats", groups.size())
+    rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
     rows["ratio"], rows["ratio_min"], rows["ratio_max"] = (
         groups.ratio.median(),
         groups.ratio.min(),
@@ -143,6 +145,9 @@ def _notes(records: list[RunRecord]) -> list[str]:
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         if record.metrics.get("cached_tokens"):
             notes.append(f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache.")
+    simulated = {record.workload["configuration"]: mean for record in records if (mean := _simulated(record))}
+    for name, mean in simulated.items():
+        notes.append(f"SIMULATED: {name}: an accept length of {mean:g} was drawn, not reached; its text is no model's.")
     compared = [row for row in tokens.values() if len(row) > 1]
     differing = [place for place, row in tokens.items() if len(set(row.values())) > 1]
     if differing:
@@ -151,6 +156,11 @@ def _notes(records: list[RunRecord]) -> list[str]:
     elif compared:
         notes.append("All configurations produced the same output tokens at every point.")
     return notes
+
+
+def _simulated(record: RunRecord) -> float | None:
+    mean: float | None = record.config["speculation"].get("simulate_accept_length")
+    return mean
 
 
 def _number(value: float, decimals: int) -> str:

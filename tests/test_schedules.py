@@ -223,9 +223,9 @@ def test_the_first_token_is_handed_over_before_any_later_one(
     handled: list[tuple[int, bool]] = []
     handle = Runner.handle
 
-    def watch(self: Runner, launched: Launched) -> None:
+    def watch(self: Runner, launched: Launched, **how: bool) -> None:
         handled.extend((row.request.index, launched.first) for row in launched.rows)
-        handle(self, launched)
+        handle(self, launched, **how)
 
     monkeypatch.setattr(Runner, "handle", watch)
     engine = toy_engine(speculation=Speculation("ngram", schedule), max_running=3)
@@ -263,9 +263,9 @@ def test_v2_launches_before_it_handles_and_v1_does_not(
         order.extend(["launch"] if launched else [])
         return launched
 
-    def watch_handle(self: Runner, launched: Launched) -> None:
+    def watch_handle(self: Runner, launched: Launched, **how: bool) -> None:
         order.append("first" if launched.first else "handle")
-        handle(self, launched)
+        handle(self, launched, **how)
 
     monkeypatch.setattr(Runner, "decode", watch_decode)
     monkeypatch.setattr(Runner, "handle", watch_handle)

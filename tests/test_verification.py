@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from specbatch import batch, verification
-from specbatch.batch import Sampling
+from specbatch.batch import Needs, Sampling
 from specbatch.kernels.sampling import ACCEPT, DRAFT, RESIDUAL, TARGET, draw_ref, uniform_ref
 from specbatch.verification import Proposal, Verdict, verify
 
@@ -37,9 +37,11 @@ def sampling_of(rows: int, temperature: float = 1.0, **changes: Any) -> Sampling
     return Sampling(
         **tensors,
         seeds=torch.as_tensor(values.get("seeds", torch.arange(rows))),
-        sampled=values.get("sampled", bool((tensors["temperature"] > 0).any())),
-        truncated=bool(((tensors["top_k"] > 0) | (tensors["top_p"] < 1) | (tensors["min_p"] > 0)).any()),
-        logprobs=values.get("logprobs", False),
+        needs=Needs(
+            sampled=values.get("sampled", bool((tensors["temperature"] > 0).any())),
+            truncated=bool(((tensors["top_k"] > 0) | (tensors["top_p"] < 1) | (tensors["min_p"] > 0)).any()),
+            logprobs=values.get("logprobs", False),
+        ),
     )
 
 
@@ -507,7 +509,7 @@ def test_greedy_is_a_plain_loop(
     sampling = sampling_of(len(listed), 0.0)
     verdicts = [verify(logits, Proposal(drafts, drafted), positions, sampling)]
     # The same among rows that are sampled, with deterministic drafts and with one-hot laws.
-    mixed = replace(sampling, sampled=True)
+    mixed = replace(sampling, needs=Needs(sampled=True))
     verdicts.append(verify(logits, Proposal(drafts, drafted), positions, mixed))
     if drafts.shape[1]:
         verdicts.append(verify(logits, Proposal(drafts, drafted, one_hot(drafts, logits.shape[2])), positions, mixed))
@@ -560,4 +562,7 @@ def test_logprobs_are_the_models_own(drafted: str) -> None:
     assert verdict.logprobs.dtype == torch.float32
     wanted = logits.double().log_softmax(-1).gather(-1, verdict.tokens[..., None])[..., 0]
     torch.testing.assert_close(verdict.logprobs.double(), wanted, rtol=0, atol=1e-5)
-    assert verify(logits, proposal, positions, replace(sampling, logprobs=False)).logprobs is None
+    assert (
+        verify(logits, proposal, positions, replace(sampling, needs=sampling.needs._replace(logprobs=False))).logprobs
+        is None
+    )

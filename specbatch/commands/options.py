@@ -10,12 +10,23 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Option
 
-from specbatch.config import DTYPES, LOAD_FORMATS, EngineConfig, Speculation
+from specbatch.config import (
+    ATTENTION_BACKENDS,
+    DECODE_GRAPHS,
+    DTYPES,
+    KV_DTYPES,
+    LOAD_FORMATS,
+    PREFILL_GRAPHS,
+    EngineConfig,
+    Graphs,
+    Speculation,
+)
 from specbatch.drafters import ALGORITHMS
 from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")
 _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
+_OF_DRAFTS = ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max", "simulate_accept_length")
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,14 @@ class EngineOptions:
         Speculation.ngram_max
     )
 
+    simulate_accept_length: Annotated[
+        float | None,
+        Option(
+            help="Benchmarks: draw the tokens per verify with this mean instead of comparing drafts.",
+            rich_help_panel=_SPEC,
+        ),
+    ] = None
+
     max_running: Annotated[
         int | None,
         Option(
@@ -95,6 +114,40 @@ class EngineOptions:
         int | None,
         Option(help="Pages in the KV pool. Default: what can be needed and fits.", rich_help_panel=_ENGINE),
     ] = None
+    decode_graph: Annotated[
+        str,
+        Option(
+            metavar="|".join(DECODE_GRAPHS),
+            help="whole: one CUDA graph for each iteration (draft, verify, accept, commit).",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = Graphs.decode
+    prefill_graph: Annotated[
+        str,
+        Option(
+            metavar="|".join(PREFILL_GRAPHS),
+            help="piecewise: CUDA graphs for what lies between attention layers in a prompt pass.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = Graphs.prefill
+    attention_backend: Annotated[
+        str,
+        Option(
+            help=f"Who computes prompts' attention: {', '.join(ATTENTION_BACKENDS)}.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = EngineConfig.attention_backend
+    draft_attention_backend: Annotated[str, Option(help="The same for the draft model.", rich_help_panel=_ENGINE)] = (
+        EngineConfig.draft_attention_backend
+    )
+    kv_dtype: Annotated[
+        str,
+        Option(
+            metavar="|".join(KV_DTYPES),
+            help="auto: the model's type. fp8: keys and values as float8 e4m3.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = EngineConfig.kv_dtype
     memory_fraction: Annotated[
         float, Option(help="Share of free memory for weights and KV.", rich_help_panel=_ENGINE)
     ] = EngineConfig.memory_fraction
@@ -123,7 +176,7 @@ class EngineOptions:
         if self.spec == "off":
             return Speculation()
         if self.spec is None and self.algorithm is None and self.draft is None:
-            for name in ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"):
+            for name in _OF_DRAFTS:
                 if getattr(self, name) != getattr(Speculation, name):
                     raise refuse(name, getattr(self, name), "nothing is drafted; add --spec v1 or v2, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
@@ -136,6 +189,7 @@ class EngineOptions:
             draft_topk=self.draft_topk,
             ngram_min=self.ngram_min,
             ngram_max=self.ngram_max,
+            simulate_accept_length=self.simulate_accept_length,
         )
 
     def config(self, *, concurrency: int | None = None, prefix_cache: bool = True) -> EngineConfig:
@@ -148,7 +202,8 @@ class EngineOptions:
             value for value in (self.max_running, concurrency, EngineConfig.max_running) if value is not None
         )
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
-        return EngineConfig(**settings, speculation=self.speculation())
+        graphs = Graphs(decode=self.decode_graph, prefill=self.prefill_graph)
+        return EngineConfig(**settings, speculation=self.speculation(), graphs=graphs)
 
 
 def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specbatch.batch import DeviceBatch, Sampling
-from specbatch.context import Prefill
+from specbatch.context import Prefill, Verify
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
 from specbatch.models.loader import Loader
@@ -22,18 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration's rows: device rows [B] and what the host knows about them.
+    """One iteration: device rows [B], their KV lengths [B] before it, and what the host knows about them.
 
-    page_table int64 [B, P] covers `bound` tokens, more than any row's KV can reach in this iteration.
+    No row's KV can be longer than `bound` after the iteration.
     """
 
     batch: DeviceBatch
     rows: torch.Tensor
     lengths: torch.Tensor
-    page_table: torch.Tensor
     page_size: int
     bound: int
     sampling: Sampling
+
+    def verify(self, lengths: torch.Tensor, rows: int) -> Verify:
+        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]."""
+        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound)
 
 
 class Drafter(Protocol):

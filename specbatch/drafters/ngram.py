@@ -22,8 +22,13 @@ class NGram(NoDraft):
         self._longest = longest
 
     def propose(self, step: Step) -> Proposal:
-        history = step.batch.tokens[step.rows, : step.bound + 1]
-        tokens, found = ngram_match_ref(history, step.lengths, self._longest, self._shortest, self._count)
+        batch, sizes = step.batch, (self._longest, self._shortest, self._count)
+        if step.rows.is_cuda:
+            from specbatch.kernels.ngram_triton import ngram_match
+
+            tokens, found = ngram_match(batch.tokens, step.rows, step.lengths, *sizes)
+        else:
+            tokens, found = ngram_match_ref(batch.tokens[step.rows, : step.bound + 1], step.lengths, *sizes)
         return Proposal(tokens, found * self._count)
 
 

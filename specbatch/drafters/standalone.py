@@ -8,9 +8,10 @@ import torch
 
 from specbatch import weights
 from specbatch.batch import DeviceBatch
-from specbatch.context import Prefill, Verify
+from specbatch.context import Prefill
 from specbatch.drafters.base import DraftPlan, NoDraft, Step
 from specbatch.errors import refuse
+from specbatch.graphs import Forward
 from specbatch.kernels.sampling import DRAFT, draw_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
@@ -30,15 +31,17 @@ class Standalone(NoDraft):
     therefore runs two rows, the newest committed token and the root: what is there already is written again.
     """
 
-    def __init__(self, model: Llama, cache: KVCache, count: int, vocabulary: int) -> None:
+    def __init__(self, model: Llama, forward: Forward, cache: KVCache, count: int, vocabulary: int) -> None:
+        """forward: the model's way through a prompt."""
         self._model = model
+        self._forward = forward
         self._cache = cache
         self._count = count
         self._vocabulary = vocabulary  # of the target; the draft's may be padded further
 
     def prefill(self, batch: DeviceBatch, shape: Prefill, hidden: torch.Tensor) -> None:
         tokens = batch.tokens[shape.rows, shape.positions]
-        self._model.forward(tokens, shape.positions, shape.on(self._cache))
+        self._forward(tokens, shape.positions, shape.on(self._cache))
 
     def propose(self, step: Step) -> Proposal:
         pair = step.lengths[:, None] + torch.arange(-1, 1, device=step.lengths.device)
@@ -46,12 +49,12 @@ class Standalone(NoDraft):
         start = step.lengths - 1
         drafts, laws = [], []
         for _ in range(self._count):
-            shape = Verify(step.page_table, start, tokens.shape[1], step.page_size)
+            shape = step.verify(start, tokens.shape[1])
             hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
             newest = hidden.view(len(step.rows), tokens.shape[1], -1)[:, -1]
             logits = self._fit(self._model.logits(newest))
             start = start + tokens.shape[1]
-            if step.sampling.sampled:
+            if step.sampling.needs.sampled:
                 law = step.sampling.probabilities(logits[:, None])
                 tokens = draw_ref(law, step.sampling.coins(start[:, None], DRAFT))
                 laws.append(law)
@@ -85,7 +88,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
         def build_view(model: Llama, loader: Loader) -> Standalone:
             view = model.without(skipped)
-            return Standalone(view, loader.cache(view), asked.draft_tokens, target.config.vocab_size)
+            return Standalone(view, *loader.draft(view), asked.draft_tokens, target.config.vocab_size)
 
         return DraftPlan(build_view, target.config, kv_layers=target.config.num_layers - len(skipped))
 
@@ -98,7 +101,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
     def build(model: Llama, loader: Loader) -> Standalone:
         own = loader.model(draft)
-        return Standalone(own, loader.cache(own), asked.draft_tokens, target.config.vocab_size)
+        return Standalone(own, *loader.draft(own), asked.draft_tokens, target.config.vocab_size)
 
     return DraftPlan(build, draft.config, draft.config.num_layers, draft.config)
 

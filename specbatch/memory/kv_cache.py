@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from specbatch.kernels.backends import PrefillAttention
 from specbatch.models.config import ModelConfig
 
 
@@ -22,12 +23,21 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layers: int,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: PrefillAttention,
     ) -> None:
+        """attention: who computes prompts' attention over this cache."""
         shape = (pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
         self.dtype = dtype
+        self.attention = attention
         self.k = [_zeros(shape, dtype, device) for _ in range(layers)]
         self.v = [_zeros(shape, dtype, device) for _ in range(layers)]
 

@@ -29,6 +29,7 @@ class MemoryPlan:
     kv_pages: int
     wanted_pages: int
     workspace: int
+    graphs: int
     max_model_len: int
     page_size: int
 
@@ -38,17 +39,28 @@ class MemoryPlan:
 
     def lines(self) -> Iterator[str]:
         """The plan for a person to read."""
-        yield f"memory: {_size(self.available)} may be used"
-        yield f"  weights    {_size(self.weights)}"
+        yield f"memory: {size_text(self.available)} may be used"
+        yield f"  weights    {size_text(self.weights)}"
         if self.draft_weights:
-            yield f"  draft      {_size(self.draft_weights)}"
-        yield f"  KV pages   {_size(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
-        yield f"  workspace  {_size(self.workspace)} (logits and the batch's tables)"
+            yield f"  draft      {size_text(self.draft_weights)}"
+        yield f"  KV pages   {size_text(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
+        yield f"  workspace  {size_text(self.workspace)} (activations, logits and the batch's tables)"
+        if self.graphs:
+            yield f"  graphs     {size_text(self.graphs)} (estimate)"
         if self.kv_pages < self.wanted_pages:
             yield (
                 f"  the pool holds {self.kv_pages} of the {self.wanted_pages} pages that max_running requests of "
                 f"max_model_len={self.max_model_len} tokens could need; more will wait or be retracted"
             )
+
+    def out_of_memory(self, doing: str) -> SpecbatchError:
+        """What to say when the plan did not hold while `doing` something."""
+        parts = f"weights {size_text(self.weights + self.draft_weights)}, KV {size_text(self.kv)}"
+        more = f", graphs {size_text(self.graphs)}" if self.graphs else ""
+        return SpecbatchError(
+            f"out of memory while {doing}: {size_text(self.available)} were planned for ({parts}, workspace "
+            f"{size_text(self.workspace)}{more}); use a lower memory_fraction, kv_pages, max_running or prefill_chunk"
+        )
 
 
 def available_memory(device: torch.device) -> int:
@@ -73,11 +85,14 @@ def plan_memory(
     page_bytes: int,
     vocabulary: int,
     rows: int,
+    token_bytes: int = 0,
+    graphs: int = 0,
 ) -> MemoryPlan:
     """Decide the size of the KV pool and the longest request.
 
     free: bytes free on the device; model_len: positions the model was made for; page_bytes: one page in all caches;
-    rows: query rows of a verify. Refuses what cannot fit, naming the setting.
+    rows: query rows of a verify; token_bytes: activations of one token in a pass; graphs: what recordings take.
+    Refuses what cannot fit, naming the setting.
     """
     size, slack = config.page_size, reach_of(0, rows)
     budget = int(free * config.memory_fraction)
@@ -86,7 +101,8 @@ def plan_memory(
     longest = min(config.max_model_len or model_len, model_len)
     # Tokens and page table of every slot, 8 bytes each.
     workspace += 8 * (config.max_running + 1) * (longest + slack + 1) * (size + 1) // size
-    room = budget - weights - draft_weights - workspace
+    workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows)
+    room = budget - weights - draft_weights - workspace - graphs
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
@@ -96,7 +112,7 @@ def plan_memory(
             raise refuse(
                 "kv_pages",
                 pages,
-                f"that is {_size(pages * page_bytes)} and {_size(max(room, 0))} are left; use at most "
+                f"that is {size_text(pages * page_bytes)} and {size_text(max(room, 0))} are left; use at most "
                 f"{max(room, 0) // page_bytes}, or a higher memory_fraction",
             )
     else:
@@ -107,8 +123,8 @@ def plan_memory(
             least = pages_for(slack + 2, size)
             raise refuse("kv_pages", pages, f"with page_size={size} and {rows} verify rows use at least {least}")
         raise SpecbatchError(
-            f"memory_fraction={config.memory_fraction}: of {_size(free)} free, {_size(max(room, 0))} are left for KV "
-            f"behind {_size(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
+            f"memory_fraction={config.memory_fraction}: of {size_text(free)} free, {size_text(max(room, 0))} are left "
+            f"for KV behind {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
         )
     fits = pages * size - slack
     if config.max_model_len and fits < config.max_model_len:
@@ -124,10 +140,11 @@ def plan_memory(
         kv_pages=pages,
         wanted_pages=wanted,
         workspace=workspace,
+        graphs=graphs,
         max_model_len=min(longest, fits),
         page_size=size,
     )
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

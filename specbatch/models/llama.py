@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from specbatch.context import Context
-from specbatch.kernels.linear import Linear
-from specbatch.kernels.norm import rms_norm_ref
-from specbatch.kernels.rope import apply_rope_ref, rope_table
+from specbatch.kernels.heads import Heads
+from specbatch.kernels.linear import Linear, Norm
+from specbatch.kernels.norm import rms_norm
+from specbatch.kernels.rope import rope_table
 from specbatch.models.config import ModelConfig
 
 
@@ -20,12 +21,11 @@ from specbatch.models.config import ModelConfig
 class Layer:
     """One decoder layer. q, k, v and gate, up are one matrix each: fewer, larger products."""
 
-    attention_norm: torch.Tensor
+    attention_norm: Norm
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    heads: Heads
     out: Linear
-    mlp_norm: torch.Tensor
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
 
@@ -56,12 +56,20 @@ class Llama:
             stem = f"model.layers.{index}"
             attention, mlp = f"{stem}.self_attn", f"{stem}.mlp"
             return Layer(
-                attention_norm=fetch(f"{stem}.input_layernorm.weight"),
+                attention_norm=Norm(fetch(f"{stem}.input_layernorm.weight"), eps),
                 qkv=project(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-                q_norm=fetch(f"{attention}.q_norm.weight") if config.qk_norm else None,
-                k_norm=fetch(f"{attention}.k_norm.weight") if config.qk_norm else None,
+                heads=Heads(
+                    count=config.num_heads,
+                    kv=config.num_kv_heads,
+                    dim=config.head_dim,
+                    q_norm=fetch(f"{attention}.q_norm.weight") if config.qk_norm else None,
+                    k_norm=fetch(f"{attention}.k_norm.weight") if config.qk_norm else None,
+                    eps=eps,
+                    cos=cos,
+                    sin=sin,
+                ),
                 out=project(attention, ("o_proj",), config.o_bias),
-                mlp_norm=fetch(f"{stem}.post_attention_layernorm.weight"),
+                mlp_norm=Norm(fetch(f"{stem}.post_attention_layernorm.weight"), eps),
                 gate_up=project(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
                 down=project(mlp, ("down_proj",), config.mlp_bias),
             )
@@ -69,43 +77,78 @@ class Llama:
         self.config = config
         self.dtype = dtype
         self.device = device
+        eps = config.rms_norm_eps
+        cos, sin = _rope_tables(config, max_positions, dtype, device)
         self.embedding = fetch("model.embed_tokens.weight")
         with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
             self.layers: tuple[Layer, ...] = tuple(pool.map(layer, range(config.num_layers)))
-        self.norm = fetch("model.norm.weight")
+        self.norm = Norm(fetch("model.norm.weight"), eps)
         self.head = Linear(self.embedding if config.tie_embeddings else fetch("lm_head.weight"))
-        cos, sin = rope_table(config.rope.inverse_frequencies(), max_positions, config.rope.attention_factor)
-        self._cos = cos.to(device=device, dtype=dtype)
-        self._sin = sin.to(device=device, dtype=dtype)
+
+    def with_positions(self, count: int) -> Llama:
+        """The same model for positions 0..count-1, sharing every weight."""
+        view = self._view()
+        cos, sin = _rope_tables(self.config, count, self.dtype, self.device)
+        view.layers = tuple(replace(layer, heads=replace(layer.heads, cos=cos, sin=sin)) for layer in self.layers)
+        return view
 
     def without(self, skipped: Iterable[int]) -> Llama:
         """The same model with layers left out, sharing every weight: a draft that costs no memory but its KV."""
         gone = set(skipped)
+        view = self._view()
+        view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
+        return view
+
+    def _view(self) -> Llama:
         view = object.__new__(Llama)
         view.__dict__.update(self.__dict__)
-        view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
         return view
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
         """tokens and positions int64 [T] -> hidden states after the final norm [T, hidden_size]."""
-        config = self.config
-        eps = config.rms_norm_eps
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        x = F.embedding(tokens, self.embedding)
+        x, qkv = self.enter(tokens)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(rms_norm_ref(x, layer.attention_norm, eps)).view(-1, heads + 2 * kv_heads, dim)
-            qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-            if layer.q_norm is not None and layer.k_norm is not None:
-                qk = torch.cat(
-                    [rms_norm_ref(qk[:, :heads], layer.q_norm, eps), rms_norm_ref(qk[:, heads:], layer.k_norm, eps)], 1
-                )
-            qk = apply_rope_ref(qk, cos, sin)
-            x = x + layer.out(context.attend(index, qk[:, :heads], qk[:, heads:], v))
-            gate, up = layer.gate_up(rms_norm_ref(x, layer.mlp_norm, eps)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
-        return rms_norm_ref(x, self.norm, eps)
+            x, qkv = self.advance(index, x, context.attend(index, qkv, layer.heads, positions))
+        return x
+
+    # A forward pass in pieces, cut where layers attend: what lies between needs no context.
+
+    def enter(self, tokens: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [T] -> residual stream [T, hidden_size] and the first layer's qkv (in `out`, if given)."""
+        x = F.embedding(tokens, self.embedding)
+        first = self.layers[0]
+        return x, first.qkv(x, norm=first.attention_norm, out=out)
+
+    def advance(
+        self, index: int, x: torch.Tensor, attended: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From layer `index`'s attention [T, heads * head_dim] to the next layer's qkv, or, behind the last layer,
+        twice the hidden states after the final norm."""
+        layer = self.layers[index]
+        x = layer.out(attended, residual=x)
+        x = layer.down(layer.gate_up.gated(x, layer.mlp_norm), residual=x)
+        if index + 1 == len(self.layers):
+            x = rms_norm(x, *self.norm)
+            return x, x
+        following = self.layers[index + 1]
+        return x, following.qkv(x, norm=following.attention_norm, out=out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size], in the model's type."""
         return self.head(hidden)
+
+
+def _rope_tables(
+    config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rope = config.rope
+    cos, sin = rope_table(rope.inverse_frequencies(), positions, rope.attention_factor)
+    return cos.to(device=device, dtype=dtype), sin.to(device=device, dtype=dtype)
+
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Most that one token's activations take at a time in a forward pass: the residual stream twice, its norm, and
+    the MLP's products or the attention's."""
+    mlp = 3 * config.intermediate_size
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return (3 * config.hidden_size + max(mlp, attention)) * dtype.itemsize

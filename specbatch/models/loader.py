@@ -1,12 +1,14 @@
-"""From a checkpoint to a model that runs, and its KV cache."""
+"""From a checkpoint to a model that runs: its weights, its KV cache and its way through a prompt."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from specbatch.graphs import EagerForward, Forward, PiecewiseGraphs, Recorder
+from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.linear import is_blocked
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -14,6 +16,9 @@ from specbatch.models.llama import Llama
 
 if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
+
+
+_SETTINGS = {"target": "attention_backend", "draft": "draft_attention_backend"}
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -26,13 +31,22 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 @dataclass(frozen=True)
 class Loader:
-    """What target and draft models have in common: type, device, room for positions, size of the KV pool."""
+    """What the models of an engine have in common: type, device, room for positions, size of the KV pool.
+
+    A model is used as "target" or as "draft". With a `recorder` prompt passes of up to `chunk` tokens are replayed in
+    pieces. `forwards` collects what was handed out.
+    """
 
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     max_positions: int
     pages: int
     page_size: int
+    attention: dict[str, str]  # name of the backend, by role
+    chunk: int
+    recorder: Recorder | None = None
+    forwards: dict[str, Forward] = field(default_factory=dict)
 
     def model(self, checkpoint: Checkpoint) -> Llama:
         return Llama(
@@ -43,5 +57,28 @@ class Loader:
             max_positions=self.max_positions,
         )
 
-    def cache(self, model: Llama) -> KVCache:
-        return KVCache(model.config, len(model.layers), self.pages, self.page_size, self.dtype, self.device)
+    def target(self, model: Llama) -> tuple[Forward, KVCache]:
+        """The target's way through a prompt, and its cache."""
+        return self._forward(model, "target"), self._cache(model, "target")
+
+    def draft(self, model: Llama) -> tuple[Forward, KVCache]:
+        """The same for a model that drafts."""
+        return self._forward(model, "draft"), self._cache(model, "draft")
+
+    def _cache(self, model: Llama, role: str) -> KVCache:
+        return KVCache(
+            model.config,
+            len(model.layers),
+            self.pages,
+            self.page_size,
+            self.kv_dtype,
+            self.device,
+            prefill_backend(self.attention[role], self.device, self.dtype, model.config.head_dim, _SETTINGS[role]),
+        )
+
+    def _forward(self, model: Llama, role: str) -> Forward:
+        made: Forward = (
+            EagerForward(model) if self.recorder is None else PiecewiseGraphs(model, self.recorder, self.chunk)
+        )
+        self.forwards[role] = made
+        return made

@@ -38,12 +38,16 @@ class StubEngine:
     """Echoes the last token of the prompt plus 1, 2, 3 ...; two tokens per verify when it speculates."""
 
     built: ClassVar[list[EngineConfig]] = []
+    lenders: ClassVar[list[StubEngine | None]] = []  # whose weights each of them uses
     order: ClassVar[list[str]] = []  # schedule of each measured generate
     interrupt_after: int | None = None  # completions, over all engines
     kv_pages = 1000
 
-    def __init__(self, config: EngineConfig, *, log: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, log: Callable[[str], None] | None = None, weights_of: StubEngine | None = None
+    ) -> None:
         StubEngine.built.append(config)
+        StubEngine.lenders.append(weights_of)
         self.config, self.tokenizer = config, StubTokenizer()
         self.caps: dict[str, Any] = {
             "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
@@ -123,6 +127,7 @@ class StubEngine:
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     """The stub in place of the engine, a bundled-model stub, and an empty working folder."""
     monkeypatch.setattr(StubEngine, "built", [])
+    monkeypatch.setattr(StubEngine, "lenders", [])
     monkeypatch.setattr(StubEngine, "order", [])
     monkeypatch.setattr(StubEngine, "interrupt_after", None)
     monkeypatch.setattr(StubEngine, "kv_pages", 1000)

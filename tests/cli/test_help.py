@@ -10,7 +10,7 @@ import time
 import pytest
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy")
-COMMANDS = ["eval", "sweep", "generate", "send-one", "doctor", "models"]
+COMMANDS = ["eval", "sweep", "bench", "generate", "send-one", "doctor", "models"]
 
 
 def plain(text: str) -> str:
@@ -20,7 +20,7 @@ def plain(text: str) -> str:
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
-        "pages = (['--help'], ['sweep', '--help'], ['eval', '--help']);"
+        "pages = (['--help'], ['sweep', '--help'], ['bench', '--help'], ['eval', '--help']);"
         "results = [CliRunner().invoke(app, words) for words in pages];"
         "assert all(result.exit_code == 0 for result in results), results;"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
@@ -52,6 +52,15 @@ def test_help_of_a_command_has_an_example_and_the_shared_options(run, command):
     for option in ("--model", "--draft", "--ngram-max", "--kv-pages", "--no-prefix-cache", "--json"):
         assert option in shown
     assert ("--spec " in shown) == (command != "sweep")  # a sweep takes its schedules from --configs
+
+
+def test_help_of_bench_has_an_example_and_none_of_what_its_points_decide(run):
+    shown = plain(run("bench", "--help").output)
+    assert "specbatch bench --model qwen3-8b --load-format dummy" in shown
+    for option in ("--model", "--dtype", "--page-size", "--prefill-chunk", "--sections", "--json"):
+        assert option in shown
+    for option in ("--spec ", "--kv-pages", "--max-running", "--draft ", "--prefix-cache"):
+        assert option not in shown
 
 
 def test_version(run):

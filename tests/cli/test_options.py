@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbatch.commands.options import EngineOptions
+from specbatch.commands.options import _OF_DRAFTS, EngineOptions
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 
@@ -34,13 +34,12 @@ def test_meaning_of_spec(asked, expected):
 
 
 def test_numbers_of_speculation_arrive():
-    asked = EngineOptions(spec="v2", draft_tokens=7, draft_steps=7, ngram_min=3, ngram_max=5)
-    assert asked.speculation() == Speculation(
-        algorithm="ngram", draft_tokens=7, draft_steps=7, ngram_min=3, ngram_max=5
-    )
+    numbers = {"draft_tokens": 7, "draft_steps": 7, "ngram_min": 3, "ngram_max": 5, "simulate_accept_length": 2.5}
+    asked = EngineOptions(spec="v2", **numbers)
+    assert asked.speculation() == Speculation(algorithm="ngram", **numbers)
 
 
-@pytest.mark.parametrize("name", ["draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"])
+@pytest.mark.parametrize("name", _OF_DRAFTS)
 def test_a_number_of_speculation_without_speculation_is_refused(name):
     with pytest.raises(SpecbatchError, match=f"{name}=9: nothing is drafted"):
         EngineOptions(**{name: 9}).config()

@@ -81,6 +81,10 @@ def test_engines_share_the_memory_and_fit_the_workload(run, engine, tmp_path):
         free -= shares[-1]
     assert shares == pytest.approx([0.3] * 3)
     assert {config.max_model_len for config in engine.built} == {11}
+    first, *others = engine.lenders
+    assert first is None
+    assert len(others) == 2
+    assert {lender.config.speculation.algorithm for lender in others} == {"none"}  # the first engine's weights
     assert {config.prefix_cache for config in engine.built} == {False}
     assert {config.max_running for config in engine.built} == {2}
 

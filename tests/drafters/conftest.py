@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.batch import DeviceBatch, Sampling
+from specbatch.batch import DeviceBatch, Needs, Sampling
 from specbatch.context import Prefill, Span
 from specbatch.drafters.base import Drafter, Step
+from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
@@ -63,7 +64,15 @@ class Bench:
             self.batch.lengths[row] = len(text) - 1
 
     def cache_for(self, model: Llama) -> KVCache:
-        return KVCache(model.config, len(model.layers), self.pages, PAGE, torch.float32, CPU)
+        return KVCache(
+            model.config,
+            len(model.layers),
+            self.pages,
+            PAGE,
+            torch.float32,
+            CPU,
+            prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+        )
 
     def prefill(self, drafter: Drafter, chunk: int = 1000) -> None:
         """All positions before the root, in chunks."""
@@ -88,7 +97,6 @@ class Bench:
             batch=self.batch,
             rows=self.rows,
             lengths=lengths,
-            page_table=self.batch.page_table[self.rows, : -(-bound // PAGE)],
             page_size=PAGE,
             bound=bound,
             sampling=Sampling(
@@ -97,9 +105,10 @@ class Bench:
                 top_p=top_p,
                 min_p=min_p,
                 seeds=torch.arange(count) + 40,
-                sampled=bool((temperature > 0).any()),
-                truncated=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
-                logprobs=False,
+                needs=Needs(
+                    sampled=bool((temperature > 0).any()),
+                    truncated=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
+                ),
             ),
         )
 

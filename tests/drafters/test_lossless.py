@@ -27,9 +27,9 @@ class Run:
         drafters: dict[str, Drafter] = {"none": NoDraft(), "ngram": NGram(DRAFTS, 1, 3)}
         if drafter == "standalone":
             draft = tiny(VOCABULARY, layers=1)
-            drafters[drafter] = Standalone(draft, here.cache_for(draft), DRAFTS, VOCABULARY)
+            drafters[drafter] = Standalone(draft, draft.forward, here.cache_for(draft), DRAFTS, VOCABULARY)
         cache = here.cache_for(target)
-        here.prefill(Standalone(target, cache, 0, VOCABULARY))  # the target's own prompt pass
+        here.prefill(Standalone(target, target.forward, cache, 0, VOCABULARY))  # the target's own prompt pass
         here.prefill(drafters[drafter])
         iteration = Iteration(target, cache, drafters[drafter])
         drafts = 0 if drafter == "none" else DRAFTS

@@ -12,6 +12,7 @@ from scipy import stats
 from specbatch.context import Prefill, Span
 from specbatch.drafters.standalone import Standalone, parse_skip
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.sampling import DRAFT, draw_ref, probabilities_ref, uniform_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
@@ -22,7 +23,15 @@ LENGTHS = (2, 3, 5, 6, 13, 21)
 
 def from_scratch(model: Llama, text: list[int]) -> torch.Tensor:
     """Logits [V] behind a text, with nothing kept from before."""
-    cache = KVCache(model.config, len(model.layers), 1, len(text), torch.float32, torch.device("cpu"))
+    cache = KVCache(
+        model.config,
+        len(model.layers),
+        1,
+        len(text),
+        torch.float32,
+        torch.device("cpu"),
+        prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+    )
     shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
     return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache))[-1:])[0]
 
@@ -51,7 +60,7 @@ def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
 def test_a_greedy_chain_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, count: int, chunk: int) -> None:
     randomness = random.Random(count)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, here.cache_for(model), count, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), count, VOCABULARY)
     here.prefill(drafter, chunk)
     for turn, accepted in enumerate(acceptances(count, randomness)):
         proposal = drafter.propose(here.step(count, spare=(0, 6)[turn % 2]))
@@ -66,12 +75,20 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
     randomness = random.Random(7)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
     cache = here.cache_for(model)
-    drafter = Standalone(model, cache, 3, VOCABULARY)
+    drafter = Standalone(model, model.forward, cache, 3, VOCABULARY)
     here.prefill(drafter)
     for accepted in acceptances(3, randomness):
         proposal = drafter.propose(here.step(3))
         for row, text in zip(here.rows.tolist(), here.texts, strict=True):
-            fresh = KVCache(model.config, 2, 1, len(text), torch.float32, torch.device("cpu"))
+            fresh = KVCache(
+                model.config,
+                2,
+                1,
+                len(text),
+                torch.float32,
+                torch.device("cpu"),
+                prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+            )
             shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
             model.forward(torch.tensor(text), shape.positions, shape.on(fresh))
             places = torch.arange(len(text))
@@ -84,7 +101,7 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
 def test_a_batch_may_shrink_and_change_its_order(bench: Any, tiny: Any) -> None:
     randomness = random.Random(3)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, here.cache_for(model), 2, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), 2, VOCABULARY)
     here.prefill(drafter)
     while len(here.texts) > 1:
         proposal = drafter.propose(here.step(2))
@@ -109,7 +126,7 @@ def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: 
     from it with the coin of its own position."""
     randomness = random.Random(11)
     count, model, here = 3, tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, here.cache_for(model), count, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), count, VOCABULARY)
     here.prefill(drafter)
     setting = SAMPLING if truncated else {"temperature": SAMPLING["temperature"]}
     for accepted in acceptances(count, randomness):
@@ -135,7 +152,7 @@ def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: 
 def test_frequencies_of_sampled_drafts_are_the_law(bench: Any, tiny: Any) -> None:
     rows, model = 6000, tiny(VOCABULARY, layers=1)
     here = bench([[5, 2, 7]] * rows, width=12)
-    drafter = Standalone(model, here.cache_for(model), 2, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), 2, VOCABULARY)
     here.prefill(drafter)
     proposal = drafter.propose(here.step(2, temperature=1.0))
     assert proposal.probabilities is not None
@@ -162,7 +179,7 @@ def test_a_draft_of_another_width_speaks_the_targets_vocabulary(
     probability 0."""
     model = tiny(vocabulary)
     here = bench([[text % min(vocabulary, 13) for text in range(length)] for length in LENGTHS])
-    drafter = Standalone(model, here.cache_for(model), 3, VOCABULARY)
+    drafter = Standalone(model, model.forward, here.cache_for(model), 3, VOCABULARY)
     here.prefill(drafter)
     for _ in range(3):
         proposal = drafter.propose(here.step(3, temperature=temperature))

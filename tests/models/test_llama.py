@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from specbatch.context import Prefill, Span, Verify
+from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
@@ -64,7 +65,15 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Llama, KVCache]:
         device=torch.device("cpu"),
         max_positions=512,
     )
-    cache = KVCache(config, config.num_layers, PAGES, PAGE, torch.float32, torch.device("cpu"))
+    cache = KVCache(
+        config,
+        config.num_layers,
+        PAGES,
+        PAGE,
+        torch.float32,
+        torch.device("cpu"),
+        prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+    )
     return theirs, ours, cache
 
 
@@ -125,7 +134,7 @@ def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Llama, KVCach
     lengths = torch.tensor(heads)
     for _ in range(10 // rows):
         tokens = torch.stack([item[n : n + rows] for item, n in zip(batch, lengths.tolist(), strict=True)])
-        verify = Verify(table, lengths, rows, PAGE)
+        verify = Verify(table, torch.arange(3), lengths, rows, PAGE)
         hidden = ours.forward(tokens.flatten(), verify.positions, verify.on(cache))
         logits = ours.logits(hidden).view(3, rows, -1)
         for index, item in enumerate(batch):
@@ -141,9 +150,9 @@ def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Llama, KVCache]) -> Non
     shape = Prefill(table, [Span(0, 0, 8)], PAGE)
     ours.forward(tokens[:8], shape.positions, shape.on(cache))
     wrong = torch.cat([tokens[8:9], (tokens[9:13] + 1) % 131])
-    verify = Verify(table, torch.tensor([8]), 5, PAGE)
+    verify = Verify(table, torch.tensor([0]), torch.tensor([8]), 5, PAGE)
     ours.forward(wrong, verify.positions, verify.on(cache))
-    verify = Verify(table, torch.tensor([9]), 5, PAGE)
+    verify = Verify(table, torch.tensor([0]), torch.tensor([9]), 5, PAGE)
     logits = ours.logits(ours.forward(tokens[9:14], verify.positions, verify.on(cache)))
     close(logits, expected(theirs, tokens)[9:])
 

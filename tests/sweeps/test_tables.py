@@ -94,6 +94,19 @@ def test_a_row_that_drafted_nothing_says_so():
     assert "NO DRAFTS: v1" in markdown(records, table(records))
 
 
+def test_a_simulated_acceptance_is_in_every_part_of_the_table():
+    records = [record("baseline", 1, 10.0), record("v1", 1, 20.0)]
+    spec = Speculation("ngram", "v1", draft_tokens=7, simulate_accept_length=6.35)
+    records[1].config = asdict(EngineConfig(speculation=spec))
+    rows = table(records)
+    assert rows[rows.configuration == "v1"].simulated_accept_length.item() == 6.35
+    assert rows[rows.configuration == "baseline"].simulated_accept_length.isna().all()
+    text = markdown(records, rows)
+    assert "v1: ngram, 7 drafted, schedule v1, simulated accept length 6.35" in text
+    assert "SIMULATED: v1: an accept length of 6.35 was drawn" in text
+    assert "SIMULATED" not in markdown(records[:1], table(records[:1]))
+
+
 def test_the_spread_is_shown_where_there_are_repeats():
     once = [record("baseline", 1, 10.0), record("v1", 1, 15.0)]
     assert "| 1.50 " in markdown(once, table(once))

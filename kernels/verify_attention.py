@@ -1,0 +1,344 @@
+"""Verify: from the qkv product to what the output projection reads, in one launch.
+
+q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the old keys split among programs
+(flash-decoding: Dao et al., 2023) with the query heads of a KV head packed into one tile. The new keys are taken from
+the qkv product by the last split of each tile and never read back from the cache, so no program waits for another;
+the last program to arrive at a tile's counter adds the partial sums up, in the order of the splits.
+Decode is a verify of one row. The plain reference is `verify_attention_ref`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.attention import attention_bias, paged_attention_ref, visible, write_kv_ref
+from specbatch.kernels.heads import Heads, split_heads_ref
+
+_NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
+_GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
+
+
+@triton.jit
+def _halves(x, start, live, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Heads [R, PADDED] that begin at `start` [R], and the same with their halves changed over."""
+    column = tl.arange(0, PADDED)
+    mask = live[:, None] & (column < DIM)
+    across = start[:, None] + (column + DIM // 2) % DIM
+    return tl.load(x + start[:, None] + column, mask, 0.0), tl.load(x + across, mask, 0.0)
+
+
+@triton.jit
+def _rotate(x, across, norm, cos, sin, position, live, eps, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """RMSNorm (where `norm` is given) and RoPE of heads x, `across` from `_halves`; rounds where the references do."""
+    angle = position[:, None] * DIM + tl.arange(0, PADDED)
+    mask = live[:, None] & (tl.arange(0, PADDED) < DIM)
+    cosine = tl.load(cos + angle, mask, 0.0).to(tl.float32)
+    sine = tl.load(sin + angle, mask, 0.0).to(tl.float32)
+    if norm is not None:
+        weight, weight_across = _halves(norm, position * 0, live, DIM, PADDED)
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
+        x = ((wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+        across = (across.to(tl.float32) * scale).to(x.dtype)
+        across = (across.to(tl.float32) * weight_across.to(tl.float32)).to(x.dtype)
+    straight = (x.to(tl.float32) * cosine).to(x.dtype)
+    return (straight.to(tl.float32) + across.to(tl.float32) * sine).to(x.dtype)
+
+
+@triton.jit
+def _attend(q, k, v, seen, acc, peak, total, scale):
+    """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`: acc [M, D], peak and total [M], base 2."""
+    score = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    top = tl.maximum(peak, tl.max(score, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
+    weight = tl.exp2(score - base[:, None])
+    fade = tl.exp2(peak - base)
+    acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc, top, total * fade + tl.sum(weight, 1)
+
+
+@triton.jit
+def _verify_attention(
+    qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
+    partials, arrivals, n, capacity, width, window, eps, scale,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % KV
+    tile = tl.program_id(0) // KV
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    sequence = tl.program_id(2)
+    column = tl.arange(0, PADDED)
+    inside = column < DIM
+    heads: tl.constexpr = KV * (GROUP + 2) * DIM
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = row // GROUP
+    live = node < n
+    token = sequence * n + node
+    query = token * heads + (head * GROUP + row % GROUP) * DIM
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.load(lengths + sequence).to(tl.int32)
+    pages = page_table + tl.load(rows + sequence) * width
+    mask = live[:, None] & inside
+    oldest = length * 0
+    if window is not None:
+        oldest = tl.maximum(length + 1 - window, 0)
+    share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
+    begin = oldest + split * share
+    end = tl.minimum(begin + share, length)
+    # Pages are asked for a step before their keys are, and used nowhere in between.
+    key = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(pages + key // PAGE, key < end, 0)
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    q, q_across = _halves(qkv, query, live, DIM, PADDED)
+    position = length + node
+    if positions is not None:
+        position = tl.load(positions + token, live, 0).to(tl.int32)
+    q = _rotate(q, q_across, q_norm, cos, sin, position, live, eps, DIM, PADDED)
+    acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        old = key < end
+        place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + column
+        k = tl.load(k_cache + place, old[:, None] & inside, 0.0)
+        v = tl.load(v_cache + place, old[:, None] & inside, 0.0)
+        page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
+        seen = old[None, :]
+        if window is not None:
+            seen &= key[None, :] > (length + node - window)[:, None]
+        acc, peak, total = _attend(q, k.to(q.dtype), v.to(q.dtype), seen, acc, peak, total, scale)
+
+    if split == splits - 1:
+        word = node.to(tl.int64)
+        if ancestors is not None:
+            word = tl.load(ancestors + token, live, 0)
+        for first in tl.range(0, n, _NEW, num_stages=1):
+            new = first + tl.arange(0, _NEW)
+            drawn = new < n
+            source = (sequence * n + new) * heads + (KV * GROUP + head) * DIM
+            there = drawn[:, None] & inside
+            new_k, new_across = _halves(qkv, source, drawn, DIM, PADDED)
+            new_v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there, 0.0).to(v_cache.dtype.element_ty)
+            place = length + new
+            if positions is not None:
+                place = tl.load(positions + sequence * n + new, drawn, 0).to(tl.int32)
+            new_k = _rotate(new_k, new_across, k_norm, cos, sin, place, drawn, eps, DIM, PADDED)
+            new_k = new_k.to(k_cache.dtype.element_ty)
+            if tile == 0:
+                stored = drawn & (length + new < capacity)
+                home = tl.load(pages + (length + new) // PAGE, stored, 0)
+                free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + column
+                tl.store(k_cache + free, new_k, stored[:, None] & inside)
+                tl.store(v_cache + free, new_v, stored[:, None] & inside)
+            visible = live[:, None] & drawn[None, :]
+            if ancestors is not None:
+                visible &= ((word[:, None] >> new[None, :]) & 1) == 1
+            elif CAUSAL:
+                visible &= new[None, :] <= node[:, None]
+            if window is not None:
+                visible &= new[None, :] > (node - window)[:, None]
+            acc, peak, total = _attend(q, new_k.to(q.dtype), new_v.to(q.dtype), visible, acc, peak, total, scale)
+
+    # Splits that hold keys, and the last one, which holds the new keys in any case.
+    expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if expected == 1:
+        result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
+        tl.store(result, acc.to(out.dtype.element_ty), mask)
+        return
+    if (begin >= length) & (split < splits - 1):
+        return
+
+    group = sequence * tl.num_programs(0) + tl.program_id(0)
+    size: tl.constexpr = FEW * (PADDED + 1)  # a split's output, and the logarithms of its rows' sums
+    parts = partials + (group * splits).to(tl.int64) * size
+    cell = tl.arange(0, BLOCK_M)
+    tl.store(parts + split * size + cell[:, None] * PADDED + column, acc, mask)
+    tl.store(parts + split * size + FEW * PADDED + cell, peak + tl.log2(total), cell < FEW)
+    tl.debug_barrier()  # every thread has stored before one of them arrives
+    if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
+        return
+    tl.store(arrivals + group, 0)
+    few = tl.arange(0, FEW)
+    few_row = tile * BLOCK_M + few
+    few_token = sequence * n + few_row // GROUP
+    few_mask = (few_row < n * GROUP)[:, None] & inside
+    sum = tl.zeros([FEW, PADDED], tl.float32)
+    top = tl.full([FEW, 1], float("-inf"), tl.float32)
+    mass = tl.zeros([FEW, 1], tl.float32)
+    for first in tl.range(0, expected, PARTS, num_stages=1):
+        for step in tl.static_range(PARTS):
+            index = first + step
+            one = parts + tl.where(index < expected - 1, index, splits - 1) * size
+            there = (few * 0 + index < expected)[:, None]
+            part = tl.load(one + few[:, None] * PADDED + column, few_mask & there, 0.0, cache_modifier=".cg")
+            log = tl.load(one + FEW * PADDED + few[:, None], there, float("-inf"), cache_modifier=".cg")
+            higher = tl.maximum(top, log)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, gain = tl.exp2(top - base), tl.exp2(log - base)
+            sum = sum * fade + part * gain
+            mass = mass * fade + gain
+            top = higher
+    result = out + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None] * DIM + column
+    tl.store(result, (sum / tl.where(mass == 0.0, 1.0, mass)).to(out.dtype.element_ty), few_mask)
+
+
+@dataclass
+class _Workspace:
+    """Partial sums and counters of a device. What was handed out stays alive: a captured graph may hold it."""
+
+    partials: list[torch.Tensor] = field(default_factory=list)
+    arrivals: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, device: torch.device, partials: int, arrivals: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 of at least `partials` elements, and at least `arrivals` int32 counters that are 0."""
+        for kept, size, dtype in ((self.partials, partials, torch.float32), (self.arrivals, arrivals, torch.int32)):
+            if not kept or kept[-1].numel() < size:
+                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError("verify_attention's workspace is too small for this capture: reserve it before")
+                kept.append(torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device))
+        return self.partials[-1], self.arrivals[-1]
+
+
+_workspaces: dict[torch.device, _Workspace] = {}
+
+
+def reserve(device: torch.device, partials: int, arrivals: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the workspace of `device` at least this large: `partials` float32 elements, `arrivals` counters.
+
+    Launches that share a device's workspace must follow each other on one stream.
+    """
+    return _workspaces.setdefault(device, _Workspace()).take(device, partials, arrivals)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows and keys of a step, warps of a program, stages of its pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def tile_for(rows: int, programs: int, padded: int, itemsize: int, device: torch.device) -> Tile:
+    """For `rows` query rows of a KV head of `padded` elements, and `programs` KV heads in all.
+
+    Few programs cut their rows up, and read the keys again from the L2: that is faster than to leave processors idle.
+    """
+    wide = padded * itemsize > 256
+    if rows <= 16 or programs < _processors(device):
+        return Tile(16, 32 if rows <= 16 or wide else 64, 4, 3)
+    return Tile(min(64, triton.next_power_of_2(rows)), 32 if wide else 64, 4, 3)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def splits_for(programs: int, keys: int, device: torch.device) -> int:
+    """Enough for every multiprocessor when one split takes `programs`; none shorter than 32 of at most `keys` keys."""
+    return max(1, min(_processors(device) // programs, triton.cdiv(keys, 32)))
+
+
+def verify_attention(
+    qkv: torch.Tensor,
+    heads: Heads,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    n: int,
+    *,
+    positions: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    splits: int | None = None,
+    early: bool = False,
+) -> torch.Tensor:
+    """Attention of n new rows per sequence over its pages and themselves; their K and V are written to the cache.
+
+    qkv [B * n, (count + 2 kv) * dim] in the model's type; caches [pages, page_size, kv, dim] in the model's type or
+    float8_e4m3fn (a plain cast); page_table int64 [R, P] of all device rows; rows int64 [B], the device row of each
+    sequence (0: padding); lengths int64 [B], the KV length before. Row i is stored at key lengths + i, and stands at
+    that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
+    the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
+    `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
+    `splits`: how many programs share the old keys of a tile; None: by the sizes. `early`: lengths, rows,
+    page_table and old keys may be read before the launch in front has ended, as it writes none of them (every launch
+    in front of it must let its dependents start only after its own wait). Returns [B * n, count * dim].
+    """
+    batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
+    group = heads.count // heads.kv
+    padded = triton.next_power_of_2(heads.dim)
+    tile = tile_for(n * group, batch * heads.kv, padded, qkv.element_size(), qkv.device)
+    tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
+    if splits is None:
+        splits = splits_for(batch * tiles, table_pages * page_size, qkv.device)
+    few = min(tile.block_m, triton.next_power_of_2(n * group))  # rows of a tile that are not padding
+    parts = max(2, min(16, 2048 * tile.warps // (few * padded)))  # partial sums that fit into 64 registers of a thread
+    cells = batch * tiles * splits * few * (padded + 1)
+    partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
+    out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
+    cuda = qkv.device.type == "cuda"
+    _verify_attention[(tiles, splits, batch)](
+        qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
+        heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
+        n, table_pages * page_size, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
+        KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, 
+        FEW=few, PARTS=parts,
+        CAUSAL=causal, PDL=cuda, EARLY=early,
+        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
+    )  # fmt: skip
+    return out
+
+
+def verify_attention_ref(
+    qkv: torch.Tensor,
+    heads: Heads,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    n: int,
+    *,
+    positions: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+) -> torch.Tensor:
+    """`verify_attention` from the references of its parts."""
+    batch, page_size = lengths.shape[0], k_cache.shape[1]
+    chain = lengths[:, None] + torch.arange(n, device=qkv.device)
+    q, k, v = split_heads_ref(qkv, heads, chain.flatten() if positions is None else positions)
+    table = page_table[rows]
+    slots = table.gather(1, chain // page_size) * page_size + chain % page_size
+    stored = [k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache]
+    if k_cache.itemsize == 1:  # torch copies no rows of float8
+        stored = [one.view(torch.uint8) for one in stored]
+    write_kv_ref(*stored, slots.flatten())
+    keys = table.shape[1] * page_size
+    if not causal:
+        ancestors = torch.full((n,), -1 if n == 64 else (1 << n) - 1, device=qkv.device)
+    seen = visible(lengths, n, keys, ancestors)
+    if window is not None:
+        seen &= torch.arange(keys, device=qkv.device) > (chain - window)[:, :, None]
+    bias = attention_bias(seen, heads.count // heads.kv, qkv.dtype)
+    q = q.reshape(batch, n, heads.count, heads.dim)
+    out = paged_attention_ref(q, k_cache.to(qkv.dtype), v_cache.to(qkv.dtype), table, bias)
+    return out.reshape(qkv.shape[0], -1)

@@ -1,0 +1,241 @@
+"""From a configuration to an engine's parts: checkpoint, memory plan, models, caches, scheduler, runner, graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from specbatch import weights
+from specbatch.batch import DeviceBatch
+from specbatch.config import EngineConfig
+from specbatch.drafters import ALGORITHMS
+from specbatch.drafters.base import DraftPlan
+from specbatch.errors import refuse
+from specbatch.graphs import Forward, PiecewiseGraphs, Recorder, Recordings, graph_bytes
+from specbatch.iteration import Iteration
+from specbatch.memory.kv_cache import bytes_per_page
+from specbatch.memory.pages import PagePool, pages_for, reach_of
+from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory, size_text
+from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.models.llama import Llama, token_bytes
+from specbatch.models.loader import Loader, weight_bytes
+from specbatch.prefill import PromptPass
+from specbatch.progress import Report
+from specbatch.runner import OnTokens, Runner
+from specbatch.scheduler import Scheduler
+from specbatch.tokenizer import Tokenizer
+from specbatch.weights import Checkpoint
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine works with. `caps`: what it can hold at most, for the record; `forwards`: by role."""
+
+    device: torch.device
+    tokenizer: Tokenizer
+    model: Llama
+    plan: MemoryPlan
+    caps: dict[str, Any]
+    scheduler: Scheduler
+    runner: Runner
+    forwards: dict[str, Forward]
+
+
+def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Llama | None = None) -> Parts:
+    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit.
+
+    shared: the target as another engine has loaded it.
+    """
+    device = find_device(config.device)
+    _check_device(config, device)
+    target = weights.open_checkpoint(
+        config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
+    )
+    dtype = _dtype(config.dtype, target.config.dtype, device)
+    if shared is not None and (dtype, device) != (shared.dtype, shared.device):
+        works = f"the weights are {_name(shared.dtype)} on {shared.device}; ask for the same"
+        raise refuse("weights_of", f"{_name(dtype)} on {device}", works)
+    sharing = "" if shared is None else ", weights shared"
+    say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {device}{sharing}; {target.config.rope}")
+    draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
+    plan = _plan(config, target, draft, dtype, device, shared is not None)
+    say(f"speculation: {config.speculation}")
+    for line in plan.lines():
+        say(line)
+    try:
+        return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
+    except torch.OutOfMemoryError as error:
+        raise plan.out_of_memory("building the engine") from error
+
+
+def _plan(
+    config: EngineConfig,
+    target: Checkpoint,
+    draft: DraftPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_shared: bool,
+) -> MemoryPlan:
+    kv_dtype = _kv_dtype(config, dtype)
+    return plan_memory(
+        config,
+        free=available_memory(device),
+        on_cpu=device.type == "cpu",
+        model_len=min(target.config.max_position, draft.config.max_position),
+        weights=0 if is_shared else weight_bytes(target.config, dtype, device),
+        draft_weights=weight_bytes(draft.weights, dtype, device) if draft.weights else 0,
+        page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, kv_dtype)
+        + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
+        vocabulary=target.config.vocab_size,
+        rows=config.speculation.drafted + 1,
+        token_bytes=token_bytes(target.config, dtype),
+        graphs=graph_bytes(
+            config.graphs,
+            most=config.max_running,
+            chunk=config.prefill_chunk,
+            layers=target.config.num_layers + draft.kv_layers,
+        ),
+    )
+
+
+def _assemble(
+    config: EngineConfig,
+    target: Checkpoint,
+    shared: Llama | None,
+    draft: DraftPlan,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Say,
+    report: Report,
+    on_tokens: OnTokens,
+) -> Parts:
+    rows = config.speculation.drafted + 1
+    width = reach_of(plan.max_model_len, rows) + 1
+    recorder = Recorder(device) if config.graphs.any else None
+    loader = Loader(
+        dtype=dtype,
+        kv_dtype=_kv_dtype(config, dtype),
+        device=device,
+        max_positions=width,
+        pages=plan.kv_pages,
+        page_size=config.page_size,
+        attention={"target": config.attention_backend, "draft": config.draft_attention_backend},
+        chunk=config.prefill_chunk,
+        recorder=recorder if config.graphs.prefill == "piecewise" else None,
+    )
+    model = loader.model(target) if shared is None else shared.with_positions(width)
+    forward, cache = loader.target(model)
+    drafter = draft.build(model, loader)
+    pool = PagePool(plan.kv_pages)
+    scheduler = Scheduler(
+        pool,
+        PrefixCache(pool, config.page_size) if config.prefix_cache else None,
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_model_len=plan.max_model_len,
+        prefill_chunk=config.prefill_chunk,
+        rows=rows,
+    )
+    runner = Runner(
+        scheduler,
+        DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device),
+        Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
+        PromptPass(model, forward, cache, drafter),
+        page_size=config.page_size,
+        seed=config.seed,
+        on_tokens=on_tokens,
+        recorder=recorder if config.graphs.decode == "whole" else None,
+    )
+    caps = {
+        "device": str(device),
+        "dtype": _name(dtype),
+        "kv_dtype": _name(cache.dtype),
+        "attention_backend": cache.attention.name,
+        "max_running": config.max_running,
+        "max_model_len": plan.max_model_len,
+        "kv_pages": plan.kv_pages,
+        "page_size": config.page_size,
+        "prefill_chunk": config.prefill_chunk,
+        "verify_rows": rows,
+        "weights_bytes": plan.weights + plan.draft_weights,
+        "kv_bytes": plan.kv,
+    }
+    recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, PiecewiseGraphs)]
+    if runner.graphs is not None:
+        recordings.append(runner.graphs)
+    if recordings:
+        caps |= _capture(recordings, device, say, report)
+    return Parts(
+        device=device,
+        tokenizer=target.tokenizer(),
+        model=model,
+        plan=plan,
+        caps=caps,
+        scheduler=scheduler,
+        runner=runner,
+        forwards=loader.forwards,
+    )
+
+
+@torch.inference_mode()
+def _capture(recordings: list[Recordings], device: torch.device, say: Say, report: Report) -> dict[str, Any]:
+    """Record every bucket; returns what it took, for the caps."""
+    start, free = time.perf_counter(), available_memory(device)
+    total, done = sum(len(item) for item in recordings), 0
+    report(0, total)
+    for item in recordings:
+        for _ in item.capture():
+            done += 1
+            report(done, total)
+    torch.cuda.synchronize(device)
+    took = {"capture_s": time.perf_counter() - start, "graph_bytes": max(free - available_memory(device), 0)}
+    say(f"graphs: {total} buckets recorded in {took['capture_s']:.1f} s, {size_text(int(took['graph_bytes']))}")
+    return took
+
+
+def find_device(name: str) -> torch.device:
+    """The device that `name` (auto, cpu, cuda, cuda:N) means here; refused where there is none such."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise refuse("device", name, "torch sees no CUDA device here; use cpu or auto")
+        index = int(name[5:] or 0) if ":" in name else 0
+        if index >= torch.cuda.device_count():
+            raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
+        return torch.device("cuda", index)
+    return torch.device(name)
+
+
+def _check_device(config: EngineConfig, device: torch.device) -> None:
+    """Refuse what only a CUDA device can do."""
+    if device.type == "cuda":
+        return
+    for setting, value in (("decode_graph", config.graphs.decode), ("prefill_graph", config.graphs.prefill)):
+        if value != "off":
+            raise refuse(setting, value, "needs a CUDA device and this engine runs on a CPU; use off")
+    if config.kv_dtype != "auto":
+        raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else stored or "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype

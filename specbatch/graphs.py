@@ -1,0 +1,261 @@
+"""CUDA graphs: whole iterations, and prompt passes in pieces cut where layers attend.
+
+A graph is a recording of kernel launches with their addresses: its inputs and outputs are fixed tensors, and sizes
+that change are read from the device. A batch is therefore padded to the next bucket that was recorded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from specbatch.batch import Needs
+from specbatch.config import Graphs
+from specbatch.context import Context
+from specbatch.models.llama import Llama
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+Program = Callable[[], None]
+# Results that may be on their way at the same time: one being made, one being copied, one being read.
+RING = 4
+
+
+@dataclass
+class GraphCounters:
+    """How often a recording was replayed, what ran eagerly instead and why, and what padding cost."""
+
+    replays: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    padded: int = 0  # rows or tokens computed for nobody
+
+    def reset(self) -> None:
+        self.replays = self.padded = 0
+        self.fallbacks.clear()
+
+    def fall_back(self, reason: str) -> None:
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+
+class Recorder:
+    """Records programs into CUDA graphs that share one memory pool.
+
+    They may share it because each leaves what outlives its replay in tensors made outside, and replays on one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def warm(self, program: Program) -> None:
+        """Run once, so that whatever is compiled or allocated on first use is there."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            program()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, program: Program) -> Program:
+        """The replay of what `program` launches. Not `torch.cuda.graph`, which collects garbage at every entry."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                program()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        replay: Program = graph.replay
+        return replay
+
+
+def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int) -> int:
+    """An estimate of what the recordings themselves take on the device: about 64 KiB a graph for its launches."""
+    count = len(batch_buckets(most)) * layers // 4 if graphs.decode == "whole" else 0
+    count += len(token_buckets(chunk)) * (layers + 1) if graphs.prefill == "piecewise" else 0
+    return count << 16
+
+
+def batch_buckets(most: int) -> list[int]:
+    """Batch sizes that are recorded: 1, 2, 4, 8, then steps of 8, 16 and 32, up to `most`."""
+    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, most, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def token_buckets(most: int) -> list[int]:
+    """Prompt tokens that are recorded, up to `most`: no pass of 256 or more computes over an eighth in vain."""
+    sizes = [16, *range(32, 256, 32), *range(256, 1024, 64), *range(1024, 2048, 128)]
+    sizes += [*range(2048, 4096, 256), *range(4096, most, 512)]
+    return [size for size in sizes if size < most] + [most]
+
+
+class Recordings(Protocol):
+    """Something whose buckets are recorded before work begins."""
+
+    def capture(self) -> Iterator[None]:
+        """Record everything; yields once per bucket."""
+        ...
+
+    def __len__(self) -> int:
+        """How often `capture` yields."""
+        ...
+
+
+class Forward(Protocol):
+    """A model's forward pass over prompt chunks; see `Llama.forward`."""
+
+    counters: GraphCounters
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor: ...
+
+
+class EagerForward:
+    """Without graphs."""
+
+    def __init__(self, model: Llama) -> None:
+        self.counters = GraphCounters()
+        self._model = model
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        self.counters.fall_back("off")
+        return self._model.forward(tokens, positions, context)
+
+
+class WholeGraphs:
+    """One recording of draft -> verify -> accept -> commit per batch bucket and kind of sampling.
+
+    The plain kind is recorded before work begins, the others when a request first asks for them.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[torch.Tensor, Needs], Result],
+        recorder: Recorder,
+        most: int,
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        """run: the iteration over device rows [B]; most: largest batch; rows: N of a verify."""
+        self.counters = GraphCounters()
+        self.recorded_late = 0
+        self._run = run
+        self._recorder = recorder
+        self._buckets = batch_buckets(most)
+        self._graphs: dict[tuple[int, Needs], Program] = {}
+        self._turn = 0
+        # What the host tells a replay: where its result goes, then the device rows.
+        self._inputs = torch.zeros(most + 1, dtype=torch.int64, device=device)
+        self._host = torch.zeros(RING, most + 1, dtype=torch.int64)
+        if device.type == "cuda":
+            self._host = self._host.pin_memory()
+        self._packed = torch.zeros(RING, most, rows + 3, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(RING, most, rows, device=device)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def capture(self) -> Iterator[None]:
+        for bucket in reversed(self._buckets):  # the largest first: the others fit into the memory it leaves
+            self._capture(bucket, Needs())
+            yield
+
+    def __call__(self, slots: list[int], needs: Needs) -> Result:
+        """One iteration over the device rows `slots`."""
+        bucket = self._buckets[bisect_left(self._buckets, len(slots))]
+        replay = self._graphs.get((bucket, needs)) or self._capture(bucket, needs)
+        self._turn = turn = (self._turn + 1) % RING
+        host = self._host[turn, : bucket + 1]
+        host.copy_(torch.tensor([turn, *slots, *[0] * (bucket - len(slots))]))
+        self._inputs[: bucket + 1].copy_(host, non_blocking=True)
+        replay()
+        self.counters.replays += 1
+        self.counters.padded += bucket - len(slots)
+        count = len(slots)
+        return self._packed[turn, :count], self._logprobs[turn, :count] if needs.logprobs else None
+
+    def _capture(self, bucket: int, needs: Needs) -> Program:
+        turn, slots = self._inputs[:1], self._inputs[1 : bucket + 1]
+
+        def program() -> None:
+            packed, logprobs = self._run(slots, needs)
+            self._packed[:, :bucket].index_copy_(0, turn, packed[None])
+            if logprobs is not None:
+                self._logprobs[:, :bucket].index_copy_(0, turn, logprobs[None])
+
+        self._inputs.zero_()  # a pass over padding rows harms nobody
+        self._recorder.warm(program)
+        replay = self._graphs[bucket, needs] = self._recorder.record(program)
+        return replay
+
+
+class PiecewiseGraphs:
+    """A model's forward pass over prompt chunks: recorded between attention layers, which run eagerly."""
+
+    def __init__(self, model: Llama, recorder: Recorder, most: int) -> None:
+        """most: tokens of the largest pass."""
+        config, layer = model.config, model.layers[0]
+        self.counters = GraphCounters()
+        self._model = model
+        self._recorder = recorder
+        self._buckets = token_buckets(most)
+        self._pieces: dict[int, list[Program]] = {}
+
+        def static(*shape: int) -> torch.Tensor:
+            return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
+
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=model.device)
+        self._qkv = static(layer.qkv.shape[0])
+        self._attended = static(config.num_heads * config.head_dim)
+        self._hidden = static(config.hidden_size)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def capture(self) -> Iterator[None]:
+        for bucket in reversed(self._buckets):
+            self._recorder.warm(lambda bucket=bucket: [piece() for piece in self._programs(bucket)])  # type: ignore[misc]
+            self._pieces[bucket] = [self._recorder.record(piece) for piece in self._programs(bucket)]
+            yield
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        """As `Llama.forward`. The result lies in memory that the next call writes to."""
+        count = len(tokens)
+        bucket = self._buckets[bisect_left(self._buckets, count)]
+        enter, *pieces = self._pieces[bucket]
+        self._tokens[:count].copy_(tokens)
+        qkv, attended = self._qkv[:count], self._attended[:count]
+        enter()
+        for index, (layer, piece) in enumerate(zip(self._model.layers, pieces, strict=True)):
+            context.attend(index, qkv, layer.heads, positions, out=attended)
+            piece()
+        self.counters.replays += 1
+        self.counters.padded += bucket - count
+        return self._hidden[:count]
+
+    def _programs(self, bucket: int) -> Iterator[Program]:
+        """The pieces in order. The residual stream goes from one to the next through memory of the pool."""
+        model, qkv, attended = self._model, self._qkv[:bucket], self._attended[:bucket]
+        residual: list[torch.Tensor] = []
+
+        def enter() -> None:
+            x, _ = model.enter(self._tokens[:bucket], out=qkv)
+            residual[:] = [x]
+
+        def piece(index: int) -> Program:
+            last = index + 1 == len(model.layers)
+
+            def program() -> None:
+                x, _ = model.advance(index, residual[0], attended, out=None if last else qkv)
+                if last:
+                    self._hidden[:bucket].copy_(x)
+                    residual.clear()
+                else:
+                    residual[:] = [x]
+
+            return program
+
+        yield enter
+        yield from (piece(index) for index in range(len(model.layers)))

@@ -1,0 +1,177 @@
+"""Where the time of a decode step goes: a Chrome trace of some steps, and every place where the host waited.
+
+The trace opens in chrome://tracing or ui.perfetto.dev. A wait is a call that blocks the host until the device has
+caught up: an event or stream that is synchronised, or an operation that reads a device value (`.item()`,
+`.tolist()`, a boolean mask, a copy from pageable memory), as torch's sync debug mode reports them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from specbatch.request import SamplingParams
+
+if TYPE_CHECKING:
+    from specbatch.engine import Engine
+
+WARM_UP_STEPS = 8
+_HERE = Path(__file__).parent.parent
+
+
+@dataclass
+class HostWaits:
+    """Waits by the source line that made the host wait: how often, and for how long where that is known."""
+
+    count: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, place: str, seconds: float | None) -> None:
+        self.count[place] = self.count.get(place, 0) + 1
+        if seconds is not None:
+            self.seconds[place] = self.seconds.get(place, 0.0) + seconds
+
+    def rows(self, steps: int) -> list[dict[str, Any]]:
+        """Most frequent first."""
+        return [
+            {
+                "where": place,
+                "waits": count,
+                "per step": round(count / steps, 2),
+                "ms": round(self.seconds[place] * 1000, 3) if place in self.seconds else None,
+            }
+            for place, count in sorted(self.count.items(), key=lambda item: -item[1])
+        ]
+
+
+@contextmanager
+def host_waits(cuda: bool) -> Iterator[HostWaits]:
+    """Collect what makes the host wait while the block runs."""
+    waits = HostWaits()
+    if not cuda:
+        yield waits
+        return
+    explicit = {
+        (owner, "synchronize"): owner.synchronize for owner in (torch.cuda.Event, torch.cuda.Stream, torch.cuda)
+    }
+
+    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **settings: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return wait(*args, **settings)
+            finally:
+                waits.add(_place(), time.perf_counter() - start)
+
+        return run
+
+    def noted(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            waits.add(_place() or f"{filename}:{lineno}", None)
+        else:
+            shown(message, category, filename, lineno, *rest)
+
+    mode, shown = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = noted
+        torch.cuda.set_sync_debug_mode("warn")
+        for (owner, name), wait in explicit.items():
+            setattr(owner, name, timed(wait))
+        try:
+            yield waits
+        finally:
+            for (owner, name), wait in explicit.items():
+                setattr(owner, name, wait)
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def _place() -> str:
+    """The innermost line of ours, this file aside."""
+    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
+        path = Path(frame.filename)
+        if path.is_relative_to(_HERE) and path.name != "trace.py":
+            return f"{path.relative_to(_HERE)}:{frame.lineno} {frame.name}"
+    return ""
+
+
+def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> dict[str, Any]:
+    """Decode `prompts`, record `steps` steps behind a warm-up to `path`, and sum them up.
+
+    Returns steps, step_ms (host time of a step, tracing included), metrics of the record, kernels (launches and time
+    by name) and waits.
+    """
+    rows = engine.caps["verify_rows"]
+    params = SamplingParams(max_new_tokens=(WARM_UP_STEPS + steps + 4) * rows, ignore_eos=True)
+    cuda = engine.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    engine.generate(prompts, params)  # whatever is compiled on first use is there
+    events = engine.stream(prompts, params)
+    try:
+        _advance(engine, events, WARM_UP_STEPS)
+        engine.reset_record()
+        with profile(activities=activities) as profiler, host_waits(cuda) as waits:
+            start = time.perf_counter()
+            _advance(engine, events, steps)
+            seconds = time.perf_counter() - start
+    finally:
+        events.close()
+    profiler.export_chrome_trace(str(path))
+    record = engine.record()
+    done = record.counters["iterations"]
+    kernels: dict[str, list[float]] = {}
+    for event in profiler.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            entry = kernels.setdefault(event.name, [0, 0.0])
+            entry[0] += 1
+            entry[1] += event.time_range.elapsed_us()
+    return {
+        "steps": done,
+        "step_ms": seconds * 1000 / done,
+        "metrics": record.metrics,
+        "kernels": [
+            {"kernel": name[:70], "per step": round(count / done, 2), "us per step": round(total / done, 1)}
+            for name, (count, total) in sorted(kernels.items(), key=lambda item: -item[1][1])
+        ],
+        "waits": waits.rows(done),
+    }
+
+
+def _advance(engine: Engine, events: Any, steps: int) -> None:
+    """Consume events until `steps` more iterations are launched."""
+    goal = engine.record().counters["iterations"] + steps
+    for _ in events:
+        if engine.record().counters["iterations"] >= goal:
+            return
+
+
+def text(result: dict[str, Any], kernels: int = 15) -> str:
+    """The sums as Markdown."""
+    from tabulate import tabulate
+
+    def table(rows: list[dict[str, Any]], nothing: str) -> str:
+        return tabulate(rows, headers="keys", tablefmt="github") if rows else nothing
+
+    metrics = result["metrics"]
+    facts = [f"{result['steps']} steps, {result['step_ms']:.3f} ms each with tracing on"]
+    for name, title, factor, unit in (
+        ("device_idle_share", "device idle", 100, "%"),
+        ("launch_lead_s", "launch lead", 1000, " ms"),
+        ("host_waits_per_step", "host waits with nothing launched behind", 1, " per step"),
+        ("graph_coverage", "graph coverage", 100, "%"),
+    ):
+        if metrics[name] is not None:
+            facts.append(f"{title}: {metrics[name] * factor:.2f}{unit}")
+    parts = ["\n".join(facts), "Where the host waited:", table(result["waits"], "nowhere")]
+    parts += ["Kernels:", table(result["kernels"][:kernels], "none: no CUDA device")]
+    return "\n\n".join(parts)

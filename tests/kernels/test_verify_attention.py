@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.kernels.heads import Heads
+from specbatch.kernels.rope import rope_table
+from specbatch.kernels.verify_attention import verify_attention, verify_attention_ref
+
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+class Case:
+    """Random inputs of a verify; unused slots of the caches are poisoned."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, lengths: list[int], n: int, *, count: int = 4, kv: int = 2,
+        dim: int = 16, page_size: int = 4, norm: bool = True, cache: torch.dtype | None = None, seed: int = 0,
+        rows: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(seed)
+        batch, self.n, self.dtype = len(lengths), n, dtype
+        self.lengths = torch.tensor(lengths, device=device)
+        self.rows = torch.tensor(rows or range(1, batch + 1), device=device)
+        width = -(-(max(lengths) + n) // page_size) + 1
+        order = torch.randperm(batch * width) + 1
+        self.table = torch.cat([torch.zeros(1, width, dtype=torch.int64), order.view(batch, width)]).to(device)
+        shape = (batch * width + 1, page_size, kv, dim)
+        old, self.new = torch.zeros(2, *shape[:2], dtype=torch.bool, device=device)  # slots filled before, and by it
+        for row, length in zip(self.rows.tolist(), lengths, strict=True):
+            index = torch.arange(length + n, device=device)
+            pages, offsets = self.table[row, index // page_size], index % page_size
+            old[pages[:length], offsets[:length]] = True
+            self.new[pages[length:], offsets[length:]] = True
+        held = old[:, :, None, None]
+        self.caches = [
+            torch.randn(shape, device=device).masked_fill(~held, torch.nan).to(cache or dtype) for _ in range(2)
+        ]
+        self.qkv = torch.randn(batch * n, (count + 2 * kv) * dim, device=device).to(dtype)
+        frequencies = 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
+        cos, sin = (table.to(device, dtype) for table in rope_table(frequencies, width * page_size + 64, 1.0))
+        norms = [torch.rand(dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
+        self.heads = Heads(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin)
+
+    def check(self, splits: int | None = None, **options: Any) -> torch.Tensor:
+        caches = [cache.clone() for cache in self.caches]
+        out = verify_attention(
+            self.qkv, self.heads, *caches, self.table, self.rows, self.lengths, self.n, splits=splits, **options
+        )
+        wanted = [cache.to(self.dtype).nan_to_num(0).to(cache.dtype) for cache in self.caches]
+        expected = verify_attention_ref(
+            self.qkv, self.heads, *wanted, self.table, self.rows, self.lengths, self.n, **options
+        )
+        valid = (self.rows > 0).repeat_interleave(self.n)
+        error = (out[valid].double() - expected[valid].double()).norm() / expected[valid].double().norm()
+        assert error < TOLERANCE[self.dtype], error
+        assert out.isfinite().all()
+        # A mean of squares summed in another order can move a rounding; float32 products may be fused.
+        near = 0.0 if self.heads.q_norm is None and self.dtype != torch.float32 else 4 * torch.finfo(self.dtype).eps
+        for written, wish, before, slack in zip(caches, wanted, self.caches, (near, 0.0), strict=True):
+            new = self.new[1:]
+            torch.testing.assert_close(written[1:].float()[new], wish[1:].float()[new], rtol=slack, atol=slack)
+            torch.testing.assert_close(
+                written[1:].float()[~new], before[1:].float()[~new], rtol=0, atol=0, equal_nan=True
+            )
+        return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_chain(device: torch.device, dtype: torch.dtype, splits: int) -> None:
+    Case(device, dtype, [0, 1, 37, 150], 3).check(splits)
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 17, 64])
+def test_rows(device: torch.device, n: int) -> None:
+    Case(device, torch.float32, [70, 15], n, count=6, kv=2).check(3)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 8, 64])
+def test_many_splits(device: torch.device, splits: int) -> None:
+    Case(device, torch.float32, [0, 1, 16, 17, 129], 2).check(splits)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32])
+def test_page_sizes(device: torch.device, page_size: int) -> None:
+    Case(device, torch.float32, [33, 64], 3, page_size=page_size).check(2)
+
+
+@pytest.mark.parametrize(
+    ("count", "kv", "dim"), [(1, 1, 24), (3, 3, 64), (6, 2, 80), (5, 1, 96), (8, 2, 128), (2, 1, 256)]
+)
+def test_heads(device: torch.device, count: int, kv: int, dim: int) -> None:
+    Case(device, torch.float32, [40, 7], 3, count=count, kv=kv, dim=dim).check(2)
+
+
+def test_without_norm_written_exactly(device: torch.device) -> None:
+    for dtype in DTYPES[1:]:
+        case = Case(device, dtype, [20, 3], 5, norm=False)
+        case.check(2)
+        case.check()
+
+
+def tree(batch: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random parents: ancestor words [batch, n] and depths [batch, n]."""
+    words, depths = torch.zeros(batch, n, dtype=torch.int64), torch.zeros(batch, n, dtype=torch.int64)
+    for row in range(batch):
+        for node in range(n):
+            own = -(2**63) if node == 63 else 1 << node
+            parent = int(torch.randint(node, ())) if node else None
+            words[row, node] = own if parent is None else int(words[row, parent]) | own
+            depths[row, node] = 0 if parent is None else depths[row, parent] + 1
+    return words.to(device), depths.to(device)
+
+
+@pytest.mark.parametrize("n", [2, 7, 64])
+def test_tree(device: torch.device, n: int) -> None:
+    case = Case(device, torch.float32, [30, 0, 5], n)
+    words, depths = tree(3, n, device)
+    case.check(2, ancestors=words, positions=(case.lengths[:, None] + depths).flatten())
+
+
+@pytest.mark.parametrize("n", [5, 16, 64])
+def test_block(device: torch.device, n: int) -> None:
+    Case(device, torch.float32, [30, 0], n).check(2, causal=False)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 40, 1000])
+@pytest.mark.parametrize("causal", [True, False])
+def test_window(device: torch.device, window: int, causal: bool) -> None:
+    Case(device, torch.float32, [0, 3, 90], 5).check(3, window=window, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_cache(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(device, dtype, [40, 3], 4, cache=torch.float8_e4m3fn, norm=False)
+    if device.type == "cpu":  # the interpreter rounds to float8 otherwise than torch: let nothing be rounded
+        case.qkv = case.qkv.to(torch.float8_e4m3fn).to(dtype)
+        case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    case.check(2)
+
+
+def test_padding_rows(device: torch.device) -> None:
+    case = Case(device, torch.float32, [0, 21, 0, 0], 3, rows=[0, 2, 0, 0])
+    case.check(2)
+
+
+def test_splits_by_size_and_twice_the_same(device: torch.device) -> None:
+    case = Case(device, torch.float16, [100, 5], 2)
+    assert torch.equal(case.check(), case.check())
+    assert torch.equal(case.check(4), case.check(4))
