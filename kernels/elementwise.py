@@ -1,6 +1,7 @@
 """Triton kernels between the products of many rows: RMSNorm, SiLU times up, and from qkv to heads and the cache.
 
-Each is bound by memory: a program handles some 4096 elements, so that a thread has several 16-byte accesses in flight.
+Each is bound by memory: a program handles some 2048 elements, so that a thread has several 16-byte accesses in flight
+and many programs share a processor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from specbatch.kernels.heads import Heads
 
-PROGRAM = 4096  # elements of a program
+PROGRAM = 2048  # elements of a program
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:

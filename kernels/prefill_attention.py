@@ -22,7 +22,6 @@ LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
 PROGRAMS = 2  # for each processor; with fewer tiles than that, keys are split
 PAGE_STEP = 64  # pages of a multiple of it are copied in bulk: the keys of a tile divide it
-FEW_SCORES = 200_000  # for each processor; with fewer, small tiles spread better
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,16 @@ class Tiling:
     registers: int | None = None
 
 
-def tiling(dtype: torch.dtype, dim: int, few: bool, bulk: bool) -> Tiling:
-    """What was fastest on an H200 (`sweeps/prefill_speed.py`) for heads of 128; others by what registers allow.
-
-    `few` scores want small tiles; `bulk` copies need one stage less, since no page is looked up a stage ahead.
-    """
+def tiling(dtype: torch.dtype, dim: int, source: str) -> Tiling:
+    """What was fastest on an H200 (`sweeps/prefill_speed.py`) for heads of 64, 128 and 256."""
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 1) if dim > 64 else Tiling(64, 32, 4, 2)
     if dim > 128:
-        return Tiling(64, 32, 4, 2)
-    stages = 2 if bulk else 3
-    # With 128 registers two programs share a processor: one's products hide the other's exponentials.
-    return Tiling(64, 64, 4, stages) if few else Tiling(128, 64, 8, stages, 128)
+        return Tiling(128, 64, 8, 2 if source == "rows" else 3)
+    if source == "slots":
+        return Tiling(128, 64, 8, 3, 128)
+    # Three blocks of keys on their way; where pages are looked up, the pipeline takes two stages more for it.
+    return Tiling(64, 64, 4, 3 if source == "rows" else 5)
 
 
 def prefill_attention(
@@ -72,14 +69,13 @@ def prefill_attention(
     group = heads // kv
     block = max(16, triton.next_power_of_2(dim))
     processors = _processors(q.device)
-    few = spans.scores * heads < FEW_SCORES * processors
     keys, values, source = k_cache, v_cache, "slots"
     if dim == block and k_cache.dtype == q.dtype and q.dtype != torch.float32 and _has_bulk_copies(q.device):
         if spans.fresh and k_new is not None and v_new is not None:
             keys, values, source = k_new.flatten(1), v_new.flatten(1), "rows"
         elif spans.page_size % PAGE_STEP == 0:
             keys, values, source = k_cache.view(-1, kv * dim), v_cache.view(-1, kv * dim), "pages"
-    tile = tile or tiling(q.dtype, dim, few, source != "slots")
+    tile = tile or tiling(q.dtype, dim, source)
     if source != "slots":
         keys, values = (TensorDescriptor.from_tensor(x, [tile.keys, dim]) for x in (keys, values))
     tokens = max(1, tile.queries // group)

@@ -55,7 +55,8 @@ class Spans:
         owner = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
         place = torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
         row, place = upload(torch.stack([torch.tensor(self.rows)[owner], place]), self.page_table.device)
-        return self.page_table[row, place // self.page_size] * self.page_size + place % self.page_size
+        slots: torch.Tensor = self.page_table[row, place // self.page_size] * self.page_size + place % self.page_size
+        return slots
 
 
 def _running(counts: list[int]) -> list[int]:
