@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    times = []
+    times: list[float] = []
     for _ in range(REPLAYS + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -89,24 +90,39 @@ class Inputs:
         self.lengths[self.rows] = self.starts + verdict.accepted + 1
         return torch.cat([verdict.tokens, torch.stack([verdict.accepted, self.drafted, verdict.sound.long()], 1)], 1)
 
-    def commit(self, chosen: torch.Tensor, sound: torch.Tensor, accepted: torch.Tensor | None = None) -> torch.Tensor:
-        return commit(chosen, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows, accepted=accepted)
+    def draw(self, logits: torch.Tensor, s: Sampling) -> torch.Tensor:
+        tokens, sound = sample(
+            logits,
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.min_p,
+            self.seeds,
+            self.positions,
+            TARGET,
+            truncated=s.truncated,
+        )
+        return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows)
+
+    def reject(self, logits: torch.Tensor, s: Sampling, q: torch.Tensor) -> torch.Tensor:
+        law = law_of(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.truncated)
+        tokens, accepted, sound = reject(law, self.drafts, self.drafted, q, self.seeds, self.positions)
+        return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows, accepted=accepted)
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `stage` makes, in torch."""
+        starts = self.lengths[self.rows]
+        tokens = torch.cat([self.tokens[self.rows, starts][:, None], self.drafts], 1)
+        return tokens.flatten(), (starts[:, None] + torch.arange(self.n, device="cuda")).flatten()
 
 
 def greedy_cases(x: Inputs) -> Iterator[Case]:
     yield Case(
         "greedy",
-        lambda: greedy_accept(x.noise, x.drafts, x.drafted, x.tokens, x.lengths, x.rows),
-        lambda: x.reference(x.noise, x.sampling(0.0, 0, 1.0)),
+        partial(greedy_accept, x.noise, x.drafts, x.drafted, x.tokens, x.lengths, x.rows),
+        partial(x.reference, x.noise, x.sampling(0.0, 0, 1.0)),
     )
-    yield Case(
-        "stage",
-        lambda: stage(x.tokens, x.lengths, x.rows, x.drafts),
-        lambda: (
-            torch.cat([x.tokens[x.rows, x.lengths[x.rows]][:, None], x.drafts], 1).flatten(),
-            (x.lengths[x.rows][:, None] + torch.arange(x.n, device="cuda")).flatten(),
-        ),
-    )
+    yield Case("stage", partial(stage, x.tokens, x.lengths, x.rows, x.drafts), x.gather)
 
 
 def ngram_cases(x: Inputs) -> Iterator[Case]:
@@ -114,8 +130,8 @@ def ngram_cases(x: Inputs) -> Iterator[Case]:
         last = torch.full_like(x.rows, length - 1)
         yield Case(
             f"ngram, {length} tokens",
-            lambda last=last: ngram_match(x.tokens, x.rows, last, 4, 2, 7),
-            lambda last=last, length=length: ngram_match_ref(x.tokens[x.rows, :length], last, 4, 2, 7),
+            partial(ngram_match, x.tokens, x.rows, last, 4, 2, 7),
+            partial(ngram_match_ref, x.tokens[x.rows, :length], last, 4, 2, 7),
         )
 
 
@@ -125,27 +141,20 @@ def sampling_cases(x: Inputs) -> Iterator[Case]:
         logits = x.noise * scale
         for name, (top_k, top_p) in LAWS.items():
             s = x.sampling(1.0, top_k, top_p)
-            parameters = (s.temperature, s.top_k, s.top_p, s.min_p)
             yield Case(
                 f"sample {name}, {spread}",
-                lambda logits=logits, s=s, parameters=parameters: x.commit(
-                    *sample(logits, *parameters, x.seeds, x.positions, TARGET, truncated=s.truncated)
-                ),
-                (lambda logits=logits, s=s: x.reference(logits, s)) if few else None,
+                partial(x.draw, logits, s),
+                partial(x.reference, logits, s) if few else None,
             )
     if x.n > 1:
         s = x.sampling(1.0, 20, 0.95)
-        parameters = (s.temperature, s.top_k, s.top_p, s.min_p)
         logits = x.noise * SPREADS["peaked"]
         near = (logits + torch.randn_like(logits)).view(x.batch, x.n, -1)[:, :-1].flatten(0, 1).contiguous()
-        q = probabilities(law_of(near, *parameters, truncated=True)).view(x.batch, x.n - 1, -1)
-
-        def ours() -> torch.Tensor:
-            law = law_of(logits, *parameters, truncated=True)
-            tokens, accepted, sound = reject(law, x.drafts, x.drafted, q, x.seeds, x.positions)
-            return x.commit(tokens, sound, accepted)
-
-        yield Case("reject, peaked", ours, (lambda: x.reference(logits, s, q)) if few else None)
+        law = law_of(near, s.temperature, s.top_k, s.top_p, s.min_p, truncated=True)
+        q = probabilities(law).view(x.batch, x.n - 1, -1)
+        yield Case(
+            "reject, peaked", partial(x.reject, logits, s, q), partial(x.reference, logits, s, q) if few else None
+        )
 
 
 def main() -> None:
