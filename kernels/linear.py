@@ -42,7 +42,7 @@ class Linear:
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, in] -> [T, out], in the memory of `out` if that is given."""
+        """x [T, in] -> [T, out], in the memory of `out` if that is given. `residual` is used up: it may be overwritten."""
         if x.is_cuda:
             y = self._on_cuda(x, norm, residual, out)
         else:
@@ -64,7 +64,7 @@ class Linear:
             return skinny_gemm.skinny_linear(x, self._weight, self.bias, norm_weight=weight, eps=eps, residual=residual)
         x = x if norm is None else rms_norm(x, *norm)
         if residual is not None and self.bias is None:
-            return torch.addmm(residual, x, self._weight.t())  # the sum is free in the product's epilogue
+            return residual.addmm_(x, self._weight.t())  # free in the product's epilogue; out of place it copies first
         if self.bias is not None:
             y = torch.addmm(self.bias, x, self._weight.t(), out=out)
             return y if residual is None else residual + y

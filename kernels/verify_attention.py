@@ -323,10 +323,10 @@ def verify_attention_ref(
     q, k, v = split_heads_ref(qkv, heads, chain.flatten() if positions is None else positions)
     table = page_table[rows]
     slots = table.gather(1, chain // page_size) * page_size + chain % page_size
-    stored = [k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache]
+    k, v, k_store, v_store = k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache
     if k_cache.itemsize == 1:  # torch copies no rows of float8
-        stored = [one.view(torch.uint8) for one in stored]
-    write_kv_ref(*stored, slots.flatten())
+        k, v, k_store, v_store = (one.view(torch.uint8) for one in (k, v, k_store, v_store))
+    write_kv_ref(k, v, k_store, v_store, slots.flatten())
     keys = table.shape[1] * page_size
     if not causal:
         ancestors = torch.full((n,), -1 if n == 64 else (1 << n) - 1, device=qkv.device)

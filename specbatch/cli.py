@@ -266,10 +266,13 @@ def trace_command(
     for name, value in (("steps", steps), ("batch", batch), ("input_len", input_len)):
         at_least(name, value, 1)
     config = engine.config(concurrency=batch, prefix_cache=False)
-    with fresh_folder(output, "trace") as folder, progress("graphs") as report:
-        with Engine(config, log=say, report=report) as running:
-            workload = Workload(input_len=input_len, prompts_per_concurrency=1, seed=engine.seed)
-            result = trace(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
+    workload = Workload(input_len=input_len, prompts_per_concurrency=1, seed=engine.seed)
+    with (
+        fresh_folder(output, "trace") as folder,
+        progress("graphs") as report,
+        Engine(config, log=say, report=report) as running,
+    ):
+        result = trace(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
     shown = f"{text(result)}\n\ntrace: {folder / 'trace.json'}"
     show(shown, {"output": str(folder), **result}, as_json=as_json)
 

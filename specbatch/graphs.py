@@ -219,7 +219,8 @@ class PiecewiseGraphs:
 
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):
-            self._recorder.warm(lambda bucket=bucket: [piece() for piece in self._programs(bucket)])  # type: ignore[misc]
+            for piece in self._programs(bucket):
+                self._recorder.warm(piece)
             self._pieces[bucket] = [self._recorder.record(piece) for piece in self._programs(bucket)]
             yield
 

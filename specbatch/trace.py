@@ -75,11 +75,11 @@ def host_waits(cuda: bool) -> Iterator[HostWaits]:
 
         return run
 
-    def noted(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+    def noted(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if "synchronizing CUDA operation" in str(message):
             waits.add(_place() or f"{filename}:{lineno}", None)
         else:
-            shown(message, category, filename, lineno, *rest)
+            shown(message, category, filename, lineno, file, line)
 
     mode, shown = torch.cuda.get_sync_debug_mode(), warnings.showwarning
     with warnings.catch_warnings():
@@ -131,7 +131,7 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
     done = record.counters["iterations"]
     kernels: dict[str, list[float]] = {}
     for event in profiler.events() or []:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             entry = kernels.setdefault(event.name, [0, 0.0])
             entry[0] += 1
             entry[1] += event.time_range.elapsed_us()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.batch import Sampling
+from specbatch.batch import Needs, Sampling
 from specbatch.kernels.accept import commit, greedy_accept, stage
 from specbatch.kernels.draw import reject, sample
 from specbatch.kernels.law import law_of, probabilities
@@ -79,7 +79,7 @@ class Inputs:
         one = torch.ones(self.batch, device="cuda")
         cut = top_k > 0 or top_p < 1
         return Sampling(
-            one * temperature, one.long() * top_k, one * top_p, one * 0, self.seeds, temperature > 0, cut, False
+            one * temperature, one.long() * top_k, one * top_p, one * 0, self.seeds, Needs(temperature > 0, cut)
         )
 
     def reference(self, logits: torch.Tensor, sampling: Sampling, q: torch.Tensor | None = None) -> torch.Tensor:
@@ -100,12 +100,12 @@ class Inputs:
             self.seeds,
             self.positions,
             TARGET,
-            truncated=s.truncated,
+            truncated=s.needs.truncated,
         )
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows)
 
     def reject(self, logits: torch.Tensor, s: Sampling, q: torch.Tensor) -> torch.Tensor:
-        law = law_of(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.truncated)
+        law = law_of(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.needs.truncated)
         tokens, accepted, sound = reject(law, self.drafts, self.drafted, q, self.seeds, self.positions)
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows, accepted=accepted)
 

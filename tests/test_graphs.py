@@ -6,6 +6,7 @@ What cannot be seen here is a program that launches something a graph cannot hol
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -149,5 +150,5 @@ def test_token_buckets_waste_little(most: int) -> None:
     sizes = token_buckets(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
-    assert all(after - before <= max(before / 4, 32) for before, after in zip(sizes, sizes[1:], strict=False))
-    assert all(after - before <= before / 8 for before, after in zip(sizes, sizes[1:], strict=False) if before >= 1024)
+    assert all(after - before <= max(before / 4, 32) for before, after in pairwise(sizes))
+    assert all(after - before <= before / 8 for before, after in pairwise(sizes) if before >= 1024)
