@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from specbatch.config import Speculation
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
 
@@ -56,3 +58,12 @@ def test_aborted_answers_are_named(make_engine: Any, mixed_reply: Any, scored_fi
     assert "aborted" not in report.table()
     report.questions[0]["finish_reason"] = "abort"
     assert "1 answers were aborted" in report.table()
+
+
+def test_a_simulated_acceptance_is_in_table_and_csv(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=2))
+    assert "simulated" not in report.table()
+    assert report._flat()[0]["simulated_accept_length"] is None
+    report.record.config["speculation"] = asdict(Speculation("ngram", simulate_accept_length=3.5))
+    assert "simulated accept length 3.5" in report.table()
+    assert report._flat()[0]["simulated_accept_length"] == 3.5
