@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from specbatch.kernels.sampling import draw_ref, probabilities_ref, uniform_ref
 from specbatch.request import Request
 from specbatch.transfer import upload
+
+if TYPE_CHECKING:
+    from specbatch.kernels.law import Law
 
 
 class Needs(NamedTuple):
@@ -44,6 +47,13 @@ class Sampling:
     seeds: torch.Tensor
     needs: Needs
 
+    def law(self, logits: torch.Tensor) -> Law:
+        """The distributions tokens are drawn from, on a CUDA device and not written out: logits [B, n, V]."""
+        from specbatch.kernels.law import law_of
+
+        parameters = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return law_of(logits.flatten(0, 1).contiguous(), *parameters, truncated=self.needs.truncated)
+
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The distributions tokens are drawn from: logits [B, n, V] -> float32 [B, n, V]."""
         batch, n, vocabulary = logits.shape
@@ -63,7 +73,22 @@ class Sampling:
         """Tokens int64 [B, n] for logits [B, n, V] that stand before `positions` [B, n]: argmax, or a draw."""
         if not self.needs.sampled:
             return logits.argmax(-1)
-        return draw_ref(self.probabilities(logits), self.coins(positions, stream))
+        return self.draw(logits, positions, stream, laws=False)[0]
+
+    def draw(
+        self, logits: torch.Tensor, positions: torch.Tensor, stream: int, *, laws: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens int64 [B, n] for logits [B, n, V] before `positions` [B, n] and, with `laws`, what they were drawn
+        from, float32 [B, n, V]."""
+        if logits.is_cuda:
+            from specbatch.kernels.draw import draw
+            from specbatch.kernels.law import probabilities
+
+            law = self.law(logits)
+            tokens, _ = draw(law, self.seeds, positions, stream)
+            return tokens, probabilities(law).view(logits.shape) if laws else None
+        p = self.probabilities(logits)
+        return draw_ref(p, self.coins(positions, stream)), p if laws else None
 
 
 class DeviceBatch:
@@ -114,26 +139,11 @@ class DeviceBatch:
             needs=needs,
         )
 
-    def commit(
-        self,
-        rows: torch.Tensor,
-        drafted: torch.Tensor,
-        tokens: torch.Tensor,
-        accepted: torch.Tensor,
-        sound: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write tokens [B, N] behind the roots of rows [B] and add accepted [B] + 1 to their lengths.
-
-        Returns what the host is told, int64 [B, N + 3]: tokens, accepted, drafted and sound. Row 0 keeps its length.
-        """
-        if rows.is_cuda:
-            from specbatch.kernels.accept import commit
-
-            drafts = tokens[:, 1:]  # of no account, as what is accepted is known
-            return commit(tokens, drafts, drafted, sound, self.tokens, self.lengths, rows, accepted=accepted)
+    def commit(self, rows: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Write tokens [B, N] behind the roots of rows [B] and add accepted [B] + 1 to their lengths."""
         lengths = self.lengths[rows]
         # All N tokens are written; those beyond the new length are overwritten before anything looks at them.
         places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=rows.device)
         self.tokens[rows[:, None], places] = tokens
+        # Row 0 is for padding and stays as it is.
         self.lengths[rows] = torch.where(rows > 0, lengths + accepted + 1, lengths)
-        return torch.cat([tokens, torch.stack([accepted, drafted, sound.long()], 1)], 1)

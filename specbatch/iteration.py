@@ -11,7 +11,7 @@ import torch
 from specbatch.drafters.base import Drafter, Step
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
-from specbatch.verification import Proposal, logprobs_of, verify
+from specbatch.verification import logprobs_of, settle
 
 
 class Iteration:
@@ -38,30 +38,6 @@ class Iteration:
         hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
         logits = self._model.logits(hidden).unflatten(0, (-1, rows))
 
-        if logits.is_cuda and not step.sampling.needs.sampled:
-            packed, logprobs = self._accept_greedy(step, logits, proposal)
-        else:
-            predicted = lengths[:, None] + torch.arange(1, rows + 1, device=lengths.device)
-            verdict = verify(logits, proposal, predicted, step.sampling, self._simulate)
-            packed, logprobs = batch.commit(step.rows, proposal.drafted, *verdict[:3]), verdict.logprobs
+        packed = settle(logits, proposal, batch, step.rows, lengths, step.sampling, self._simulate)
         self._drafter.absorb(step, hidden, packed[:, rows])
-        return packed, logprobs
-
-    def _accept_greedy(
-        self, step: Step, logits: torch.Tensor, proposal: Proposal
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`verify` and `commit` in two launches."""
-        from specbatch.kernels.accept import greedy_accept
-
-        batch, sampling = step.batch, step.sampling
-        packed = greedy_accept(
-            logits.flatten(0, 1),
-            proposal.tokens,
-            proposal.drafted,
-            batch.tokens,
-            batch.lengths,
-            step.rows,
-            simulate=self._simulate,
-            seeds=sampling.seeds,
-        )
-        return packed, logprobs_of(logits, packed[:, : logits.shape[1]]) if sampling.needs.logprobs else None
+        return packed, logprobs_of(logits, packed[:, :rows]) if step.sampling.needs.logprobs else None

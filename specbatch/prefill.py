@@ -46,6 +46,5 @@ class PromptPass:
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths
         sound = is_sound(logits, first, sampling)
-        return torch.stack([first[:, 0], sound.long()], 1), logprobs_of(
-            logits, first
-        ) if sampling.needs.logprobs else None
+        logprobs = logprobs_of(logits, first) if sampling.needs.logprobs else None
+        return torch.stack([first[:, 0], sound.long()], 1), logprobs

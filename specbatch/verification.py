@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.batch import Sampling
+from specbatch.batch import DeviceBatch, Sampling
 from specbatch.kernels.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref, simulated_accept_ref
 
 
@@ -35,12 +35,46 @@ class Proposal(NamedTuple):
 
 class Verdict(NamedTuple):
     """tokens [B, N] int64, of which the first accepted + 1 are emitted; accepted [B]: correct drafts;
-    sound [B] bool: false where logits were NaN or infinite; logprobs float32 [B, N] or None."""
+    sound [B] bool: false where logits were NaN or infinite."""
 
     tokens: torch.Tensor
     accepted: torch.Tensor
     sound: torch.Tensor
-    logprobs: torch.Tensor | None
+
+
+def settle(
+    logits: torch.Tensor,
+    proposal: Proposal,
+    batch: DeviceBatch,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    sampling: Sampling,
+    simulate: float | None = None,
+) -> torch.Tensor:
+    """`verify` what stands behind the roots of rows [B] at lengths [B], commit it, and pack what the host is told.
+
+    logits [B, N, V]. Returns int64 [B, N + 3]: N tokens, then accepted, drafted and sound. On a CUDA device the rules
+    are those of `kernels/accept.py` and `kernels/draw.py`: two launches if greedy, a handful if sampled.
+    """
+    count = logits.shape[1]
+    predicted = lengths[:, None] + torch.arange(1, count + 1, device=lengths.device)
+    if not logits.is_cuda:
+        tokens, accepted, sound = verify(logits, proposal, predicted, sampling, simulate)
+        batch.commit(rows, tokens, accepted)
+        return torch.cat([tokens, torch.stack([accepted, proposal.drafted, sound.long()], 1)], 1)
+    from specbatch.kernels.accept import commit, greedy_accept
+    from specbatch.kernels.draw import draw, reject
+
+    drafts, drafted, q = proposal
+    where = (batch.tokens, batch.lengths, rows)
+    if not sampling.needs.sampled:
+        return greedy_accept(logits.flatten(0, 1), drafts, drafted, *where, simulate=simulate, seeds=sampling.seeds)
+    law = sampling.law(logits)
+    if q is None or simulate is not None:
+        tokens, sound = draw(law, sampling.seeds, predicted, TARGET)
+        return commit(tokens, drafts, drafted, sound, *where, simulate=simulate, seeds=sampling.seeds)
+    tokens, accepted, sound = reject(law, drafts, drafted, q, sampling.seeds, predicted)
+    return commit(tokens, drafts, drafted, sound, *where, accepted=accepted)
 
 
 def verify(
@@ -62,12 +96,7 @@ def verify(
         tokens, accepted = _reject(sampling.probabilities(logits), proposal, positions, sampling)
     if simulate is not None:
         accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
-    return Verdict(
-        tokens,
-        accepted,
-        is_sound(logits, tokens, sampling),
-        logprobs_of(logits, tokens) if sampling.needs.logprobs else None,
-    )
+    return Verdict(tokens, accepted, is_sound(logits, tokens, sampling))
 
 
 def is_sound(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:

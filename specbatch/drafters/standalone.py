@@ -12,7 +12,7 @@ from specbatch.context import Prefill
 from specbatch.drafters.base import DraftPlan, NoDraft, Step
 from specbatch.errors import refuse
 from specbatch.graphs import Forward
-from specbatch.kernels.sampling import DRAFT, draw_ref
+from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
 from specbatch.models.loader import Loader
@@ -47,7 +47,8 @@ class Standalone(NoDraft):
         pair = step.lengths[:, None] + torch.arange(-1, 1, device=step.lengths.device)
         tokens = step.batch.tokens[step.rows[:, None], pair]
         start = step.lengths - 1
-        drafts, laws = [], []
+        drafts: list[torch.Tensor] = []
+        laws: list[torch.Tensor | None] = []
         for _ in range(self._count):
             shape = step.verify(start, tokens.shape[1])
             hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
@@ -55,8 +56,7 @@ class Standalone(NoDraft):
             logits = self._fit(self._model.logits(newest))
             start = start + tokens.shape[1]
             if step.sampling.needs.sampled:
-                law = step.sampling.probabilities(logits[:, None])
-                tokens = draw_ref(law, step.sampling.coins(start[:, None], DRAFT))
+                tokens, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT, laws=True)
                 laws.append(law)
             else:
                 tokens = logits.argmax(-1, keepdim=True)
