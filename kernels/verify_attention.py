@@ -295,9 +295,7 @@ def verify_attention(
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, 
-        FEW=few, PARTS=parts,
-        CAUSAL=causal, PDL=cuda,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, CAUSAL=causal, PDL=cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out
