@@ -230,24 +230,25 @@ class Tile:
 
 
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
-def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> Tile:
-    """For `rows` query rows of each of `programs` KV heads in all, whose rows take `row_bytes`. Tuned on an H200.
+def tile_for(rows: int, programs: int, keys: int, row_bytes: int, device: torch.device) -> Tile:
+    """For `rows` query rows of each of `programs` KV heads in all, with `keys` keys at most of `row_bytes` each.
 
-    Where processors would idle, and where registers would not hold more, the query rows are spread over tiles that
-    read the same keys, from the L2.
+    Where registers would not hold more, and where processors would idle unless the keys are so many that reading them
+    is all that counts, the query rows are spread over tiles that read the same keys, from the L2. Tuned on an H200.
     """
-    if rows <= 16 or row_bytes > 256 or programs * triton.cdiv(rows, 16) <= _processors(device):
+    idle = programs * triton.cdiv(rows, 16) <= _processors(device) and keys <= 8192
+    if rows <= 16 or row_bytes > 256 or idle:
         return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3)
     return Tile(min(64, triton.next_power_of_2(rows)), 64, 4, 3)
 
 
 def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:
     """As many as processors hold when one split takes `programs`; of `keys` keys at most, none has less than 256."""
-    resident = 2 if block_m == 16 else 1
-    return max(1, min(resident * _processors(device) // programs, triton.cdiv(keys, 256)))
+    resident = (2 if block_m == 16 else 1) * _processors(device)
+    return max(1, min(resident // programs, -(-keys // 256)))
 
 
 def verify_attention(
@@ -277,12 +278,12 @@ def verify_attention(
     `splits`: how many programs share the old keys of a tile; None: by the sizes. Returns [B * n, count * dim].
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
-    group = heads.count // heads.kv
+    group, capacity = heads.count // heads.kv, table_pages * page_size
     padded = triton.next_power_of_2(heads.dim)
-    tile = tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
+    tile = tile_for(n * group, batch * heads.kv, capacity, padded * qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
-        splits = splits_for(batch * tiles, tile.block_m, table_pages * page_size, qkv.device)
+        splits = splits_for(batch * tiles, tile.block_m, capacity, qkv.device)
     few = min(tile.block_m, triton.next_power_of_2(n * group))  # rows of a tile that are not padding
     parts = max(2, min(16, 2048 * tile.warps // (few * padded)))  # partial sums that fit into 64 registers of a thread
     cells = batch * tiles * splits * few * (padded + 1)
@@ -292,11 +293,9 @@ def verify_attention(
     _verify_attention[(tiles, splits, batch)](
         qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
-        n, table_pages * page_size, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
+        n, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, 
-        FEW=few, PARTS=parts,
-        CAUSAL=causal, PDL=cuda,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, CAUSAL=causal, PDL=cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out
@@ -323,10 +322,9 @@ def verify_attention_ref(
     q, k, v = split_heads_ref(qkv, heads, chain.flatten() if positions is None else positions)
     table = page_table[rows]
     slots = table.gather(1, chain // page_size) * page_size + chain % page_size
-    k, v, k_store, v_store = k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache
-    if k_cache.itemsize == 1:  # torch copies no rows of float8
-        k, v, k_store, v_store = (one.view(torch.uint8) for one in (k, v, k_store, v_store))
-    write_kv_ref(k, v, k_store, v_store, slots.flatten())
+    bits = torch.uint8 if k_cache.itemsize == 1 else k_cache.dtype  # torch copies no rows of float8
+    k, v = k.to(k_cache.dtype).view(bits), v.to(v_cache.dtype).view(bits)
+    write_kv_ref(k, v, k_cache.view(bits), v_cache.view(bits), slots.flatten())
     keys = table.shape[1] * page_size
     if not causal:
         ancestors = torch.full((n,), -1 if n == 64 else (1 << n) - 1, device=qkv.device)

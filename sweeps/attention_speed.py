@@ -55,14 +55,14 @@ def seconds(step: Callable[[int], object], copies: int, repeats: int = 7) -> flo
     with torch.cuda.graph(graph):
         for index in range(steps):
             step(index % copies)
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / steps)
+        times.append(float(start.elapsed_time(end)) / 1e3 / steps)
     return statistics.median(times[1:])
 
 
