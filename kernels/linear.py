@@ -42,7 +42,7 @@ class Linear:
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, in] -> [T, out], in the memory of `out` if that is given. `residual` is used up: it may be overwritten."""
+        """x [T, in] -> [T, out], in the memory of `out` if that is given; that of `residual` may be used up."""
         if x.is_cuda:
             y = self._on_cuda(x, norm, residual, out)
         else:

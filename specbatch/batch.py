@@ -73,22 +73,23 @@ class Sampling:
         """Tokens int64 [B, n] for logits [B, n, V] that stand before `positions` [B, n]: argmax, or a draw."""
         if not self.needs.sampled:
             return logits.argmax(-1)
-        return self.draw(logits, positions, stream, laws=False)[0]
+        if logits.is_cuda:
+            from specbatch.kernels.draw import draw
 
-    def draw(
-        self, logits: torch.Tensor, positions: torch.Tensor, stream: int, *, laws: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens int64 [B, n] for logits [B, n, V] before `positions` [B, n] and, with `laws`, what they were drawn
-        from, float32 [B, n, V]."""
+            return draw(self.law(logits), self.seeds, positions, stream)[0]
+        return draw_ref(self.probabilities(logits), self.coins(positions, stream))
+
+    def draw(self, logits: torch.Tensor, positions: torch.Tensor, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int64 [B, n] for logits [B, n, V] before `positions` [B, n], and what they were drawn from."""
         if logits.is_cuda:
             from specbatch.kernels.draw import draw
             from specbatch.kernels.law import probabilities
 
             law = self.law(logits)
             tokens, _ = draw(law, self.seeds, positions, stream)
-            return tokens, probabilities(law).view(logits.shape) if laws else None
+            return tokens, probabilities(law).view(logits.shape)
         p = self.probabilities(logits)
-        return draw_ref(p, self.coins(positions, stream)), p if laws else None
+        return draw_ref(p, self.coins(positions, stream)), p
 
 
 class DeviceBatch:

@@ -47,8 +47,7 @@ class Standalone(NoDraft):
         pair = step.lengths[:, None] + torch.arange(-1, 1, device=step.lengths.device)
         tokens = step.batch.tokens[step.rows[:, None], pair]
         start = step.lengths - 1
-        drafts: list[torch.Tensor] = []
-        laws: list[torch.Tensor | None] = []
+        drafts, laws = [], []
         for _ in range(self._count):
             shape = step.verify(start, tokens.shape[1])
             hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
@@ -56,7 +55,7 @@ class Standalone(NoDraft):
             logits = self._fit(self._model.logits(newest))
             start = start + tokens.shape[1]
             if step.sampling.needs.sampled:
-                tokens, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT, laws=True)
+                tokens, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT)
                 laws.append(law)
             else:
                 tokens = logits.argmax(-1, keepdim=True)
