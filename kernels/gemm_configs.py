@@ -1,8 +1,8 @@
-"""Tile sizes of the products in `skinny_gemm`, measured on an H200."""
+"""Tile sizes of the products in `skinny_gemm`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,30 @@ class Tile:
     stages: int
 
 
+# (N, K, gated): best in a chain of layers on an H200, 16 rows of bfloat16
+_MEASURED = {
+    (6144, 4096, False): Tile(64, 128, 4, 2, 5),
+    (4096, 4096, False): Tile(32, 256, 3, 4, 4),
+    (12288, 4096, True): Tile(32, 256, 1, 4, 3),
+    (4096, 12288, False): Tile(64, 256, 6, 2, 3),
+}
+_RESIDENT = 3 * 132  # programs of 64 KiB of weights under way, three to a multiprocessor
+
+
 def tile_for(n: int, k: int, block_m: int, gated: bool, item: int) -> Tile:
-    """The tile for y [block_m, n] = x [block_m, k] @ weight.T, elements of `item` bytes."""
+    """The tile for y [block_m, n] = x [block_m, k] @ weight.T, elements of `item` bytes.
+
+    Shapes not measured: all programs resident at once, and split over K until they fill the device.
+    """
     if item == 4:
-        return Tile(32, 32, 2 if k >= 256 else 1, 4, 2)
-    splits = 1 if n >= 8192 or gated else 2
-    return Tile(32 if gated else 64, 128 if block_m <= 32 else 64, splits, 8 if block_m > 64 else 4, 4)
+        return Tile(32, 32, 2 if k >= 256 and not gated else 1, 4, 2)
+    if block_m > 16:
+        return Tile(32 if gated else 64, 64, 1 if gated else min(4, max(1, k // 512)), 8 if block_m > 64 else 4, 5)
+    if (n, k, gated) in _MEASURED:
+        return _MEASURED[n, k, gated]
+    if gated:
+        tile = Tile(32, 256, 1, 4, 3) if n <= 32 * _RESIDENT else Tile(64, 128, 1, 2, 3)
+    else:
+        tile = Tile(64, 128, 1, 2, 5) if n <= 64 * _RESIDENT else Tile(128, 128, 1, 4, 3)
+    tiles = -(-n // tile.n)
+    return replace(tile, splits=max(1, min(k // 512, _RESIDENT // tiles)))

@@ -27,8 +27,10 @@ MEASURED_LAYERS = 8
 REPEATS = 15
 
 
-@triton.jit
-def _attention_kernel(qkv, y, rows, width, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _attention_kernel(  # type: ignore[no-untyped-def]
+    qkv, y, rows, width, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Copies the query heads and spins for some 4 us."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -69,7 +71,7 @@ def _microseconds(run: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times.append(1000 * start.elapsed_time(end))
-    return median(times[2:])
+    return float(median(times[2:]))
 
 
 def _matrix(outputs: int, inputs: int) -> torch.Tensor:

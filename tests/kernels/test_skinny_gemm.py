@@ -117,6 +117,6 @@ def test_when_they_are_used(device: torch.device) -> None:
     weight = torch.zeros(8, 16, device=device, dtype=torch.bfloat16)
     on_device = device.type == "cuda"
     assert is_skinny(1, weight) is on_device
-    assert is_skinny(64, weight) is on_device
-    assert not is_skinny(200, weight)
+    assert is_skinny(16, weight) is on_device
+    assert not is_skinny(17, weight)
     assert not is_skinny(1, weight.float())
