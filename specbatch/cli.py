@@ -137,7 +137,7 @@ def evaluate(
 def sweep(
     engine: EngineOptions,
     concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
-    configs: Annotated[str, Option(help="Some of baseline, v1, v2.")] = "baseline,v1,v2",
+    configs: Annotated[str, Option(help="Some of baseline, v1, v2, v2+piecewise.")] = ("baseline,v1,v2"),
     dataset: Annotated[str, Option(help="random, gsm8k or FILE.jsonl.")] = "random",
     data: Annotated[Path | None, Option(help="The GSM8K file, for --dataset gsm8k.")] = None,
     input_len: Annotated[int, Option(help="Tokens per random prompt.")] = 128,

@@ -141,7 +141,7 @@ class Engine:
             self._trusted = False
             yield from self._take_events()  # what had ended by then is not lost
             if isinstance(error, torch.OutOfMemoryError):
-                raise self.plan.out_of_memory("prompts were run") from error
+                raise self.plan.out_of_memory("running prompts") from error
             raise
         finally:
             self._drop_work()

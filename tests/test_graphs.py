@@ -152,3 +152,28 @@ def test_token_buckets_waste_little(most: int) -> None:
     assert sizes[-1] == most
     assert all(after - before <= max(before / 4, 32) for before, after in pairwise(sizes))
     assert all(after - before <= before / 8 for before, after in pairwise(sizes) if before >= 1024)
+
+
+def test_running_out_of_memory_while_recording_is_one_line_with_the_plan(
+    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(self: Recorder, program: Program) -> Program:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+
+    monkeypatch.setattr(Recorder, "record", record)
+    with pytest.raises(
+        SpecbatchError, match=r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
+    ):
+        graph_engine(graphs=BOTH)
+
+
+def test_running_out_of_memory_in_a_pass_is_one_line_with_the_plan(
+    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(self: Any, *, may_retract: bool) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    engine = toy_engine()
+    monkeypatch.setattr("specbatch.runner.Runner.decode", decode)
+    with pytest.raises(SpecbatchError, match="out of memory while running prompts"):
+        engine.generate([list(toy.prompts()[0])], SamplingParams(max_new_tokens=4))
