@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,7 @@ from specbatch.config import EngineConfig
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
-from specbatch.graphs import Forward, PiecewiseGraphs, Recorder, Recordings, graph_bytes
+from specbatch.graphs import Forward, PiecewiseGraphs, Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
@@ -144,11 +145,13 @@ def _assemble(
         prefill_chunk=config.prefill_chunk,
         rows=rows,
     )
+    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
+    prompt_pass = PromptPass(model, forward, cache, drafter)
     runner = Runner(
         scheduler,
-        DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device),
+        batch,
         Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
-        PromptPass(model, forward, cache, drafter),
+        prompt_pass,
         page_size=config.page_size,
         seed=config.seed,
         on_tokens=on_tokens,
@@ -172,7 +175,8 @@ def _assemble(
     if runner.graphs is not None:
         recordings.append(runner.graphs)
     if recordings:
-        caps |= _capture(recordings, device, say, report)
+        sizes = token_buckets(config.prefill_chunk) if loader.recorder is not None else []
+        caps |= _capture(recordings, [partial(prompt_pass.warm, batch, size) for size in sizes], device, say, report)
     return Parts(
         device=device,
         tokenizer=target.tokenizer(),
@@ -186,8 +190,10 @@ def _assemble(
 
 
 @torch.inference_mode()
-def _capture(recordings: list[Recordings], device: torch.device, say: Say, report: Report) -> dict[str, Any]:
-    """Record every bucket; returns what it took, for the caps."""
+def _capture(
+    recordings: list[Recordings], passes: list[Program], device: torch.device, say: Say, report: Report
+) -> dict[str, Any]:
+    """Record every bucket, then run `passes` to warm up what runs between the pieces; what it took, for the caps."""
     start, free = time.perf_counter(), available_memory(device)
     total, done = sum(len(item) for item in recordings), 0
     report(0, total)
@@ -195,6 +201,8 @@ def _capture(recordings: list[Recordings], device: torch.device, say: Say, repor
         for _ in item.capture():
             done += 1
             report(done, total)
+    for program in passes:
+        program()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     took = {"capture_s": time.perf_counter() - start, "graph_bytes": max(free - available_memory(device), 0)}

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
 from specbatch.commands.options import EngineOptions, takes_engine
-from specbatch.commands.output import fresh_folder, rows_table, say, show
+from specbatch.commands.output import fresh_folder, open_engine, rows_table, say, show
 from specbatch.errors import at_least, refuse
 from specbatch.progress import progress
 
@@ -116,9 +116,7 @@ def evaluate(
             output=folder,
         )
         ready = prepare(options)
-        from specbatch.engine import Engine
-
-        with Engine(config, log=say) as running, progress(f"eval {task}") as report:
+        with open_engine(config) as running, progress(f"eval {task}") as report:
             try:
                 result = ready.run(running, report)
             except KeyboardInterrupt:
@@ -259,7 +257,6 @@ def trace_command(
 
     Open trace.json in chrome://tracing or ui.perfetto.dev.
     """
-    from specbatch.engine import Engine
     from specbatch.sweeps.workloads import Workload
     from specbatch.trace import text, trace
 
@@ -267,11 +264,7 @@ def trace_command(
         at_least(name, value, 1)
     config = engine.config(concurrency=batch, prefix_cache=False)
     workload = Workload(input_len=input_len, prompts_per_concurrency=1, seed=engine.seed)
-    with (
-        fresh_folder(output, "trace") as folder,
-        progress("graphs") as report,
-        Engine(config, log=say, report=report) as running,
-    ):
+    with fresh_folder(output, "trace") as folder, open_engine(config) as running:
         result = trace(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
     shown = f"{text(result)}\n\ntrace: {folder / 'trace.json'}"
     show(shown, {"output": str(folder), **result}, as_json=as_json)
@@ -320,9 +313,7 @@ def generate(
     job = BatchJob.open(source, output, config, params, chat_template=chat_template, overwrite=overwrite)
     if job.finished:
         say(f"continuing: {len(job.finished)} of {len(job.prompts)} are finished")
-    from specbatch.engine import Engine
-
-    with Engine(config, log=say) as running, progress("generate") as report:
+    with open_engine(config) as running, progress("generate") as report:
         rows = job.run(running, concurrency=concurrency, report=report)
         record = running.record(concurrency=concurrency, workload={"command": "generate", **job.header})
     beside = output.with_name(f"{output.name}.record.json")
@@ -354,9 +345,7 @@ def send_one(
         raise refuse("prompt", prompt, "is empty; write at least one token of text")
     params = SamplingParams(max_new_tokens=max_new_tokens)
     config = engine.config(concurrency=1, prefix_cache=False)
-    from specbatch.engine import Engine
-
-    with Engine(config, log=say) as running:
+    with open_engine(config) as running:
         result = send(running, prompt or PROMPT, params, write=_write_through if stream else None)
     if stream and as_json:
         print()  # the JSON is a line of its own

@@ -25,15 +25,15 @@ class PromptPass:
         self._cache = cache
         self._drafter = drafter
 
+    def warm(self, batch: DeviceBatch, count: int) -> None:
+        """Run `count` tokens of the padding row, so that whatever is compiled for such a pass is there."""
+        self._compute(batch, [Span(0, 0, min(count, batch.width - 1))])
+
     def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Compute the chunks. For those that complete a prompt: int64 [B, 2] of first token and sound, and float32
         [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
         spans = [Span(chunk.slot, chunk.start, chunk.end) for chunk in chunks]
-        shape = Prefill(batch.page_table, spans, self._cache.page_size)
-        tokens = batch.tokens[shape.rows, shape.positions]
-        hidden = self._forward(tokens, shape.positions, shape.on(self._cache))
-        self._drafter.prefill(batch, shape, hidden)
-
+        shape, hidden = self._compute(batch, spans)
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
         if not ending:
             return None
@@ -48,3 +48,10 @@ class PromptPass:
         sound = is_sound(logits, first, sampling)
         logprobs = logprobs_of(logits, first) if sampling.needs.logprobs else None
         return torch.stack([first[:, 0], sound.long()], 1), logprobs
+
+    def _compute(self, batch: DeviceBatch, spans: list[Span]) -> tuple[Prefill, torch.Tensor]:
+        shape = Prefill(batch.page_table, spans, self._cache.page_size)
+        tokens = batch.tokens[shape.rows, shape.positions]
+        hidden = self._forward(tokens, shape.positions, shape.on(self._cache))
+        self._drafter.prefill(batch, shape, hidden)
+        return shape, hidden
