@@ -8,7 +8,7 @@ import torch
 
 from specbatch import weights
 from specbatch.batch import DeviceBatch
-from specbatch.context import Prefill
+from specbatch.context import Prefill, chain
 from specbatch.drafters.base import DraftPlan, NoDraft, Step
 from specbatch.errors import refuse
 from specbatch.graphs import Forward
@@ -44,13 +44,13 @@ class Standalone(NoDraft):
         self._forward(tokens, shape.positions, shape.on(self._cache))
 
     def propose(self, step: Step) -> Proposal:
-        pair = step.lengths[:, None] + torch.arange(-1, 1, device=step.lengths.device)
-        tokens = step.batch.tokens[step.rows[:, None], pair]
         start = step.lengths - 1
+        tokens = step.batch.tokens[step.rows[:, None], chain(start, 2)]
         drafts, laws = [], []
         for _ in range(self._count):
-            shape = step.verify(start, tokens.shape[1])
-            hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
+            positions = chain(start, tokens.shape[1]).flatten()
+            shape = step.verify(start, positions, tokens.shape[1])
+            hidden = self._model.forward(tokens.flatten(), positions, shape.on(self._cache))
             newest = hidden.view(len(step.rows), tokens.shape[1], -1)[:, -1]
             logits = self._fit(self._model.logits(newest))
             start = start + tokens.shape[1]

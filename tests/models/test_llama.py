@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from specbatch.context import Prefill, Span, Verify
+from specbatch.context import Prefill, Span, Verify, chain
 from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -134,7 +134,7 @@ def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Llama, KVCach
     lengths = torch.tensor(heads)
     for _ in range(10 // rows):
         tokens = torch.stack([item[n : n + rows] for item, n in zip(batch, lengths.tolist(), strict=True)])
-        verify = Verify(table, torch.arange(3), lengths, rows, PAGE)
+        verify = Verify(table, torch.arange(3), lengths, chain(lengths, rows).flatten(), rows, PAGE)
         hidden = ours.forward(tokens.flatten(), verify.positions, verify.on(cache))
         logits = ours.logits(hidden).view(3, rows, -1)
         for index, item in enumerate(batch):
@@ -150,9 +150,9 @@ def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Llama, KVCache]) -> Non
     shape = Prefill(table, [Span(0, 0, 8)], PAGE)
     ours.forward(tokens[:8], shape.positions, shape.on(cache))
     wrong = torch.cat([tokens[8:9], (tokens[9:13] + 1) % 131])
-    verify = Verify(table, torch.tensor([0]), torch.tensor([8]), 5, PAGE)
+    verify = Verify(table, torch.tensor([0]), torch.tensor([8]), torch.arange(8, 13), 5, PAGE)
     ours.forward(wrong, verify.positions, verify.on(cache))
-    verify = Verify(table, torch.tensor([0]), torch.tensor([9]), 5, PAGE)
+    verify = Verify(table, torch.tensor([0]), torch.tensor([9]), torch.arange(9, 14), 5, PAGE)
     logits = ours.logits(ours.forward(tokens[9:14], verify.positions, verify.on(cache)))
     close(logits, expected(theirs, tokens)[9:])
 
