@@ -25,6 +25,7 @@ from specbatch.drafters import ALGORITHMS
 from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")
+Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
 _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
 _OF_DRAFTS = ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max", "simulate_accept_length")
 
