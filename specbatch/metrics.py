@@ -9,7 +9,8 @@
 * throughput: requests, input tokens, output tokens per second of the measured window (first submission to last
   token); per user: output / concurrency; peak: output tokens in the fullest second after the first submission.
 * device step: time between the device's clocks before and behind an iteration; device idle share: gaps between
-  iterations that follow each other without a prefill, over gaps and iterations. None without a CUDA device.
+  iterations that follow each other without a prefill, over gaps and iterations; where the device had run dry, the
+  launch call itself counts as busy. None without a CUDA device.
 * launch lead: from the end of a launch to the result of the iteration before it, which is how far the host is ahead;
   0 where that result was there already (a late launch). None where nothing overlaps (v1).
 * host waits per step: waits for a result with nothing launched behind it: 1 for v1, about 0 for v2.
