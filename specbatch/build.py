@@ -132,7 +132,7 @@ def _assemble(
         chunk=config.prefill_chunk,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
-    model = loader.model(target) if shared is None else shared.with_positions(width)
+    model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
     forward, cache = loader.target(model)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)

@@ -34,9 +34,9 @@ class Iteration:
         tokens, positions = batch.stage(step.rows, lengths, proposal.tokens)
 
         shape = step.verify(lengths, positions, rows)
-        hidden = self._model.forward(tokens, positions, shape.on(self._cache))
-        logits = self._model.logits(hidden).unflatten(0, (-1, rows))
+        features = self._model.forward(tokens, positions, shape.on(self._cache))
+        logits = self._model.logits(features.last).unflatten(0, (-1, rows))
 
         packed = settle(logits, proposal, batch, step.rows, lengths, step.sampling, self._simulate)
-        self._drafter.absorb(step, hidden, packed[:, rows])
+        self._drafter.absorb(step, features, packed[:, rows])
         return packed, logprobs_of(logits, packed[:, :rows]) if step.sampling.needs.logprobs else None

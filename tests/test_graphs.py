@@ -14,7 +14,8 @@ import torch
 
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
-from specbatch.graphs import Program, batch_buckets, token_buckets
+from specbatch.context import Prefill, Span
+from specbatch.graphs import PiecewiseGraphs, Program, batch_buckets, token_buckets
 from specbatch.request import SamplingParams
 
 SPECULATIONS = {
@@ -136,6 +137,26 @@ def test_a_poisoned_prompt_is_named(graph_engine: Callable[..., Any]) -> None:
 def test_a_cpu_refuses_graphs(toy_engine: Callable[..., Any], graphs: Graphs, message: str) -> None:
     with pytest.raises(SpecbatchError, match=message):
         toy_engine(graphs=graphs)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
+def test_features_of_pieces_are_those_of_a_whole_pass(graph_engine: Callable[..., Any], count: int) -> None:
+    """Last and auxiliary ones; what is padded, or left from a longer pass before, is not among them."""
+    runner = graph_engine(graphs=Graphs())._runner
+    prompt_pass, batch = runner._prompt_pass, runner._batch
+    model = prompt_pass._model.with_aux((2, 0))
+    pieces = PiecewiseGraphs(model, Recorder(torch.device("cpu")), 48)  # type: ignore[arg-type]
+    for _ in pieces.capture():
+        pass
+    for tokens_count in (48, count):
+        shape = Prefill(batch.page_table, [Span(0, 0, tokens_count)], 4)
+        tokens = torch.arange(3, 3 + tokens_count) % 37
+        replayed = pieces(tokens, shape.positions, shape.on(prompt_pass._cache))
+        whole = model.forward(tokens, shape.positions, shape.on(prompt_pass._cache))
+        assert replayed.aux is not None
+        assert whole.aux is not None
+        torch.testing.assert_close(replayed.last, whole.last, rtol=0, atol=1e-5)
+        torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 31, 32, 64, 100, 128, 300])
