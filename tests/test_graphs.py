@@ -15,7 +15,7 @@ import torch
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.context import Prefill, Span
-from specbatch.graphs import PiecewiseGraphs, Program, batch_buckets, token_buckets
+from specbatch.graphs import RING, PiecewiseGraphs, Program, batch_buckets, token_buckets
 from specbatch.request import SamplingParams
 
 SPECULATIONS = {
@@ -106,6 +106,24 @@ def test_sampling_is_recorded_when_it_is_first_asked_for(toy: Any, graph_engine:
     assert engine.record().counters["graphs"]["decode"]["recorded_late"] == 1
     engine.generate([prompt], params)
     assert recorder.recorded == before + 1
+
+
+@pytest.mark.parametrize("first", range(2, 2 + RING))
+def test_a_late_recording_leaves_results_on_their_way_alone(
+    toy: Any, graph_engine: Callable[..., Any], first: int
+) -> None:
+    """A sampled request comes while a result is in flight, in each place of the ring; here that is read as late as a
+    slow copy would."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:3]]
+    params = [
+        SamplingParams(max_new_tokens=first, ignore_eos=True),
+        SamplingParams(max_new_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.8, max_new_tokens=6, ignore_eos=True),
+    ]
+    engine = graph_engine(graphs=BOTH, max_running=2)
+    done = engine.generate(prompts, params, concurrency=2)
+    assert engine.record().counters["graphs"]["decode"]["recorded_late"] == 1
+    assert tuple(done[1].token_ids) == toy.greedy(tuple(prompts[1]))[:20]
 
 
 def test_progress_of_recording_is_reported(graph_engine: Callable[..., Any]) -> None:
