@@ -195,6 +195,7 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
+        self._runner.graphs = None  # they know the runner, which must go at once
         del self._runner, self._schedule, self._forwards, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -5,6 +5,8 @@ What cannot be seen here is a program that launches something a graph cannot hol
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -124,6 +126,21 @@ def test_a_late_recording_leaves_results_on_their_way_alone(
     done = engine.generate(prompts, params, concurrency=2)
     assert engine.record().counters["graphs"]["decode"]["recorded_late"] == 1
     assert tuple(done[1].token_ids) == toy.greedy(tuple(prompts[1]))[:20]
+
+
+def test_a_closed_engine_leaves_its_memory_at_once(
+    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorder, "record", lambda self, program: lambda: None)  # as a graph, which keeps no program
+    engine = graph_engine(graphs=BOTH)
+    gc.collect()
+    kept = [weakref.ref(item) for item in (engine._runner._prompt_pass._cache, engine._runner._batch, engine._model)]
+    gc.disable()
+    try:
+        engine.close()
+        assert [item() for item in kept] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_progress_of_recording_is_reported(graph_engine: Callable[..., Any]) -> None:
