@@ -73,7 +73,7 @@ def _launch(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # it changes from pass to pass
 def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
@@ -106,7 +106,7 @@ def _silu_product(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(y + row * width + column, gate / (1 + tl.exp(-gate)) * up, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines"])
 def _split_heads(
     qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_new,
     lines, eps, COUNT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,

@@ -114,7 +114,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "rows"])  # they change from pass to pass
 def _attend(
     q, keys, values, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
@@ -198,7 +198,7 @@ def _attend(
     tl.store(out + place[:, None] * DIM + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "splits"])
 def _merge(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """Average the parts [splits, lines, DIM], each weighted by two to its lse [splits, lines]."""
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -175,8 +175,13 @@ def _assemble(
     if runner.graphs is not None:
         recordings.append(runner.graphs)
     if recordings:
-        sizes = token_buckets(config.prefill_chunk) if loader.recorder is not None else []
-        caps |= _capture(recordings, [partial(prompt_pass.warm, batch, size) for size in sizes], device, say, report)
+        passes: list[Program] = []
+        if loader.recorder is not None:
+            sizes = token_buckets(config.prefill_chunk)
+            passes = [partial(prompt_pass.warm, batch, size) for size in sizes]
+            # Keys of a prefix are read by other kernels; where it is long, several programs share them.
+            passes += [partial(prompt_pass.warm, batch, sizes[0], prefix) for prefix in (1, width)]
+        caps |= _capture(recordings, passes, device, say, report)
     return Parts(
         device=device,
         tokenizer=target.tokenizer(),

@@ -16,8 +16,10 @@ import torch
 
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
+from specbatch.context import Span
 from specbatch.context import Prefill, Span
 from specbatch.graphs import RING, PiecewiseGraphs, Program, batch_buckets, token_buckets
+from specbatch.prefill import PromptPass
 from specbatch.request import SamplingParams
 
 SPECULATIONS = {
@@ -141,6 +143,24 @@ def test_a_closed_engine_leaves_its_memory_at_once(
         assert [item() for item in kept] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
+    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    compute = PromptPass._compute
+
+    def spied(self: PromptPass, batch: Any, spans: list[Span]) -> Any:
+        seen.extend((span.start, span.end) for span in spans)
+        return compute(self, batch, spans)
+
+    monkeypatch.setattr(PromptPass, "_compute", spied)
+    width = graph_engine(graphs=BOTH, prefill_chunk=40)._runner._batch.width
+    assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1)]
+    seen.clear()
+    width = graph_engine(graphs=BOTH, prefill_chunk=40, max_model_len=20)._runner._batch.width
+    assert all(0 <= start < end < width for start, end in seen)
 
 
 def test_progress_of_recording_is_reported(graph_engine: Callable[..., Any]) -> None:
