@@ -12,7 +12,8 @@
   iterations that follow each other without a prefill, over gaps and iterations; where the device had run dry, the
   launch call itself counts as busy. None without a CUDA device.
 * launch lead: from the end of a launch to the result of the iteration before it, which is how far the host is ahead;
-  0 where that result was there already (a late launch). None where nothing overlaps (v1).
+  0 where that result was there already (a late launch). Iterations behind a prefill have none: the device was busy
+  with that. None where nothing overlaps (v1).
 * host waits per step: waits for a result with nothing launched behind it: 1 for v1, about 0 for v2.
 * graph coverage: replays / (replays + eager fallbacks) of iterations and prompt passes.
 * counters: `iteration_s / iterations` is the host's time to launch an iteration and to wait for its result.

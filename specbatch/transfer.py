@@ -38,6 +38,11 @@ class Lap:
         if behind is not None:
             self._previous = behind._done
 
+    @property
+    def follows(self) -> bool:
+        """Was nothing launched between the iteration before and this one?"""
+        return self._previous is not None
+
     def seconds(self) -> tuple[float, float | None]:
         """(iteration, gap before it or None); the iteration must be over."""
         gap = None if self._previous is None else self._previous.elapsed_time(self._begun) / 1000

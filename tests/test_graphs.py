@@ -21,6 +21,7 @@ from specbatch.context import Prefill, Span
 from specbatch.graphs import RING, PiecewiseGraphs, Program, batch_buckets, token_buckets
 from specbatch.prefill import PromptPass
 from specbatch.request import SamplingParams
+from specbatch.transfer import Lap
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -128,6 +129,39 @@ def test_a_late_recording_leaves_results_on_their_way_alone(
     done = engine.generate(prompts, params, concurrency=2)
     assert engine.record().counters["graphs"]["decode"]["recorded_late"] == 1
     assert tuple(done[1].token_ids) == toy.greedy(tuple(prompts[1]))[:20]
+
+
+class Clock(Lap):
+    """A lap of one second, half a second behind the one before."""
+
+    def __init__(self) -> None:
+        self._previous: Any = None
+
+    @classmethod
+    def begin(cls, device: torch.device) -> Lap:
+        return cls()
+
+    def end(self, behind: Lap | None) -> None:
+        self._previous = behind
+
+    def seconds(self) -> tuple[float, float | None]:
+        return 1.0, 0.5 if self.follows else None
+
+
+def test_what_the_device_does_between_iterations_is_nobodys_lateness(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a recording nor a prefill counts as an iteration's time, as a gap or as a late launch."""
+    monkeypatch.setattr("specbatch.runner.Lap", Clock)
+    engine = graph_engine(graphs=BOTH, max_running=2)
+    params = [SamplingParams(temperature=t, max_new_tokens=n, ignore_eos=True) for t, n in ((0, 5), (0, 25), (0.8, 6))]
+    engine.generate([list(prompt) for prompt in toy.prompts()[:3]], params, concurrency=2)
+    counters = engine.record().counters
+    late = counters["graphs"]["decode"]["recorded_late"]
+    assert late > 0
+    assert counters["device_steps"] == counters["iterations"] - late
+    # Each iteration that follows another was launched before that one was handled.
+    assert 0 < counters["overlapped"] == counters["device_gaps"] < counters["device_steps"] - 1
 
 
 def test_a_closed_engine_leaves_its_memory_at_once(
