@@ -30,6 +30,7 @@ from specbatch.progress import Report
 from specbatch.runner import OnTokens, Runner
 from specbatch.scheduler import Scheduler
 from specbatch.tokenizer import Tokenizer
+from specbatch.transfer import on_device
 from specbatch.weights import Checkpoint
 
 Say = Callable[[str], None]
@@ -71,7 +72,8 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
     for line in plan.lines():
         say(line)
     try:
-        return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
+        with on_device(device):
+            return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
 

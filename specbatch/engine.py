@@ -23,6 +23,7 @@ from specbatch.progress import Report
 from specbatch.request import Completion, Request, SamplingParams
 from specbatch.runner import Counters
 from specbatch.schedules import SCHEDULES
+from specbatch.transfer import on_device
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -131,11 +132,11 @@ class Engine:
                     self._submit(index, tokens[index], settings[index])
                     if index in self._aborted:
                         self.abort(index)
-                if self._active and not self._schedule.step() and not self._events:
+                if self._active and not self._step() and not self._events:
                     raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
                 yield from self._take_events()
                 self._require("busy")
-            while self._schedule.step():  # what v2 still has in flight: void rows of requests that have ended
+            while self._step():  # what v2 still has in flight: void rows of requests that have ended
                 pass
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
@@ -223,6 +224,10 @@ class Engine:
             if getattr(config, name) != getattr(self.config, name):
                 works = f"the weights are those of {name}={getattr(self.config, name)!r}; ask for the same"
                 raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
+
+    def _step(self) -> bool:
+        with on_device(self.device):
+            return self._schedule.step()
 
     def _take_events(self) -> list[StreamEvent]:
         events, self._events = self._events, []

@@ -16,7 +16,6 @@ import torch
 
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
-from specbatch.context import Span
 from specbatch.context import Prefill, Span
 from specbatch.graphs import RING, PiecewiseGraphs, Program, batch_buckets, token_buckets
 from specbatch.prefill import PromptPass
