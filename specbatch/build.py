@@ -208,6 +208,8 @@ def _capture(
         for _ in item.capture():
             done += 1
             report(done, total)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what warming up took: on the recorder's stream nobody else could have it
     for program in passes:
         program()
     if device.type == "cuda":
