@@ -132,7 +132,7 @@ def _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale,
     return acc, peak, total * shrink + tl.sum(p, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "rows"])  # they change from pass to pass
 def _attend(
     q, keys, values, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
@@ -220,7 +220,7 @@ def _attend(
     tl.store(out + place[:, None] * DIM + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "splits"])
 def _merge(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """Average the parts [splits, lines, DIM], each weighted by two to its lse [splits, lines]."""
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

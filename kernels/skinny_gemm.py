@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.gemm_configs import Tile, tile_for
+from specbatch.kernels.norm import rms_norm
 
 WORKSPACE = 8 << 20  # float32 partial sums
 COUNTERS = 4096
@@ -210,6 +211,8 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
     assert weight.is_contiguous(), "the weight must be contiguous"
     assert weight.shape[1] == k, f"x has {k} columns, the weight {weight.shape[1]}"
     assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
+    if norm_weight is not None and x.dtype == torch.float16:  # x * norm before its scaling may exceed 65504
+        x, norm_weight = rms_norm(x.contiguous(), norm_weight, eps), None
     block_m = max(16, triton.next_power_of_2(m))
     tile = tile or tile_for(n, k, block_m, gated, x.element_size())
     pdl = x.is_cuda if pdl is None else pdl

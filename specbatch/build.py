@@ -30,6 +30,7 @@ from specbatch.progress import Report
 from specbatch.runner import OnTokens, Runner
 from specbatch.scheduler import Scheduler
 from specbatch.tokenizer import Tokenizer
+from specbatch.transfer import on_device
 from specbatch.weights import Checkpoint
 
 Say = Callable[[str], None]
@@ -71,7 +72,8 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
     for line in plan.lines():
         say(line)
     try:
-        return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
+        with on_device(device):
+            return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
 
@@ -175,8 +177,13 @@ def _assemble(
     if runner.graphs is not None:
         recordings.append(runner.graphs)
     if recordings:
-        sizes = token_buckets(config.prefill_chunk) if loader.recorder is not None else []
-        caps |= _capture(recordings, [partial(prompt_pass.warm, batch, size) for size in sizes], device, say, report)
+        passes: list[Program] = []
+        if loader.recorder is not None:
+            sizes = token_buckets(config.prefill_chunk)
+            passes = [partial(prompt_pass.warm, batch, size) for size in sizes]
+            # Keys of a prefix are read by other kernels; where it is long, several programs share them.
+            passes += [partial(prompt_pass.warm, batch, sizes[0], prefix) for prefix in (1, width)]
+        caps |= _capture(recordings, passes, device, say, report)
     return Parts(
         device=device,
         tokenizer=target.tokenizer(),
@@ -201,6 +208,8 @@ def _capture(
         for _ in item.capture():
             done += 1
             report(done, total)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what warming up took: on the recorder's stream nobody else could have it
     for program in passes:
         program()
     if device.type == "cuda":

@@ -188,7 +188,9 @@ class WholeGraphs:
             if logprobs is not None:
                 self._logprobs[:, :bucket].index_copy_(0, turn, logprobs[None])
 
-        self._inputs.zero_()  # a pass over padding rows harms nobody
+        # A pass over padding rows harms nobody, if its result goes where the next one will: others may be on their way.
+        self._inputs.zero_()
+        turn.fill_((self._turn + 1) % RING)
         self._recorder.warm(program)
         replay = self._graphs[bucket, needs] = self._recorder.record(program)
         return replay

@@ -25,9 +25,13 @@ class PromptPass:
         self._cache = cache
         self._drafter = drafter
 
-    def warm(self, batch: DeviceBatch, count: int) -> None:
-        """Run `count` tokens of the padding row, so that whatever is compiled for such a pass is there."""
-        self._compute(batch, [Span(0, 0, min(count, batch.width - 1))])
+    def warm(self, batch: DeviceBatch, count: int, prefix: int = 0) -> None:
+        """Run `count` tokens of the padding row behind a prefix, both as far as a row holds them, so that whatever is
+        compiled for such a pass is there."""
+        most = batch.width - 1
+        count = min(count, most)
+        start = min(prefix, most - count)
+        self._compute(batch, [Span(0, start, start + count)])
 
     def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Compute the chunks. For those that complete a prompt: int64 [B, 2] of first token and sound, and float32

@@ -5,6 +5,8 @@ What cannot be seen here is a program that launches something a graph cannot hol
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,8 +17,10 @@ import torch
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.context import Prefill, Span
-from specbatch.graphs import PiecewiseGraphs, Program, batch_buckets, token_buckets
+from specbatch.graphs import RING, PiecewiseGraphs, Program, batch_buckets, token_buckets
+from specbatch.prefill import PromptPass
 from specbatch.request import SamplingParams
+from specbatch.transfer import Lap
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -106,6 +110,90 @@ def test_sampling_is_recorded_when_it_is_first_asked_for(toy: Any, graph_engine:
     assert engine.record().counters["graphs"]["decode"]["recorded_late"] == 1
     engine.generate([prompt], params)
     assert recorder.recorded == before + 1
+
+
+@pytest.mark.parametrize("first", range(2, 2 + RING))
+def test_a_late_recording_leaves_results_on_their_way_alone(
+    toy: Any, graph_engine: Callable[..., Any], first: int
+) -> None:
+    """A sampled request comes while a result is in flight, in each place of the ring; here that is read as late as a
+    slow copy would."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:3]]
+    params = [
+        SamplingParams(max_new_tokens=first, ignore_eos=True),
+        SamplingParams(max_new_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.8, max_new_tokens=6, ignore_eos=True),
+    ]
+    engine = graph_engine(graphs=BOTH, max_running=2)
+    done = engine.generate(prompts, params, concurrency=2)
+    assert engine.record().counters["graphs"]["decode"]["recorded_late"] == 1
+    assert tuple(done[1].token_ids) == toy.greedy(tuple(prompts[1]))[:20]
+
+
+class Clock(Lap):
+    """A lap of one second, half a second behind the one before."""
+
+    def __init__(self) -> None:
+        self._previous: Any = None
+
+    @classmethod
+    def begin(cls, device: torch.device) -> Lap:
+        return cls()
+
+    def end(self, behind: Lap | None) -> None:
+        self._previous = behind
+
+    def seconds(self) -> tuple[float, float | None]:
+        return 1.0, 0.5 if self.follows else None
+
+
+def test_what_the_device_does_between_iterations_is_nobodys_lateness(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a recording nor a prefill counts as an iteration's time, as a gap or as a late launch."""
+    monkeypatch.setattr("specbatch.runner.Lap", Clock)
+    engine = graph_engine(graphs=BOTH, max_running=2)
+    params = [SamplingParams(temperature=t, max_new_tokens=n, ignore_eos=True) for t, n in ((0, 5), (0, 25), (0.8, 6))]
+    engine.generate([list(prompt) for prompt in toy.prompts()[:3]], params, concurrency=2)
+    counters = engine.record().counters
+    late = counters["graphs"]["decode"]["recorded_late"]
+    assert late > 0
+    assert counters["device_steps"] == counters["iterations"] - late
+    # Each iteration that follows another was launched before that one was handled.
+    assert 0 < counters["overlapped"] == counters["device_gaps"] < counters["device_steps"] - 1
+
+
+def test_a_closed_engine_leaves_its_memory_at_once(
+    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorder, "record", lambda self, program: lambda: None)  # as a graph, which keeps no program
+    engine = graph_engine(graphs=BOTH)
+    gc.collect()
+    kept = [weakref.ref(item) for item in (engine._runner._prompt_pass._cache, engine._runner._batch, engine._model)]
+    gc.disable()
+    try:
+        engine.close()
+        assert [item() for item in kept] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
+    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    compute = PromptPass._compute
+
+    def spied(self: PromptPass, batch: Any, spans: list[Span]) -> Any:
+        seen.extend((span.start, span.end) for span in spans)
+        return compute(self, batch, spans)
+
+    monkeypatch.setattr(PromptPass, "_compute", spied)
+    width = graph_engine(graphs=BOTH, prefill_chunk=40)._runner._batch.width
+    assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1)]
+    seen.clear()
+    width = graph_engine(graphs=BOTH, prefill_chunk=40, max_model_len=20)._runner._batch.width
+    assert all(0 <= start < end < width for start, end in seen)
 
 
 def test_progress_of_recording_is_reported(graph_engine: Callable[..., Any]) -> None:
