@@ -11,6 +11,8 @@ The programs that share rows leave float32 partial sums, meet, and each adds its
 splits. Spinning is safe since all 128 programs are resident at once; it is bounded nevertheless: programs that wait for
 more than some 0.1 s go on with wrong sums.
 
+Where the ring holds too little to bridge the wait, a few more steps are brought into the L2.
+
 mbarriers: slot i's completes once per use, the nth (from 0) with parity n % 2; it is armed again only after all warps
 have waited for it and read the slot. Gluon 3.6 has neither TMA multicast nor reductions through distributed shared
 memory, hence the partial sums in global memory; nor cache hints on TMA, hence no evict-first.
@@ -76,21 +78,52 @@ class Product:
         return TensorDescriptor.from_tensor(weight, [64, block], FLAT.value)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """`stages` slots of 64 x `block` weights, `rows` of x (padded), `ahead` more steps brought into the L2 (0: none)."""
+
+    rows: int
+    block: int
+    stages: int
+    ahead: int
+
+
 @gluon.jit
-def _request(weight, ring, bars, count, step, PRODUCT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
+def _request(weight, memory, count, step, PRODUCT: gl.constexpr, PLAN: gl.constexpr):
     """Asks for a step of a product; its slot is that of the `count`th request of all."""
-    STEPS: gl.constexpr = PRODUCT.strip // BK
-    group = gl.program_id(0) // PRODUCT.splits
-    tile = group * PRODUCT.tiles + step // STEPS
-    k = gl.program_id(0) % PRODUCT.splits * PRODUCT.strip + step % STEPS * BK
-    slot = count % STAGES
+    STEPS: gl.constexpr = PRODUCT.strip // PLAN.block
+    ring, bars, _ = memory
+    tile = gl.program_id(0) // PRODUCT.splits * PRODUCT.tiles + step // STEPS
+    k = gl.program_id(0) % PRODUCT.splits * PRODUCT.strip + step % STEPS * PLAN.block
+    slot = count % PLAN.stages
     bar = bars.index(slot)
-    mbarrier.expect(bar, 64 * BK * 2)
+    mbarrier.expect(bar, 64 * PLAN.block * 2)
     if PRODUCT.gated:
-        paired = ring.index(slot)._reinterpret(gl.bfloat16, [2, 32, BK], PAIRED)
+        paired = ring.index(slot)._reinterpret(gl.bfloat16, [2, 32, PLAN.block], PAIRED)
         tma.async_copy_global_to_shared(weight, [0, tile * 32, k], bar, paired)
     else:
         tma.async_copy_global_to_shared(weight, [tile * 64, k], bar, ring.index(slot))
+
+
+@gluon.jit
+def _prefetch(matrix, PRODUCT: gl.constexpr, PLAN: gl.constexpr):
+    """Into the L2: a product's steps behind those that fill the ring."""
+    STEPS: gl.constexpr = PRODUCT.strip // PLAN.block
+    if PLAN.ahead > 0:
+        segment = gl.arange(0, PLAN.ahead * 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        step = gl.minimum(PLAN.stages + segment // 64, PRODUCT.tiles * STEPS - 1)
+        tile = gl.program_id(0) // PRODUCT.splits * PRODUCT.tiles + step // STEPS
+        row = segment % 64
+        row = tile * 32 + row % 32 + row // 32 * (PRODUCT.n // 2) if PRODUCT.gated else tile * 64 + row
+        k = gl.program_id(0) % PRODUCT.splits * PRODUCT.strip + step % STEPS * PLAN.block
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [(matrix + row.to(gl.int64) * PRODUCT.k + k).to(gl.int64, bitcast=True), gl.full_like(row, PLAN.block * 2)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -115,24 +148,24 @@ def _meet(counter, EXPECTED: gl.constexpr):
 
 
 @gluon.jit
-def _load_strip(x, norm, strip, M, PRODUCT: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr):
+def _load_strip(x, norm, strip, M, PRODUCT: gl.constexpr, PLAN: gl.constexpr):
     """x[:, strip] -> shared memory, times the norm's weight; returns the rows' sums of squares of the strip."""
-    STEPS: gl.constexpr = PRODUCT.strip // BK
-    AT_ONCE: gl.constexpr = min(STEPS, 256 * 32 * gl.num_warps() // (BM * BK))  # 128 registers of a thread
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, BM, gl.SliceLayout(1, layout))[:, None]
-    ks = gl.program_id(0) % PRODUCT.splits * PRODUCT.strip + gl.arange(0, BK, gl.SliceLayout(0, layout))
-    squares = gl.zeros([BM, BK], gl.float32, layout)
+    BLOCK: gl.constexpr = PLAN.block
+    STEPS: gl.constexpr = PRODUCT.strip // BLOCK
+    AT_ONCE: gl.constexpr = min(STEPS, 256 * 32 * gl.num_warps() // (PLAN.rows * BLOCK))  # 128 registers of a thread
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, PLAN.rows, gl.SliceLayout(1, layout))[:, None]
+    ks = gl.program_id(0) % PRODUCT.splits * PRODUCT.strip + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    from_rows = x + rows * PRODUCT.k + ks[None, :]
+    squares = gl.zeros([PLAN.rows, BLOCK], gl.float32, layout)
     for first in gl.static_range(0, STEPS, AT_ONCE):
         pieces = ()
         scales = ()
         for i in gl.static_range(first, min(STEPS, first + AT_ONCE)):
             # not by way of the L1: other multiprocessors may have written x since this kernel began
-            pieces += (
-                gl.load(x + rows * PRODUCT.k + ks[None, :] + i * BK, mask=rows < M, other=0.0, cache_modifier=".cg"),
-            )
+            pieces += (gl.load(from_rows + i * BLOCK, mask=rows < M, other=0.0, cache_modifier=".cg"),)
             if PRODUCT.normed:
-                scales += (gl.load(norm + ks + i * BK),)
+                scales += (gl.load(norm + ks + i * BLOCK),)
         for i in gl.static_range(first, min(STEPS, first + AT_ONCE)):
             piece = pieces[i - first]
             if PRODUCT.normed:
@@ -145,35 +178,37 @@ def _load_strip(x, norm, strip, M, PRODUCT: gl.constexpr, BM: gl.constexpr, BK: 
 
 
 @gluon.jit
-def _reduce(mine, group_sums, residual, y, M, eps, PRODUCT: gl.constexpr, BM: gl.constexpr):
+def _reduce(sums, residual, y, M, eps, PRODUCT: gl.constexpr, PLAN: gl.constexpr):
     """Adds the splits' partial sums of this program's part of its group's columns, and finishes them."""
-    SIZE: gl.constexpr = PRODUCT.tiles * 64 * BM + BM
+    ROWS: gl.constexpr = PLAN.rows
     SPLITS: gl.constexpr = PRODUCT.splits
-    GROUP: gl.constexpr = PRODUCT.outputs * PRODUCT.splits // PROGRAMS
+    SIZE: gl.constexpr = PRODUCT.tiles * 64 * ROWS + ROWS
+    GROUP: gl.constexpr = PRODUCT.outputs * SPLITS // PROGRAMS
     COLUMNS: gl.constexpr = GROUP // SPLITS
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [64 // BM, BM // 2], [gl.num_warps(), 1], [1, 0])
-    m = gl.arange(0, BM, gl.SliceLayout(0, layout))
-    scaling = gl.full([BM], 1.0, gl.float32, gl.SliceLayout(0, layout))
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [64 // ROWS, ROWS // 2], [gl.num_warps(), 1], [1, 0])
+    group = gl.program_id(0) // SPLITS
+    theirs = sums + group * SPLITS * SIZE
+    m = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    scaling = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, layout))
     if PRODUCT.normed:
-        square = gl.zeros([BM], gl.float32, gl.SliceLayout(0, layout))
+        square = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, layout))
         for i in gl.static_range(SPLITS):
-            square += gl.load(group_sums + i * SIZE + SIZE - BM + m, cache_modifier=".cg")
+            square += gl.load(theirs + i * SIZE + SIZE - ROWS + m, cache_modifier=".cg")
         scaling = gl.rsqrt(square / PRODUCT.k + eps)
     for block in gl.static_range(COLUMNS // 16):
-        column = gl.program_id(0) % PRODUCT.splits * COLUMNS + block * 16
-        column += gl.arange(0, 16, gl.SliceLayout(1, layout))
+        column = gl.program_id(0) % SPLITS * COLUMNS + block * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
         row = column // 32 * 64 + column % 32 if PRODUCT.gated else column
-        inner = row[:, None] * BM + m[None, :]
-        total = gl.zeros([16, BM], gl.float32, layout)
-        up = gl.zeros([16, BM], gl.float32, layout)
+        inner = row[:, None] * ROWS + m[None, :]
+        total = gl.zeros([16, ROWS], gl.float32, layout)
+        up = gl.zeros([16, ROWS], gl.float32, layout)
         for i in gl.static_range(SPLITS):
-            total += gl.load(group_sums + i * SIZE + inner, cache_modifier=".cg")
+            total += gl.load(theirs + i * SIZE + inner, cache_modifier=".cg")
             if PRODUCT.gated:
-                up += gl.load(group_sums + i * SIZE + inner + 32 * BM, cache_modifier=".cg")
+                up += gl.load(theirs + i * SIZE + inner + 32 * ROWS, cache_modifier=".cg")
         total *= scaling[None, :]
         if PRODUCT.gated:
             total = total / (1.0 + gl.exp(-total)) * (up * scaling[None, :])
-        at = m[None, :] * PRODUCT.outputs + (gl.program_id(0) // PRODUCT.splits * GROUP + column)[:, None]
+        at = m[None, :] * PRODUCT.outputs + (group * GROUP + column)[:, None]
         exists = (m < M)[None, :]
         if PRODUCT.residual:
             total += gl.load(residual + at, mask=exists, other=0.0, cache_modifier=".cg").to(gl.float32)
@@ -181,84 +216,85 @@ def _reduce(mine, group_sums, residual, y, M, eps, PRODUCT: gl.constexpr, BM: gl
 
 
 @gluon.jit
+def _start(weight, matrix, PIECES: gl.constexpr, PRODUCT: gl.constexpr, PLAN: gl.constexpr):
+    """Ring, its barriers and the strip; the first weights are asked for, and the kernel before is waited for."""
+    ring = gl.allocate_shared_memory(gl.bfloat16, [PLAN.stages, 64, PLAN.block], FLAT)
+    strip = gl.allocate_shared_memory(gl.bfloat16, [PIECES, PLAN.rows, PLAN.block], FLAT)
+    bars = gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout())
+    memory = (ring, bars, strip)
+    STAGES: gl.constexpr = PLAN.stages
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    for i in gl.static_range(STAGES):
+        _request(weight, memory, i, i, PRODUCT, PLAN)
+    _prefetch(matrix, PRODUCT, PLAN)
+    gdc_wait()
+    return memory
+
+
+@gluon.jit
 def _product(
-    weight,
-    next_weight,
-    x,
-    norm,
-    residual,
-    y,
-    sums,
-    counters,  # of this product's groups
-    ring,
-    bars,
-    strip,
+    weights,  # this product's descriptor, the next's, the next's matrix
+    tensors,  # x, norm, residual, y
+    scratch,  # partial sums, counters of this product's groups
+    memory,
     M,
     eps,
     START: gl.constexpr,  # steps of the products before
     PRODUCT: gl.constexpr,
     NEXT: gl.constexpr,  # the product whose weights follow in the ring, or None
-    SIGNAL: gl.constexpr,  # the step that lets the next kernel start, or -1
-    BM: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIGNAL: gl.constexpr,  # the step that lets the next kernel start, or None
+    PLAN: gl.constexpr,
 ):
-    """One product whose first STAGES steps were asked for already; leaves NEXT in that state."""
-    STEPS: gl.constexpr = PRODUCT.strip // BK
-    SIZE: gl.constexpr = PRODUCT.tiles * 64 * BM + BM
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, gl.num_warps() // 4], [16, BM * 4 // gl.num_warps(), 16]
-    )
-    group = gl.program_id(0) // PRODUCT.splits
+    """One product whose first steps were asked for already, as many as the ring holds; leaves NEXT in that state."""
+    ROWS: gl.constexpr = PLAN.rows
+    STEPS: gl.constexpr = PRODUCT.strip // PLAN.block
+    TOTAL: gl.constexpr = PRODUCT.tiles * STEPS
+    SIZE: gl.constexpr = PRODUCT.tiles * 64 * ROWS + ROWS
+    WARPS: gl.constexpr = gl.num_warps()
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS * 4 // WARPS, 16])
+    weight, next_weight, next_matrix = weights
+    x, norm, residual, y = tensors
+    sums, counters = scratch
+    ring, bars, strip = memory
     mine = sums + gl.program_id(0) * SIZE
-    inner = (
-        gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None] * BM + gl.arange(0, BM, gl.SliceLayout(0, mma))[None, :]
-    )
-    squares = _load_strip(x, norm, strip, M, PRODUCT, BM, BK)
+    inner = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None] * ROWS
+    inner += gl.arange(0, ROWS, gl.SliceLayout(0, mma))[None, :]
+    squares = _load_strip(x, norm, strip, M, PRODUCT, PLAN)
     if PRODUCT.normed:
-        gl.store(mine + SIZE - BM + gl.arange(0, BM, squares.type.layout), squares)
+        gl.store(mine + SIZE - ROWS + gl.arange(0, ROWS, squares.type.layout), squares)
     for tile in range(PRODUCT.tiles):
-        total = gl.zeros([64, BM], gl.float32, mma)
+        total = gl.zeros([64, ROWS], gl.float32, mma)
         for piece in range(STEPS):
             step = tile * STEPS + piece
             count = START + step
-            slot = count % STAGES
-            mbarrier.wait(bars.index(slot), count // STAGES & 1)
+            slot = count % PLAN.stages
+            mbarrier.wait(bars.index(slot), count // PLAN.stages & 1)
             total = warpgroup_mma(ring.index(slot), strip.index(piece).permute((1, 0)), total, is_async=True)
             total = warpgroup_mma_wait(0, (total,))
             gl.thread_barrier()  # all warps have read the slot
-            if step + STAGES < PRODUCT.tiles * STEPS:
-                _request(weight, ring, bars, count + STAGES, step + STAGES, PRODUCT, BK, STAGES)
+            ahead = step + PLAN.stages
+            if ahead < TOTAL:
+                _request(weight, memory, START + ahead, ahead, PRODUCT, PLAN)
             elif NEXT is not None:
-                ahead = step + STAGES - PRODUCT.tiles * STEPS
-                _request(next_weight, ring, bars, count + STAGES, ahead, NEXT, BK, STAGES)
+                _request(next_weight, memory, START + ahead, ahead - TOTAL, NEXT, PLAN)
             if step == SIGNAL:
                 gdc_launch_dependents()
-        gl.store(mine + tile * (64 * BM) + inner, total)
+        gl.store(mine + tile * (64 * ROWS) + inner, total)
+    if NEXT is not None:
+        _prefetch(next_matrix, NEXT, PLAN)
     if PRODUCT.splits > 1:
-        _meet(counters + group * 32, PRODUCT.splits)
+        _meet(counters + gl.program_id(0) // PRODUCT.splits * 32, PRODUCT.splits)
     else:
         gl.thread_barrier()
-    _reduce(mine, sums + group * PRODUCT.splits * SIZE, residual, y, M, eps, PRODUCT, BM)
-
-
-@gluon.jit
-def _start(weight, PRODUCT: gl.constexpr, PIECES: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
-    """Ring, its barriers and the strip; the first weights are asked for, and the kernel before is waited for."""
-    ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, BK], FLAT)
-    strip = gl.allocate_shared_memory(gl.bfloat16, [PIECES, BM, BK], FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        _request(weight, ring, bars, i, i, PRODUCT, BK, STAGES)
-    gdc_wait()
-    return ring, bars, strip
+    _reduce(sums, residual, y, M, eps, PRODUCT, PLAN)
 
 
 @gluon.jit
 def product_kernel(
     weight,
+    matrix,
     x,
     norm,
     residual,
@@ -269,16 +305,12 @@ def product_kernel(
     eps,
     PRODUCT: gl.constexpr,
     SIGNAL: gl.constexpr,
-    BM: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
+    PLAN: gl.constexpr,
 ):
-    """One product: x [M, k], y [M, outputs], weights as `Product.describe` describes them."""
-    ring, bars, strip = _start(weight, PRODUCT, PRODUCT.strip // BK, BM, BK, STAGES)
-    _product(
-        weight, weight, x, norm, residual, y, sums, counters, ring, bars, strip, M, eps,
-        0, PRODUCT, None, SIGNAL, BM, BK, STAGES,
-    )  # fmt: skip
+    """One product: x [M, k] -> y [M, outputs]; `weight` is `Product.describe` of `matrix`."""
+    memory = _start(weight, matrix, PRODUCT.strip // PLAN.block, PRODUCT, PLAN)
+    weights = (weight, weight, matrix)
+    _product(weights, (x, norm, residual, y), (sums, counters), memory, M, eps, 0, PRODUCT, None, SIGNAL, PLAN)
 
 
 @gluon.jit
@@ -287,6 +319,10 @@ def layer_kernel(
     gated_weight,
     down_weight,
     qkv_weight,
+    o_matrix,
+    gated_matrix,
+    down_matrix,
+    qkv_matrix,
     attention,
     x,
     middle,
@@ -299,41 +335,38 @@ def layer_kernel(
     counters,
     M,
     eps,
-    O: gl.constexpr,  # noqa: E741
+    OUT: gl.constexpr,
     GATED: gl.constexpr,
     DOWN: gl.constexpr,
     QKV: gl.constexpr,  # of the next layer; None: the last layer
-    PIECES: gl.constexpr,
-    BM: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
+    PIECES: gl.constexpr,  # of the longest strip
+    PLAN: gl.constexpr,
 ):
     """From the attention's output to the next layer's qkv.
 
     middle = x + o(attention), inner = gated(norm(middle)), y = middle + down(inner), qkv = qkv(norm(y)).
     """
-    O_STEPS: gl.constexpr = O.tiles * O.strip // BK
-    GATED_STEPS: gl.constexpr = O_STEPS + GATED.tiles * GATED.strip // BK
-    DOWN_STEPS: gl.constexpr = GATED_STEPS + DOWN.tiles * DOWN.strip // BK
+    AT_GATED: gl.constexpr = OUT.tiles * (OUT.strip // PLAN.block)
+    AT_DOWN: gl.constexpr = AT_GATED + GATED.tiles * (GATED.strip // PLAN.block)
+    AT_QKV: gl.constexpr = AT_DOWN + DOWN.tiles * (DOWN.strip // PLAN.block)
     everyone = counters + 7 * 64 * 32
-    ring, bars, strip = _start(o_weight, O, PIECES, BM, BK, STAGES)
-    _product(
-        o_weight, gated_weight, attention, x, x, middle, sums, counters, ring, bars, strip, M, eps,
-        0, O, GATED, -1, BM, BK, STAGES,
-    )  # fmt: skip
+    memory = _start(o_weight, o_matrix, PIECES, OUT, PLAN)
+    weights = (o_weight, gated_weight, gated_matrix)
+    tensors = (attention, x, x, middle)
+    _product(weights, tensors, (sums, counters), memory, M, eps, 0, OUT, GATED, None, PLAN)
     _meet(everyone, PROGRAMS)
-    _product(
-        gated_weight, down_weight, middle, gated_norm, x, inner, sums, counters + 64 * 32, ring, bars, strip,
-        M, eps, O_STEPS, GATED, DOWN, -1, BM, BK, STAGES,
-    )  # fmt: skip
+    weights = (gated_weight, down_weight, down_matrix)
+    tensors = (middle, gated_norm, x, inner)
+    _product(weights, tensors, (sums, counters + 64 * 32), memory, M, eps, AT_GATED, GATED, DOWN, None, PLAN)
     _meet(everyone, PROGRAMS)
-    _product(
-        down_weight, qkv_weight, inner, x, middle, y, sums, counters + 2 * 64 * 32, ring, bars, strip,
-        M, eps, GATED_STEPS, DOWN, QKV, 0 if QKV is None else -1, BM, BK, STAGES,
-    )  # fmt: skip
-    if QKV is not None:
+    weights = (down_weight, qkv_weight, qkv_matrix)
+    tensors = (inner, x, middle, y)
+    scratch = (sums, counters + 2 * 64 * 32)
+    if QKV is None:
+        _product(weights, tensors, scratch, memory, M, eps, AT_DOWN, DOWN, None, 0, PLAN)
+    else:
+        _product(weights, tensors, scratch, memory, M, eps, AT_DOWN, DOWN, QKV, None, PLAN)
         _meet(everyone, PROGRAMS)
-        _product(
-            qkv_weight, qkv_weight, y, qkv_norm, x, qkv, sums, counters + 3 * 64 * 32, ring, bars, strip,
-            M, eps, DOWN_STEPS, QKV, None, 0, BM, BK, STAGES,
-        )  # fmt: skip
+        weights = (qkv_weight, qkv_weight, qkv_matrix)
+        tensors = (y, qkv_norm, x, qkv)
+        _product(weights, tensors, (sums, counters + 3 * 64 * 32), memory, M, eps, AT_QKV, QKV, None, 0, PLAN)
