@@ -80,7 +80,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Plan:
-    """`stages` slots of 64 x `block` weights, `rows` of x (padded), `ahead` more steps brought into the L2 (0: none)."""
+    """`stages` slots of 64 x `block` weights, `rows` of x (padded), `ahead` more steps brought into the L2."""
 
     rows: int
     block: int
@@ -150,14 +150,15 @@ def _meet(counter, EXPECTED: gl.constexpr):
 @gluon.jit
 def _load_strip(x, norm, strip, M, PRODUCT: gl.constexpr, PLAN: gl.constexpr):
     """x[:, strip] -> shared memory, times the norm's weight; returns the rows' sums of squares of the strip."""
+    ROWS: gl.constexpr = PLAN.rows
     BLOCK: gl.constexpr = PLAN.block
     STEPS: gl.constexpr = PRODUCT.strip // BLOCK
-    AT_ONCE: gl.constexpr = min(STEPS, 256 * 32 * gl.num_warps() // (PLAN.rows * BLOCK))  # 128 registers of a thread
+    AT_ONCE: gl.constexpr = min(STEPS, 256 * 32 * gl.num_warps() // (ROWS * BLOCK))  # 128 registers of a thread
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, PLAN.rows, gl.SliceLayout(1, layout))[:, None]
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     ks = gl.program_id(0) % PRODUCT.splits * PRODUCT.strip + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     from_rows = x + rows * PRODUCT.k + ks[None, :]
-    squares = gl.zeros([PLAN.rows, BLOCK], gl.float32, layout)
+    squares = gl.zeros([ROWS, BLOCK], gl.float32, layout)
     for first in gl.static_range(0, STEPS, AT_ONCE):
         pieces = ()
         scales = ()
@@ -244,7 +245,7 @@ def _product(
     START: gl.constexpr,  # steps of the products before
     PRODUCT: gl.constexpr,
     NEXT: gl.constexpr,  # the product whose weights follow in the ring, or None
-    SIGNAL: gl.constexpr,  # the step that lets the next kernel start, or None
+    SIGNAL: gl.constexpr,  # the step that lets the next kernel start, or -1
     PLAN: gl.constexpr,
 ):
     """One product whose first steps were asked for already, as many as the ring holds; leaves NEXT in that state."""
@@ -254,6 +255,7 @@ def _product(
     SIZE: gl.constexpr = PRODUCT.tiles * 64 * ROWS + ROWS
     WARPS: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS * 4 // WARPS, 16])
+    gl.static_assert(PLAN.stages <= TOTAL, "the ring would ask for more than there is")
     weight, next_weight, next_matrix = weights
     x, norm, residual, y = tensors
     sums, counters = scratch
@@ -291,7 +293,7 @@ def _product(
     _reduce(sums, residual, y, M, eps, PRODUCT, PLAN)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def product_kernel(
     weight,
     matrix,
@@ -313,7 +315,7 @@ def product_kernel(
     _product(weights, (x, norm, residual, y), (sums, counters), memory, M, eps, 0, PRODUCT, None, SIGNAL, PLAN)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def layer_kernel(
     o_weight,
     gated_weight,
@@ -353,11 +355,11 @@ def layer_kernel(
     memory = _start(o_weight, o_matrix, PIECES, OUT, PLAN)
     weights = (o_weight, gated_weight, gated_matrix)
     tensors = (attention, x, x, middle)
-    _product(weights, tensors, (sums, counters), memory, M, eps, 0, OUT, GATED, None, PLAN)
+    _product(weights, tensors, (sums, counters), memory, M, eps, 0, OUT, GATED, -1, PLAN)
     _meet(everyone, PROGRAMS)
     weights = (gated_weight, down_weight, down_matrix)
     tensors = (middle, gated_norm, x, inner)
-    _product(weights, tensors, (sums, counters + 64 * 32), memory, M, eps, AT_GATED, GATED, DOWN, None, PLAN)
+    _product(weights, tensors, (sums, counters + 64 * 32), memory, M, eps, AT_GATED, GATED, DOWN, -1, PLAN)
     _meet(everyone, PROGRAMS)
     weights = (down_weight, qkv_weight, qkv_matrix)
     tensors = (inner, x, middle, y)
@@ -365,7 +367,7 @@ def layer_kernel(
     if QKV is None:
         _product(weights, tensors, scratch, memory, M, eps, AT_DOWN, DOWN, None, 0, PLAN)
     else:
-        _product(weights, tensors, scratch, memory, M, eps, AT_DOWN, DOWN, QKV, None, PLAN)
+        _product(weights, tensors, scratch, memory, M, eps, AT_DOWN, DOWN, QKV, -1, PLAN)
         _meet(everyone, PROGRAMS)
         weights = (qkv_weight, qkv_weight, qkv_matrix)
         tensors = (y, qkv_norm, x, qkv)
