@@ -127,14 +127,19 @@ def _prefetch(matrix, PRODUCT: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _meet(counter, EXPECTED: gl.constexpr):
-    """Returns when EXPECTED programs have come here. The counter only grows: nothing to reset between launches."""
+def _arrive(counter, EXPECTED: gl.constexpr):
+    """Shows the others of EXPECTED programs what this one wrote; returns what `_await` needs."""
     gl.thread_barrier()
     before = gl.atomic_add(counter, 1, sem="acq_rel")
-    goal = before - before % EXPECTED + EXPECTED
-    seen = before
+    return before - before % EXPECTED + EXPECTED  # the counter only grows: nothing to reset between launches
+
+
+@gluon.jit
+def _await(counter, goal):
+    """Until all have arrived, or patience ends."""
+    missing = goal - goal + 1
     tries = 0
-    while (seen - goal < 0) & (tries < PATIENCE):
+    while (missing > 0) & (tries < PATIENCE):
         seen = gl.inline_asm_elementwise(
             "ld.acquire.gpu.global.b32 $0, [$1];",
             "=r,l,r",
@@ -143,6 +148,7 @@ def _meet(counter, EXPECTED: gl.constexpr):
             is_pure=False,
             pack=1,
         )
+        missing = goal - seen
         tries += 1
     gl.thread_barrier()
 
@@ -196,6 +202,10 @@ def _reduce(sums, residual, y, M, eps, PRODUCT: gl.constexpr, PLAN: gl.constexpr
         for i in gl.static_range(SPLITS):
             square += gl.load(theirs + i * SIZE + SIZE - ROWS + m, cache_modifier=".cg")
         scaling = gl.rsqrt(square / PRODUCT.k + eps)
+    # All loads come before the first store, behind which the compiler would keep them.
+    totals = ()
+    ups = ()
+    added = ()
     for block in gl.static_range(COLUMNS // 16):
         column = gl.program_id(0) % SPLITS * COLUMNS + block * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
         row = column // 32 * 64 + column % 32 if PRODUCT.gated else column
@@ -206,14 +216,20 @@ def _reduce(sums, residual, y, M, eps, PRODUCT: gl.constexpr, PLAN: gl.constexpr
             total += gl.load(theirs + i * SIZE + inner, cache_modifier=".cg")
             if PRODUCT.gated:
                 up += gl.load(theirs + i * SIZE + inner + 32 * ROWS, cache_modifier=".cg")
-        total *= scaling[None, :]
-        if PRODUCT.gated:
-            total = total / (1.0 + gl.exp(-total)) * (up * scaling[None, :])
-        at = m[None, :] * PRODUCT.outputs + (group * GROUP + column)[:, None]
-        exists = (m < M)[None, :]
+        totals += (total,)
+        ups += (up,)
         if PRODUCT.residual:
-            total += gl.load(residual + at, mask=exists, other=0.0, cache_modifier=".cg").to(gl.float32)
-        gl.store(y + at, total.to(gl.bfloat16), mask=exists)
+            at = m[None, :] * PRODUCT.outputs + (group * GROUP + column)[:, None]
+            added += (gl.load(residual + at, mask=(m < M)[None, :], other=0.0, cache_modifier=".cg"),)
+    for block in gl.static_range(COLUMNS // 16):
+        column = gl.program_id(0) % SPLITS * COLUMNS + block * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        total = totals[block] * scaling[None, :]
+        if PRODUCT.gated:
+            total = total / (1.0 + gl.exp(-total)) * (ups[block] * scaling[None, :])
+        if PRODUCT.residual:
+            total += added[block].to(gl.float32)
+        at = m[None, :] * PRODUCT.outputs + (group * GROUP + column)[:, None]
+        gl.store(y + at, total.to(gl.bfloat16), mask=(m < M)[None, :])
 
 
 @gluon.jit
@@ -284,12 +300,11 @@ def _product(
             if step == SIGNAL:
                 gdc_launch_dependents()
         gl.store(mine + tile * (64 * ROWS) + inner, total)
+    counter = counters + gl.program_id(0) // PRODUCT.splits * 32
+    goal = _arrive(counter, PRODUCT.splits)
     if NEXT is not None:
         _prefetch(next_matrix, NEXT, PLAN)
-    if PRODUCT.splits > 1:
-        _meet(counters + gl.program_id(0) // PRODUCT.splits * 32, PRODUCT.splits)
-    else:
-        gl.thread_barrier()
+    _await(counter, goal)
     _reduce(sums, residual, y, M, eps, PRODUCT, PLAN)
 
 
@@ -356,11 +371,11 @@ def layer_kernel(
     weights = (o_weight, gated_weight, gated_matrix)
     tensors = (attention, x, x, middle)
     _product(weights, tensors, (sums, counters), memory, M, eps, 0, OUT, GATED, -1, PLAN)
-    _meet(everyone, PROGRAMS)
+    _await(everyone, _arrive(everyone, PROGRAMS))
     weights = (gated_weight, down_weight, down_matrix)
     tensors = (middle, gated_norm, x, inner)
     _product(weights, tensors, (sums, counters + 64 * 32), memory, M, eps, AT_GATED, GATED, DOWN, -1, PLAN)
-    _meet(everyone, PROGRAMS)
+    _await(everyone, _arrive(everyone, PROGRAMS))
     weights = (down_weight, qkv_weight, qkv_matrix)
     tensors = (inner, x, middle, y)
     scratch = (sums, counters + 2 * 64 * 32)
@@ -368,7 +383,7 @@ def layer_kernel(
         _product(weights, tensors, scratch, memory, M, eps, AT_DOWN, DOWN, None, 0, PLAN)
     else:
         _product(weights, tensors, scratch, memory, M, eps, AT_DOWN, DOWN, QKV, -1, PLAN)
-        _meet(everyone, PROGRAMS)
+        _await(everyone, _arrive(everyone, PROGRAMS))
         weights = (qkv_weight, qkv_weight, qkv_matrix)
         tensors = (y, qkv_norm, x, qkv)
         _product(weights, tensors, (sums, counters + 3 * 64 * 32), memory, M, eps, AT_QKV, QKV, None, 0, PLAN)
