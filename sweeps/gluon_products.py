@@ -196,40 +196,45 @@ def _reduce(sums, residual, y, M, eps, PRODUCT: gl.constexpr, PLAN: gl.constexpr
     group = gl.program_id(0) // SPLITS
     theirs = sums + group * SPLITS * SIZE
     m = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-    scaling = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, layout))
-    if PRODUCT.normed:
-        square = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, layout))
-        for i in gl.static_range(SPLITS):
-            square += gl.load(theirs + i * SIZE + SIZE - ROWS + m, cache_modifier=".cg")
-        scaling = gl.rsqrt(square / PRODUCT.k + eps)
-    # All loads come before the first store, behind which the compiler would keep them.
-    totals = ()
+    exists = (m < M)[None, :]
+    parts = ()
     ups = ()
     added = ()
     for block in gl.static_range(COLUMNS // 16):
         column = gl.program_id(0) % SPLITS * COLUMNS + block * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
         row = column // 32 * 64 + column % 32 if PRODUCT.gated else column
         inner = row[:, None] * ROWS + m[None, :]
-        total = gl.zeros([16, ROWS], gl.float32, layout)
-        up = gl.zeros([16, ROWS], gl.float32, layout)
         for i in gl.static_range(SPLITS):
-            total += gl.load(theirs + i * SIZE + inner, cache_modifier=".cg")
+            parts += (gl.load(theirs + i * SIZE + inner, cache_modifier=".cg"),)
             if PRODUCT.gated:
-                up += gl.load(theirs + i * SIZE + inner + 32 * ROWS, cache_modifier=".cg")
-        totals += (total,)
-        ups += (up,)
+                ups += (gl.load(theirs + i * SIZE + inner + 32 * ROWS, cache_modifier=".cg"),)
         if PRODUCT.residual:
             at = m[None, :] * PRODUCT.outputs + (group * GROUP + column)[:, None]
-            added += (gl.load(residual + at, mask=(m < M)[None, :], other=0.0, cache_modifier=".cg"),)
+            added += (gl.load(residual + at, mask=exists, other=0.0, cache_modifier=".cg"),)
+    # The compiler would move sums ahead of loads and wait for each in turn. All loads are issued before the barrier,
+    # and what sums need from behind it they cannot have sooner.
+    gl.thread_barrier()
+    scaling = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, layout))
+    if PRODUCT.normed:
+        square = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, layout))
+        for i in gl.static_range(SPLITS):
+            square += gl.load(theirs + i * SIZE + SIZE - ROWS + m, cache_modifier=".cg")
+        scaling = gl.rsqrt(square / PRODUCT.k + eps)
+    scaling = scaling[None, :]
     for block in gl.static_range(COLUMNS // 16):
         column = gl.program_id(0) % SPLITS * COLUMNS + block * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
-        total = totals[block] * scaling[None, :]
+        total = parts[block * SPLITS] * scaling
+        for i in gl.static_range(1, SPLITS):
+            total += parts[block * SPLITS + i] * scaling
         if PRODUCT.gated:
-            total = total / (1.0 + gl.exp(-total)) * (ups[block] * scaling[None, :])
+            up = ups[block * SPLITS] * scaling
+            for i in gl.static_range(1, SPLITS):
+                up += ups[block * SPLITS + i] * scaling
+            total = total / (1.0 + gl.exp(-total)) * up
         if PRODUCT.residual:
             total += added[block].to(gl.float32)
         at = m[None, :] * PRODUCT.outputs + (group * GROUP + column)[:, None]
-        gl.store(y + at, total.to(gl.bfloat16), mask=(m < M)[None, :])
+        gl.store(y + at, total.to(gl.bfloat16), mask=exists)
 
 
 @gluon.jit
