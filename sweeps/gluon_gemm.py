@@ -36,6 +36,7 @@ from specbatch.sweeps.gluon_products import COUNTERS, Plan, Product, layer_kerne
 CHECK_LIMIT, TIME_LIMIT = 90, 25  # seconds
 ROUNDS = 3
 EPS = 1e-6
+ENGINE = "engine"
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 Attend = Callable[[torch.Tensor], torch.Tensor]
 Chain = Callable[[Attend, int], None]
@@ -216,6 +217,16 @@ def _reference(product: Product, x: torch.Tensor, weight: torch.Tensor, norm: to
     return y + residual.double() if product.residual else y
 
 
+def _warm() -> None:
+    """Compiles what the variants are compared with."""
+    skinny_gemm.workspace(torch.device("cuda"))
+    chain = _engine(gemm_speed.Bench())
+    for rows in (1, 16):
+        for attend in (_late, _early):
+            chain(attend, rows)
+    torch.cuda.synchronize()
+
+
 def _check(variant: Variant) -> float:
     """Compares every product with float64, twice for the same bits; returns the largest error over the tolerance."""
     trial, worst = Trial(variant), 0.0
@@ -298,10 +309,14 @@ def _answer(child: subprocess.Popen[str], limit: float) -> tuple[object, str]:
 @torch.inference_mode()
 def main() -> None:
     if len(sys.argv) == 3:
-        variant = VARIANTS[sys.argv[1]]
-        print(json.dumps(_check(variant) if sys.argv[2] == "check" else _time(variant)))
+        name, task = sys.argv[1:]
+        if name == ENGINE:
+            _warm()
+        print(json.dumps(None if name == ENGINE else {"check": _check, "time": _time}[task](VARIANTS[name])))
         return
+    engine = _child(ENGINE, "check")
     children = {name: _child(name, "check") for name in VARIANTS}
+    print("engine:", _answer(engine, CHECK_LIMIT)[1] or "compiled", flush=True)
     checked = {name: _answer(child, CHECK_LIMIT) for name, child in children.items()}
     table = []
     for name, (error, trouble) in checked.items():
