@@ -18,6 +18,7 @@ import ctypes
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -33,10 +34,10 @@ from specbatch.sweeps import gemm_speed
 from specbatch.sweeps.gemm_speed import HIDDEN, INNER, QKV, _attention_kernel
 from specbatch.sweeps.gluon_products import COUNTERS, Plan, Product, layer_kernel, product_kernel
 
-CHECK_LIMIT, TIME_LIMIT = 90, 25  # seconds
+CHECK_LIMIT, TIME_LIMIT = 60, 25  # seconds
 ROUNDS = 3
 EPS = 1e-6
-ENGINE = "engine"
+RESULT = "result: "
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 Attend = Callable[[torch.Tensor], torch.Tensor]
 Chain = Callable[[Attend, int], None]
@@ -217,7 +218,7 @@ def _reference(product: Product, x: torch.Tensor, weight: torch.Tensor, norm: to
     return y + residual.double() if product.residual else y
 
 
-def _warm() -> None:
+def _warm(_: Variant) -> None:
     """Compiles what the variants are compared with."""
     skinny_gemm.workspace(torch.device("cuda"))
     chain = _engine(gemm_speed.Bench())
@@ -295,32 +296,33 @@ def _child(name: str, task: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _answer(child: subprocess.Popen[str], limit: float) -> tuple[object, str]:
+def _answer(child: subprocess.Popen[str], deadline: float) -> tuple[object, str]:
     """The child's result and "", or None and what went wrong."""
     try:
-        output, _ = child.communicate(timeout=limit)
+        output, _ = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         child.kill()
         return None, "no end"
     lines = output.strip().splitlines() or [""]
-    return (json.loads(lines[-1]), "") if child.returncode == 0 else (None, lines[-1][:100])
+    results = [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]
+    return (json.loads(results[-1]), "") if results else (None, lines[-1][:100])
 
 
 @torch.inference_mode()
 def main() -> None:
     if len(sys.argv) == 3:
         name, task = sys.argv[1:]
-        if name == ENGINE:
-            _warm()
-        print(json.dumps(None if name == ENGINE else {"check": _check, "time": _time}[task](VARIANTS[name])))
+        tasks: dict[str, Callable[[Variant], object]] = {"compile": _warm, "check": _check, "time": _time}
+        print(RESULT + json.dumps(tasks[task](VARIANTS[name])), flush=True)
         return
-    engine = _child(ENGINE, "check")
+    deadline = time.monotonic() + CHECK_LIMIT
+    engine = _child(next(iter(VARIANTS)), "compile")
     children = {name: _child(name, "check") for name in VARIANTS}
-    print("engine:", _answer(engine, CHECK_LIMIT)[1] or "compiled", flush=True)
-    checked = {name: _answer(child, CHECK_LIMIT) for name, child in children.items()}
+    print("engine:", _answer(engine, deadline)[1] or "compiled", flush=True)
+    checked = {name: _answer(child, deadline) for name, child in children.items()}
     table = []
     for name, (error, trouble) in checked.items():
-        figures, trouble = (None, trouble) if trouble else _answer(_child(name, "time"), TIME_LIMIT)
+        figures, trouble = (None, trouble) if trouble else _answer(_child(name, "time"), time.monotonic() + TIME_LIMIT)
         row = {"variant": name, "error / tolerance": "" if error is None else f"{error:.2f}"}
         if isinstance(figures, dict):
             row |= {column: f"{engine:.1f} / {ours:.1f}" for column, (engine, ours) in figures.items()}
