@@ -208,10 +208,11 @@ def _engine(bench: gemm_speed.Bench) -> Chain:
 
 
 def _reference(product: Product, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, residual: torch.Tensor):  # type: ignore[no-untyped-def]
-    """In float64."""
-    x = x.double()
+    """In float64, but for x times the norm's weight, which the tensor cores need rounded."""
     if product.normed:
-        x = x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS) * norm.double()
+        scaling = torch.rsqrt(x.double().pow(2).mean(1, keepdim=True) + EPS)
+        x = (x.float() * norm.float()).bfloat16().double() * scaling
+    x = x.double()
     y = x @ weight.double().T
     if product.gated:
         y = torch.nn.functional.silu(y[:, : product.outputs]) * y[:, product.outputs :]
