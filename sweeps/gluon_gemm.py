@@ -71,7 +71,10 @@ class Variant:
         }
 
 
-VARIANTS = {
+# A number: the engine's kernels with so many steps brought into the L2 before the wait.
+VARIANTS: dict[str, Variant | int] = {
+    "engine, 1 step in the L2": 1,
+    "engine, 2 steps in the L2": 2,
     "products, early": Variant(128, 4, 0, 4, whole=False, late=False),
     "products": Variant(128, 4, 0, 4, whole=False),
     "products, L2": Variant(128, 4, 8, 4, whole=False),
@@ -195,16 +198,37 @@ class Trial:
         return whole if self.variant.whole else products
 
 
-def _engine(bench: gemm_speed.Bench) -> Chain:
+def _engine_product(
+    name: str, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, residual: torch.Tensor, ahead: int
+) -> torch.Tensor:
+    weight_of_norm, added = (None, residual) if name in ("o", "down") else (norm, None)
+    gated = name == "gate+up"
+    return skinny_gemm._product(x, weight, None, weight_of_norm, EPS, added, gated=gated, ahead=ahead)
+
+
+def _engine(bench: gemm_speed.Bench, ahead: int) -> Chain:
     def run(attend: Attend, rows: int) -> None:
         x = bench.rows[HIDDEN][:rows]
         for qkv, o, gated, down in zip(*list(bench.weights.values())[:4], strict=True):
-            h = attend(bench.product("qkv", x, qkv, x))
-            x = bench.product("o", h, o, x)
-            h = bench.product("gate+up", x, gated, x)
-            x = bench.product("down", h, down, x)
+            h = attend(_engine_product("qkv", x, qkv, bench.norm, x, ahead))
+            x = _engine_product("o", h, o, bench.norm, x, ahead)
+            h = _engine_product("gate+up", x, gated, bench.norm, x, ahead)
+            x = _engine_product("down", h, down, bench.norm, x, ahead)
 
     return run
+
+
+def _check_engine(ahead: int) -> float:
+    """The bits must be those without steps ahead."""
+    norm = torch.rand(HIDDEN, device="cuda").add_(0.5).bfloat16()
+    residual = torch.randn(16, HIDDEN, device="cuda").bfloat16()
+    for name, product in Variant(0, 0, 0, 2, whole=False).products.items():
+        weight = gemm_speed._matrix(product.n, product.k)
+        x = torch.randn(16, product.k, device="cuda").bfloat16()
+        for rows in (1, 16):
+            old, new = (_engine_product(name, x[:rows], weight, norm, residual[:rows], n) for n in (0, ahead))
+            assert torch.equal(old, new), f"{name}, {rows} rows: differs"
+    return 0.0
 
 
 def _reference(product: Product, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, residual: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -219,18 +243,20 @@ def _reference(product: Product, x: torch.Tensor, weight: torch.Tensor, norm: to
     return y + residual.double() if product.residual else y
 
 
-def _warm(_: Variant) -> None:
+def _warm(_: Variant | int) -> None:
     """Compiles what the variants are compared with."""
     skinny_gemm.workspace(torch.device("cuda"))
-    chain = _engine(gemm_speed.Bench())
+    chain = _engine(gemm_speed.Bench(), 0)
     for rows in (1, 16):
         for attend in (_late, _early):
             chain(attend, rows)
     torch.cuda.synchronize()
 
 
-def _check(variant: Variant) -> float:
+def _check(variant: Variant | int) -> float:
     """Compares every product with float64, twice for the same bits; returns the largest error over the tolerance."""
+    if isinstance(variant, int):
+        return _check_engine(variant)
     trial, worst = Trial(variant), 0.0
     trial.poison = True
     norm = torch.rand(HIDDEN, device="cuda").add_(0.5).bfloat16()
@@ -268,11 +294,12 @@ def _check(variant: Variant) -> float:
     return worst
 
 
-def _time(variant: Variant) -> dict[str, tuple[float, float]]:
+def _time(variant: Variant | int) -> dict[str, tuple[float, float]]:
     """Microseconds per layer of the engine's kernels and of the variant, by rows and attention."""
     bench = gemm_speed.Bench()
     skinny_gemm.workspace(torch.device("cuda"))
-    chains = _engine(bench), Trial(variant).chain(bench)
+    mine = _engine(bench, variant) if isinstance(variant, int) else Trial(variant).chain(bench)
+    chains = _engine(bench, 0), mine
     figures = {}
 
     def measure(name: str, attend: Attend, rows: int) -> None:
@@ -313,7 +340,7 @@ def _answer(child: subprocess.Popen[str], deadline: float) -> tuple[object, str]
 def main() -> None:
     if len(sys.argv) == 3:
         name, task = sys.argv[1:]
-        tasks: dict[str, Callable[[Variant], object]] = {"compile": _warm, "check": _check, "time": _time}
+        tasks: dict[str, Callable[[Variant | int], object]] = {"compile": _warm, "check": _check, "time": _time}
         print(RESULT + json.dumps(tasks[task](VARIANTS[name])), flush=True)
         return
     deadline = time.monotonic() + CHECK_LIMIT

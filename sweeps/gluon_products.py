@@ -58,7 +58,7 @@ class Product:
     @property
     def tiles(self) -> int:
         """Of 64 rows of W, per program."""
-        assert self.n * self.splits % (64 * 128) == 0
+        assert self.splits > 1 and self.n * self.splits % (64 * 128) == 0
         return self.n * self.splits // (64 * 128)
 
     @property
@@ -137,8 +137,7 @@ def _arrive(counter, EXPECTED: gl.constexpr):
 @gluon.jit
 def _await(counter, goal):
     """Until all have arrived, or patience ends. One thread asks, the others wait for it."""
-    missing = goal - goal + 1
-    tries = 0
+    missing, tries = goal - goal + 1, 0
     while (missing > 0) & (tries < PATIENCE):
         seen = gl.inline_asm_elementwise(
             """{
@@ -174,8 +173,7 @@ def _load_strip(x, norm, strip, M, PRODUCT: gl.constexpr, PLAN: gl.constexpr):
     from_rows = x + rows * PRODUCT.k + ks[None, :]
     squares = gl.zeros([ROWS, BLOCK], gl.float32, layout)
     for first in gl.static_range(0, STEPS, AT_ONCE):
-        pieces = ()
-        scales = ()
+        pieces, scales = (), ()
         for i in gl.static_range(first, min(STEPS, first + AT_ONCE)):
             # not by way of the L1: other multiprocessors may have written x since this kernel began
             pieces += (gl.load(from_rows + i * BLOCK, mask=rows < M, other=0.0, cache_modifier=".cg"),)
@@ -205,9 +203,7 @@ def _reduce(sums, residual, y, M, eps, PRODUCT: gl.constexpr, PLAN: gl.constexpr
     theirs = sums + group * SPLITS * SIZE
     m = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     exists = (m < M)[None, :]
-    parts = ()
-    ups = ()
-    added = ()
+    parts, ups, added = (), (), ()
     for block in gl.static_range(COLUMNS // 16):
         column = gl.program_id(0) % SPLITS * COLUMNS + block * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
         row = column // 32 * 64 + column % 32 if PRODUCT.gated else column
