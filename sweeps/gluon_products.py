@@ -58,7 +58,8 @@ class Product:
     @property
     def tiles(self) -> int:
         """Of 64 rows of W, per program."""
-        assert self.splits > 1 and self.n * self.splits % (64 * 128) == 0
+        assert self.splits > 1
+        assert self.n * self.splits % (64 * 128) == 0
         return self.n * self.splits // (64 * 128)
 
     @property
