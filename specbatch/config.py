@@ -167,8 +167,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model or not isinstance(self.model, str):
             raise refuse("model", self.model, "name a model, for example smollm2-135m")
+        if not isinstance(self.graphs, Graphs):
+            raise refuse("graphs", self.graphs, "give a Graphs, such as Graphs(decode='whole')")
         if not isinstance(self.speculation, Speculation):
             raise refuse("speculation", self.speculation, "give a Speculation, such as Speculation(algorithm='ngram')")
+        if self.draft_attention_backend != "auto" and self.speculation.algorithm != "standalone":
+            raise refuse("draft_attention_backend", self.draft_attention_backend, "no model drafts; leave it out")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         _choice("dtype", self.dtype, DTYPES)
@@ -186,7 +190,11 @@ class EngineConfig:
         at_least("seed", self.seed, 0)
         if not isinstance(self.prefix_cache, bool):
             raise refuse("prefix_cache", self.prefix_cache, "use True or False")
-        if not isinstance(self.memory_fraction, (int, float)) or not 0.0 < self.memory_fraction <= 1.0:
+        if (
+            isinstance(self.memory_fraction, bool)
+            or not isinstance(self.memory_fraction, (int, float))
+            or not 0.0 < self.memory_fraction <= 1.0
+        ):
             raise refuse("memory_fraction", self.memory_fraction, "use a share above 0 and up to 1")
 
     def as_dict(self) -> dict[str, Any]:

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from specbatch.errors import refuse
+from specbatch.memory.pages import held_at_once
 from specbatch.request import SamplingParams
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
 
 WARM_UP_STEPS = 8
-_HERE = Path(__file__).parent.parent
 
 
 @dataclass
@@ -98,26 +99,38 @@ def host_waits(cuda: bool) -> Iterator[HostWaits]:
 
 def _place() -> str:
     """The innermost line of ours, this file aside."""
-    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
-        path = Path(frame.filename)
-        if path.is_relative_to(_HERE) and path.name != "trace.py":
-            return f"{path.relative_to(_HERE)}:{frame.lineno} {frame.name}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("specbatch.") and module != __name__:
+            return f"{module}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
     return ""
 
 
 def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> dict[str, Any]:
     """Decode `prompts`, record `steps` steps behind a warm-up to `path`, and sum them up.
 
-    Returns steps, step_ms (host time of a step, tracing included), metrics of the record, kernels (launches and time
-    by name) and waits.
+    Returns batch, configuration, steps, rows_per_step, step_ms (host time of a step, tracing included), metrics of the
+    record, kernels (launches and time by name) and waits (None without a CUDA device). Refused: a batch that the engine
+    cannot hold at once.
     """
-    rows = engine.caps["verify_rows"]
-    params = SamplingParams(max_new_tokens=(WARM_UP_STEPS + steps + 4) * rows, ignore_eos=True)
+    # Long enough that none ends while others still start.
+    spare = sum(map(len, prompts)) // engine.caps["prefill_chunk"] + 4
+    new_tokens = (WARM_UP_STEPS + steps + spare) * engine.caps["verify_rows"]
+    held = held_at_once(engine.caps, [len(prompt) + new_tokens for prompt in prompts])
+    if held < len(prompts):
+        works = f"the engine holds {held} such requests with {new_tokens} new tokens at once; use shorter ones"
+        raise refuse("batch", len(prompts), works)
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     cuda = engine.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     engine.generate(prompts, params)  # whatever is compiled on first use is there
     events = engine.stream(prompts, params)
     try:
+        started: set[int] = set()
+        while len(started) < len(prompts):  # all of them decode
+            started.add(next(events).index)
         _advance(engine, events, WARM_UP_STEPS)
         engine.reset_record()
         with profile(activities=activities) as profiler, host_waits(cuda) as waits:
@@ -136,14 +149,17 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
             entry[0] += 1
             entry[1] += event.time_range.elapsed_us()
     return {
+        "batch": len(prompts),
+        "configuration": f"{engine.config.speculation}, {engine.config.graphs}",
         "steps": done,
+        "rows_per_step": record.counters["iteration_rows"] / done,
         "step_ms": seconds * 1000 / done,
         "metrics": record.metrics,
         "kernels": [
             {"kernel": name[:70], "per step": round(count / done, 2), "us per step": round(total / done, 1)}
             for name, (count, total) in sorted(kernels.items(), key=lambda item: -item[1][1])
         ],
-        "waits": waits.rows(done),
+        "waits": waits.rows(done) if cuda else None,
     }
 
 
@@ -162,8 +178,11 @@ def text(result: dict[str, Any], kernels: int = 15) -> str:
     def table(rows: list[dict[str, Any]], nothing: str) -> str:
         return tabulate(rows, headers="keys", tablefmt="github") if rows else nothing
 
-    metrics = result["metrics"]
-    facts = [f"{result['steps']} steps, {result['step_ms']:.3f} ms each with tracing on"]
+    metrics, waits = result["metrics"], result["waits"]
+    facts = [
+        f"batch {result['batch']}; {result['configuration']}",
+        f"{result['steps']} steps of {result['rows_per_step']:.1f} rows, {result['step_ms']:.3f} ms each with tracing",
+    ]
     for name, title, factor, unit in (
         ("device_idle_share", "device idle", 100, "%"),
         ("launch_lead_s", "launch lead", 1000, " ms"),
@@ -172,6 +191,7 @@ def text(result: dict[str, Any], kernels: int = 15) -> str:
     ):
         if metrics[name] is not None:
             facts.append(f"{title}: {metrics[name] * factor:.2f}{unit}")
-    parts = ["\n".join(facts), "Where the host waited:", table(result["waits"], "nowhere")]
+    parts = ["\n".join(facts), "Where the host waited:"]
+    parts.append("not known: no CUDA device" if waits is None else table(waits, "nowhere"))
     parts += ["Kernels:", table(result["kernels"][:kernels], "none: no CUDA device")]
     return "\n\n".join(parts)

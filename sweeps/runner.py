@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import at_least, refuse
-from specbatch.memory.pages import pages_for, reach_of
+from specbatch.memory.pages import held_at_once
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
@@ -149,10 +149,7 @@ def load_engine(
 def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int], workload: Workload) -> None:
     """Refuse what would wait for a place or for pages: its numbers would be of another concurrency."""
     caps = engine.caps
-    reaches = (reach_of(length + workload.output_len, caps["verify_rows"]) for length in lengths)
-    pages = sorted((pages_for(reach, caps["page_size"]) for reach in reaches), reverse=True)
-    held = sum(total <= caps["kv_pages"] for total in accumulate(pages))
-    limit = min(held, caps["max_running"])
+    limit = held_at_once(caps, [length + workload.output_len for length in lengths])
     if most > limit:
         raise refuse(
             "concurrency",

@@ -82,9 +82,15 @@ def test_without_graphs_every_pass_is_a_fallback_with_its_reason(toy: Any, toy_e
     found = engine.record().counters["graphs"]
     assert found["decode"] == {"replays": 0, "fallbacks": {"off": 4}, "padded": 0, "recorded_late": 0}
     assert found["target_prefill"]["fallbacks"] == {"off": 1}
-    assert engine.record().metrics["graph_coverage"] == 0.0
+    assert engine.record().metrics["graph_coverage"] is None  # none was asked for
     engine.reset_record()
     assert engine.record().counters["graphs"]["decode"]["fallbacks"] == {}
+
+
+def test_what_was_not_asked_for_does_not_count_as_a_fallback(toy: Any, graph_engine: Callable[..., Any]) -> None:
+    engine = graph_engine(graphs=Graphs(decode="whole"))
+    engine.generate([list(toy.prompts()[0])], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert engine.record().metrics["graph_coverage"] == 1.0
 
 
 def test_padding_rows_are_counted_and_change_nothing(toy: Any, graph_engine: Callable[..., Any]) -> None:

@@ -357,6 +357,23 @@ def test_no_more_run_than_there_are_slots() -> None:
     assert [span[0] for span in spans(scheduler)] == [2]
 
 
+@pytest.mark.parametrize(("prompt", "limit"), [(3, 1), (6, 1), (8, 20), (40, 20)])
+def test_a_pool_of_just_what_all_can_come_to_hold_runs_them_together(prompt: int, limit: int) -> None:
+    """Also where the output fits into the prompt's last page: nobody can ask for more then."""
+    each = -(-(prompt + limit + 2) // 4)
+    scheduler, _ = make(pages=4 * each, max_running=4)
+    requests = [add(scheduler, index, prompt, limit) for index in range(4)]
+    assert [span[0] for span in spans(scheduler)] == [0, 1, 2, 3]
+    for request in requests:
+        book(request, first=True)
+    while not all(request.finished for request in requests):
+        plan = scheduler.plan_decode(may_retract=False)
+        assert plan is not None
+        assert len(plan.rows) == 4
+        for request in requests:
+            book(request)
+
+
 def test_a_prompt_that_is_computed_in_the_same_pass_is_shared() -> None:
     scheduler, _ = make(cached=True)
     first, second = add(scheduler, 0, 9), add(scheduler, 1, 11)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specbatch import SpecbatchError
 from specbatch.trace import HostWaits, text, trace
 
 
@@ -21,10 +22,15 @@ def test_steps_are_recorded(toy: Any, toy_engine: Callable[..., Any], tmp_path: 
     result = trace(engine, [list(prompt) for prompt in toy.prompts()[:2]], 5, path)
     assert 5 <= result["steps"] <= 7
     assert result["step_ms"] > 0
-    assert result["waits"] == []  # a CPU has nothing to wait for
+    assert result["waits"] is None  # a CPU has nothing to wait for
+    assert result["rows_per_step"] == 2.0
     names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
     assert any("linear" in str(name) or "mm" in str(name) for name in names)
-    assert text(result).startswith(f"{result['steps']} steps, ")
+    assert text(result).startswith(
+        f"batch 2; ngram, 2 drafted, schedule {schedule}, eager\n{result['steps']} steps of 2.0 rows, "
+    )
+    assert "Where the host waited:\n\nnot known: no CUDA device" in text(result)
+    assert result["metrics"]["duration_s"] > 0
     [again] = engine.generate([list(toy.prompts()[0])])  # the engine is as good as before
     assert again.token_ids
 
@@ -38,3 +44,18 @@ def test_waits_are_listed_by_line_the_most_frequent_first() -> None:
         {"where": "specbatch/b.py:9 g", "waits": 4, "per step": 1.0, "ms": 8.0},
         {"where": "specbatch/a.py:3 f", "waits": 1, "per step": 0.25, "ms": None},
     ]
+
+
+def test_a_batch_that_does_not_fit_is_refused(toy: Any, toy_engine: Callable[..., Any], tmp_path: Path) -> None:
+    engine = toy_engine(max_running=2, max_model_len=250)
+    prompts = [list(prompt) for prompt in toy.prompts()[:3]]
+    with pytest.raises(SpecbatchError, match="batch=3: the engine holds 2 such requests"):
+        trace(engine, prompts, 5, tmp_path / "trace.json")
+
+
+def test_prompts_in_many_chunks_all_decode_before_the_trace_begins(
+    toy: Any, toy_engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = toy_engine(prefill_chunk=4, max_model_len=250)
+    result = trace(engine, [list(prompt) for prompt in toy.prompts()[-3:]], 5, tmp_path / "trace.json")
+    assert result["rows_per_step"] == 3.0

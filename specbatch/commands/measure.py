@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -145,6 +146,7 @@ def trace_steps(
 
     Open trace.json in chrome://tracing or ui.perfetto.dev.
     """
+    from specbatch.metrics import write_atomic
     from specbatch.sweeps.workloads import Workload
     from specbatch.trace import text, trace
 
@@ -154,8 +156,9 @@ def trace_steps(
     workload = Workload(input_len=input_len, prompts_per_concurrency=1, seed=engine.seed)
     with fresh_folder(output, "trace") as folder, open_engine(config) as running:
         result = trace(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
-    shown = f"{text(result)}\n\ntrace: {folder / 'trace.json'}"
-    show(shown, {"output": str(folder), **result}, as_json=as_json)
+        write_atomic(folder / "summary.md", text(result) + "\n")
+        write_atomic(folder / "summary.json", json.dumps(result, indent=2) + "\n")
+    show(f"{text(result)}\n\nresults: {folder}", {"output": str(folder), **result}, as_json=as_json)
 
 
 def _summary_rows(folder: Path) -> list[dict[str, Any]]:

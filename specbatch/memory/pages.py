@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any
+
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens`."""
@@ -12,6 +16,13 @@ def reach_of(tokens: int, rows: int) -> int:
     """KV positions that must be there for a request to get to `tokens`: a verify of `rows` rows may be in flight while
     the next one is launched."""
     return tokens + 2 * rows
+
+
+def held_at_once(caps: Mapping[str, Any], lengths: Iterable[int]) -> int:
+    """How many requests of these lengths (prompt and output) an engine of such caps runs at once, the longest first."""
+    pages = (pages_for(reach_of(length, caps["verify_rows"]), caps["page_size"]) for length in lengths)
+    held = sum(total <= caps["kv_pages"] for total in accumulate(sorted(pages, reverse=True)))
+    return min(held, caps["max_running"])
 
 
 class PagePool:
