@@ -361,7 +361,7 @@ def test_no_more_run_than_there_are_slots() -> None:
 def test_a_pool_of_just_what_all_can_come_to_hold_runs_them_together(prompt: int, limit: int) -> None:
     """Also where the output fits into the prompt's last page: nobody can ask for more then."""
     each = -(-(prompt + limit + 2) // 4)
-    scheduler, _ = make(pages=4 * each, max_running=4)
+    scheduler, _ = make(pages=4 * each, max_running=4, prefill_chunk=1000)
     requests = [add(scheduler, index, prompt, limit) for index in range(4)]
     assert [span[0] for span in spans(scheduler)] == [0, 1, 2, 3]
     for request in requests:
