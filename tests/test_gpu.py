@@ -49,7 +49,7 @@ def test_greedy_tokens_are_those_of_naive_decoding(
     record = engine.record()
     if pool:
         assert record.metrics["retractions"]
-    assert record.metrics["graph_coverage"] == (1.0 if graphs == "graphs" else 0.0)
+    assert record.metrics["graph_coverage"] == (1.0 if graphs == "graphs" else None)
     found = record.counters["graphs"]
     assert all(bool(item["replays"]) == (graphs == "graphs") for item in found.values())
     assert record.metrics["host_waits_per_step"] == 1.0 if schedule == "v1" else record.counters["overlapped"] > 0
