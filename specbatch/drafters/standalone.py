@@ -41,11 +41,11 @@ class Standalone(NoDraft):
 
     def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
         tokens = batch.tokens[shape.rows, shape.positions]
-        self._forward(tokens, shape.positions, shape.on(self._cache))
+        self._forward(self._known(tokens), shape.positions, shape.on(self._cache))
 
     def propose(self, step: Step) -> Proposal:
         start = step.lengths - 1
-        tokens = step.batch.tokens[step.rows[:, None], chain(start, 2)]
+        tokens = self._known(step.batch.tokens[step.rows[:, None], chain(start, 2)])
         drafts, laws = [], []
         for _ in range(self._count):
             positions = chain(start, tokens.shape[1]).flatten()
@@ -65,6 +65,11 @@ class Standalone(NoDraft):
             torch.full_like(step.lengths, self._count),
             torch.cat(laws, 1) if laws else None,
         )
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens that the draft has embeddings for: a target with more rows may choose one that stands for no text."""
+        known = self._model.config.vocab_size
+        return tokens if known >= self._vocabulary else tokens.clamp(max=known - 1)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """Give the draft's logits [B, Vd] the target's width: tokens it does not know have probability 0."""

@@ -197,6 +197,22 @@ def test_a_draft_of_another_width_speaks_the_targets_vocabulary(
         here.commit(proposal.tokens, [3] * len(LENGTHS), [0] * len(LENGTHS))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_goes_on_behind_tokens_that_it_has_no_row_for(bench: Any, tiny: Any, temperature: float) -> None:
+    """A target's rows behind its vocabulary stand for no text, but nothing keeps it from choosing one."""
+    model, known = tiny(9), 9
+    here = bench([[VOCABULARY - 1] * length for length in LENGTHS])
+    drafter = Standalone(model, model.forward, here.cache_for(model), 3, VOCABULARY)
+    here.prefill(drafter)
+    for _ in range(3):
+        proposal = drafter.propose(here.step(3, temperature=temperature))
+        assert proposal.tokens.max() < known
+        if not temperature:
+            read = [[min(token, known - 1) for token in text] for text in here.texts]
+            assert proposal.tokens.tolist() == [greedy_chain(model, text, 3) for text in read]
+        here.commit(proposal.tokens, [3] * len(LENGTHS), [VOCABULARY - 1] * len(LENGTHS))
+
+
 @pytest.mark.parametrize("ranges", ["", "4", "0-3", "2-1", "a-b", "-1", "1-99999999999", "1,,2"])
 def test_layers_that_cannot_be_skipped_are_refused(ranges: str) -> None:
     with pytest.raises(SpecbatchError, match="self:skip"):
