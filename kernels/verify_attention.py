@@ -67,7 +67,7 @@ def _verify_attention(
     partials, arrivals, n, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
-    CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    NEW: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
@@ -81,11 +81,8 @@ def _verify_attention(
     live = node < n
     token = sequence * n + node
     query = token * heads + (head * GROUP + row % GROUP) * DIM
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    length = tl.load(lengths + sequence).to(tl.int32)
-    pages = page_table + tl.load(rows + sequence) * width
+    length = tl.load(lengths + sequence, cache_modifier=".cg").to(tl.int32)
+    pages = page_table + tl.load(rows + sequence, cache_modifier=".cg") * width
     mask = live[:, None] & inside
     oldest = length * 0
     if window is not None:
@@ -93,62 +90,67 @@ def _verify_attention(
     share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
+    last = split == splits - 1
+    if (begin >= length) & (split < splits - 1):
+        return
     # Pages are asked for a step before their keys are, and used nowhere in between.
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(pages + key // PAGE, key < end, 0)
-    q, q_across = _halves(qkv, query, live, DIM, PADDED)
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
-    q = _rotate(q, q_across, q_norm, cos, sin, position, live, eps, DIM, PADDED)
+    q = tl.zeros([BLOCK_M, PADDED], qkv.dtype.element_ty)
     acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(begin, end, BLOCK_N):
+    for start in range(begin, tl.maximum(end, begin + 1), BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         old = key < end
         place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + column
         k = tl.load(k_cache + place, old[:, None] & inside, 0.0)
         v = tl.load(v_cache + place, old[:, None] & inside, 0.0)
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
+        if start == begin:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            raw, across = _halves(qkv, query, live, DIM, PADDED)
+            q = _rotate(raw, across, q_norm, cos, sin, position, live, eps, DIM, PADDED)
+            if split == splits - 1:
+                word = node.to(tl.int64)
+                if ancestors is not None:
+                    word = tl.load(ancestors + token, live, 0)
+                for first in tl.static_range(0, NEW, _NEW):
+                    new = first + tl.arange(0, _NEW)
+                    drawn = new < n
+                    source = (sequence * n + new) * heads + (KV * GROUP + head) * DIM
+                    there = drawn[:, None] & inside
+                    new_k, new_across = _halves(qkv, source, drawn, DIM, PADDED)
+                    new_v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there, 0.0).to(v_cache.dtype.element_ty)
+                    spot = length + new
+                    if positions is not None:
+                        spot = tl.load(positions + sequence * n + new, drawn, 0).to(tl.int32)
+                    new_k = _rotate(new_k, new_across, k_norm, cos, sin, spot, drawn, eps, DIM, PADDED)
+                    new_k = new_k.to(k_cache.dtype.element_ty)
+                    if tile == 0:
+                        stored = drawn & (length + new < capacity)
+                        home = tl.load(pages + (length + new) // PAGE, stored, 0)
+                        free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + column
+                        tl.store(k_cache + free, new_k, stored[:, None] & inside)
+                        tl.store(v_cache + free, new_v, stored[:, None] & inside)
+                    visible = live[:, None] & drawn[None, :]
+                    if ancestors is not None:
+                        visible &= ((word[:, None] >> new[None, :]) & 1) == 1
+                    elif CAUSAL:
+                        visible &= new[None, :] <= node[:, None]
+                    if window is not None:
+                        visible &= new[None, :] > (node - window)[:, None]
+                    acc, peak, total = _attend(q, new_k.to(q.dtype), new_v.to(q.dtype), visible, acc, peak, total, scale)
         seen = old[None, :]
         if window is not None:
             seen &= key[None, :] > (length + node - window)[:, None]
         acc, peak, total = _attend(q, k.to(q.dtype), v.to(q.dtype), seen, acc, peak, total, scale)
 
-    if split == splits - 1:
-        word = node.to(tl.int64)
-        if ancestors is not None:
-            word = tl.load(ancestors + token, live, 0)
-        for first in tl.range(0, n, _NEW, num_stages=1):
-            new = first + tl.arange(0, _NEW)
-            drawn = new < n
-            source = (sequence * n + new) * heads + (KV * GROUP + head) * DIM
-            there = drawn[:, None] & inside
-            new_k, new_across = _halves(qkv, source, drawn, DIM, PADDED)
-            new_v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there, 0.0).to(v_cache.dtype.element_ty)
-            place = length + new
-            if positions is not None:
-                place = tl.load(positions + sequence * n + new, drawn, 0).to(tl.int32)
-            new_k = _rotate(new_k, new_across, k_norm, cos, sin, place, drawn, eps, DIM, PADDED)
-            new_k = new_k.to(k_cache.dtype.element_ty)
-            if tile == 0:
-                stored = drawn & (length + new < capacity)
-                home = tl.load(pages + (length + new) // PAGE, stored, 0)
-                free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + column
-                tl.store(k_cache + free, new_k, stored[:, None] & inside)
-                tl.store(v_cache + free, new_v, stored[:, None] & inside)
-            visible = live[:, None] & drawn[None, :]
-            if ancestors is not None:
-                visible &= ((word[:, None] >> new[None, :]) & 1) == 1
-            elif CAUSAL:
-                visible &= new[None, :] <= node[:, None]
-            if window is not None:
-                visible &= new[None, :] > (node - window)[:, None]
-            acc, peak, total = _attend(q, new_k.to(q.dtype), new_v.to(q.dtype), visible, acc, peak, total, scale)
-
-    if (begin >= length) & (split < splits - 1):
-        return
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     # Splits that hold keys, and the last one, which holds the new keys in any case.
     expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
@@ -295,7 +297,7 @@ def verify_attention(
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, CAUSAL=causal, PDL=cuda,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=n, CAUSAL=causal, PDL=cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out
