@@ -23,36 +23,50 @@ _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
 
 
 @triton.jit
-def _halves(x, start, live, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Heads [R, PADDED] that begin at `start` [R], and the same with their halves changed over."""
-    column = tl.arange(0, PADDED)
-    mask = live[:, None] & (column < DIM)
-    across = start[:, None] + (column + DIM // 2) % DIM
-    return tl.load(x + start[:, None] + column, mask, 0.0), tl.load(x + across, mask, 0.0)
+def _halves(x, start, live, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Both halves [R, HALF] of the heads that begin at `start` [R]."""
+    column = tl.arange(0, HALF)
+    mask = live[:, None] & (column < DIM // 2)
+    first = x + start[:, None] + column
+    return tl.load(first, mask, 0.0), tl.load(first + DIM // 2, mask, 0.0)
 
 
 @triton.jit
-def _rotate(x, across, norm, cos, sin, position, live, eps, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """RMSNorm (where `norm` is given) and RoPE of heads x, `across` from `_halves`; rounds where the references do."""
-    angle = position[:, None] * DIM + tl.arange(0, PADDED)
-    mask = live[:, None] & (tl.arange(0, PADDED) < DIM)
-    cosine = tl.load(cos + angle, mask, 0.0).to(tl.float32)
-    sine = tl.load(sin + angle, mask, 0.0).to(tl.float32)
+def _turn(cos, sin, position, live, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines [R, HALF] of `position` [R]. The tables hold them twice, the first half's sine negative."""
+    column = tl.arange(0, HALF)
+    mask = live[:, None] & (column < DIM // 2)
+    angle = position[:, None] * DIM + column
+    return tl.load(cos + angle, mask, 0.0), tl.load(sin + angle + DIM // 2, mask, 0.0)
+
+
+@triton.jit
+def _rotate(one, two, cos, sin, norm, eps, DIM: tl.constexpr, HALF: tl.constexpr):
+    """RMSNorm (where `norm` is given) and RoPE of the halves of heads; rounds where the references do."""
+    dtype: tl.constexpr = one.dtype
+    x, y = one.to(tl.float32), two.to(tl.float32)
     if norm is not None:
-        weight, weight_across = _halves(norm, position * 0, live, DIM, PADDED)
-        wide = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-        x = ((wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-        across = (across.to(tl.float32) * scale).to(x.dtype)
-        across = (across.to(tl.float32) * weight_across.to(tl.float32)).to(x.dtype)
-    straight = (x.to(tl.float32) * cosine).to(x.dtype)
-    return (straight.to(tl.float32) + across.to(tl.float32) * sine).to(x.dtype)
+        column = tl.arange(0, HALF)
+        inside = column < DIM // 2
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
+        x = (x * scale).to(dtype).to(tl.float32) * tl.load(norm + column, inside, 0.0).to(tl.float32)
+        y = (y * scale).to(dtype).to(tl.float32) * tl.load(norm + DIM // 2 + column, inside, 0.0).to(tl.float32)
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
+    first = (x * cos).to(dtype).to(tl.float32) - y * sin
+    second = (y * cos).to(dtype).to(tl.float32) + x * sin
+    return first.to(dtype), second.to(dtype)
 
 
 @triton.jit
-def _attend(q, k, v, seen, acc, peak, total, scale):
-    """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`: acc [M, D], peak and total [M], base 2."""
-    score = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+def _attend(q_one, q_two, k_one, k_two, v, seen, acc, peak, total, scale):
+    """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`: acc [M, D], peak and total [M], base 2.
+
+    q and k come as the halves of their heads.
+    """
+    score = tl.dot(q_one, tl.trans(k_one), input_precision="ieee")
+    score = tl.dot(q_two, tl.trans(k_two), score, input_precision="ieee")
+    score = tl.where(seen, score * scale, float("-inf"))
     top = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
     weight = tl.exp2(score - base[:, None])
@@ -62,10 +76,29 @@ def _attend(q, k, v, seen, acc, peak, total, scale):
 
 
 @triton.jit
+def _fresh(
+    qkv, cos, sin, positions, sequence, length, head, first, stop, n,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """New keys from `first` on, not yet rotated: halves of K, V, cosines and sines; 0 from `stop` on."""
+    new = first + tl.arange(0, _NEW)
+    there = new < stop
+    source = (sequence * n + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
+    one, two = _halves(qkv, source, there, DIM, HALF)
+    column = tl.arange(0, PADDED)
+    v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there[:, None] & (column < DIM), 0.0)
+    position = length + new
+    if positions is not None:
+        position = tl.load(positions + sequence * n + new, there, 0).to(tl.int32)
+    new_cos, new_sin = _turn(cos, sin, position, there, DIM, HALF)
+    return one, two, v, new_cos, new_sin
+
+
+@triton.jit
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
     partials, arrivals, n, capacity, width, window, eps, scale,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -73,83 +106,93 @@ def _verify_attention(
     tile = tl.program_id(0) // KV
     split, splits = tl.program_id(1), tl.num_programs(1)
     sequence = tl.program_id(2)
-    column = tl.arange(0, PADDED)
-    inside = column < DIM
-    heads: tl.constexpr = KV * (GROUP + 2) * DIM
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    node = row // GROUP
-    live = node < n
-    token = sequence * n + node
-    query = token * heads + (head * GROUP + row % GROUP) * DIM
     length = tl.load(lengths + sequence, cache_modifier=".cg").to(tl.int32)
     pages = page_table + tl.load(rows + sequence, cache_modifier=".cg") * width
-    mask = live[:, None] & inside
     oldest = length * 0
     if window is not None:
         oldest = tl.maximum(length + 1 - window, 0)
     share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
-    last = split == splits - 1
+    last = split == splits - 1  # it has the new keys, too
     if (begin >= length) & (split < splits - 1):
         return
     # Pages are asked for a step before their keys are, and used nowhere in between.
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(pages + key // PAGE, key < end, 0)
+    column, half = tl.arange(0, PADDED), tl.arange(0, HALF)
+    inside, in_half = column < DIM, half < DIM // 2
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = row // GROUP
+    live = node < n
+    mask = live[:, None] & inside
+    token = sequence * n + node
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
-    q = tl.zeros([BLOCK_M, PADDED], qkv.dtype.element_ty)
+    q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
+    q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
+    q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
     acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, tl.maximum(end, begin + 1), BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         old = key < end
-        place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + column
-        k = tl.load(k_cache + place, old[:, None] & inside, 0.0)
-        v = tl.load(v_cache + place, old[:, None] & inside, 0.0)
+        line = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM
+        k_one = tl.load(k_cache + line + half, old[:, None] & in_half, 0.0)
+        k_two = tl.load(k_cache + line + DIM // 2 + half, old[:, None] & in_half, 0.0)
+        v = tl.load(v_cache + line + column, old[:, None] & inside, 0.0)
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
+        # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
             if PDL:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
-            raw, across = _halves(qkv, query, live, DIM, PADDED)
-            q = _rotate(raw, across, q_norm, cos, sin, position, live, eps, DIM, PADDED)
-            if split == splits - 1:
+            query = token * (KV * (GROUP + 2) * DIM) + (head * GROUP + row % GROUP) * DIM
+            q_one, q_two = _halves(qkv, query, live, DIM, HALF)
+            fresh = _fresh(
+                qkv, cos, sin, positions, sequence, length, head, 0, tl.where(last, n, 0), n, KV, GROUP, DIM, HALF, PADDED
+            )
+            q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            if last:
                 word = node.to(tl.int64)
                 if ancestors is not None:
                     word = tl.load(ancestors + token, live, 0)
                 for first in tl.static_range(0, NEW, _NEW):
+                    new_one, new_two, new_v, new_cos, new_sin = fresh
+                    if first + _NEW < NEW:
+                        fresh = _fresh(
+                            qkv, cos, sin, positions, sequence, length, head, first + _NEW, n, n, KV, GROUP, DIM, HALF, PADDED
+                        )
+                    new_one, new_two = _rotate(new_one, new_two, new_cos, new_sin, k_norm, eps, DIM, HALF)
+                    new_one, new_two = new_one.to(k_cache.dtype.element_ty), new_two.to(k_cache.dtype.element_ty)
+                    new_v = new_v.to(v_cache.dtype.element_ty)
                     new = first + tl.arange(0, _NEW)
-                    drawn = new < n
-                    source = (sequence * n + new) * heads + (KV * GROUP + head) * DIM
-                    there = drawn[:, None] & inside
-                    new_k, new_across = _halves(qkv, source, drawn, DIM, PADDED)
-                    new_v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there, 0.0).to(v_cache.dtype.element_ty)
-                    spot = length + new
-                    if positions is not None:
-                        spot = tl.load(positions + sequence * n + new, drawn, 0).to(tl.int32)
-                    new_k = _rotate(new_k, new_across, k_norm, cos, sin, spot, drawn, eps, DIM, PADDED)
-                    new_k = new_k.to(k_cache.dtype.element_ty)
                     if tile == 0:
-                        stored = drawn & (length + new < capacity)
+                        stored = (new < n) & (length + new < capacity)
                         home = tl.load(pages + (length + new) // PAGE, stored, 0)
-                        free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + column
-                        tl.store(k_cache + free, new_k, stored[:, None] & inside)
-                        tl.store(v_cache + free, new_v, stored[:, None] & inside)
-                    visible = live[:, None] & drawn[None, :]
+                        free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM
+                        tl.store(k_cache + free + half, new_one, stored[:, None] & in_half)
+                        tl.store(k_cache + free + DIM // 2 + half, new_two, stored[:, None] & in_half)
+                        tl.store(v_cache + free + column, new_v, stored[:, None] & inside)
+                    visible = live[:, None] & (new < n)[None, :]
                     if ancestors is not None:
                         visible &= ((word[:, None] >> new[None, :]) & 1) == 1
                     elif CAUSAL:
                         visible &= new[None, :] <= node[:, None]
                     if window is not None:
                         visible &= new[None, :] > (node - window)[:, None]
-                    acc, peak, total = _attend(q, new_k.to(q.dtype), new_v.to(q.dtype), visible, acc, peak, total, scale)
+                    acc, peak, total = _attend(
+                        q_one, q_two, new_one.to(q_one.dtype), new_two.to(q_one.dtype), new_v.to(q_one.dtype),
+                        visible, acc, peak, total, scale,
+                    )  # fmt: skip
         seen = old[None, :]
         if window is not None:
             seen &= key[None, :] > (length + node - window)[:, None]
-        acc, peak, total = _attend(q, k.to(q.dtype), v.to(q.dtype), seen, acc, peak, total, scale)
+        acc, peak, total = _attend(
+            q_one, q_two, k_one.to(q_one.dtype), k_two.to(q_one.dtype), v.to(q_one.dtype), seen, acc, peak, total, scale
+        )
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     # Splits that hold keys, and the last one, which holds the new keys in any case.
@@ -281,7 +324,7 @@ def verify_attention(
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
-    padded = triton.next_power_of_2(heads.dim)
+    padded, half = (max(16, triton.next_power_of_2(dim)) for dim in (heads.dim, heads.dim // 2))
     tile = tile_for(n * group, batch * heads.kv, capacity, padded * qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
@@ -296,7 +339,7 @@ def verify_attention(
         qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
-        KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
+        KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=n, CAUSAL=causal, PDL=cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
