@@ -59,39 +59,47 @@ def _rotate(one, two, cos, sin, norm, eps, DIM: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit
-def _attend(q_one, q_two, k_one, k_two, v, seen, acc, peak, total, scale):
-    """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`: acc [M, D], peak and total [M], base 2.
+def _whole(one, two):
+    """Heads [R, 2 * HALF] of their halves."""
+    return tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (one.shape[0], 2 * one.shape[1]))
 
-    q and k come as the halves of their heads.
+
+@triton.jit
+def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, total, scale):
+    """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`, in base 2; heads come as their halves.
+
+    one, two [M, D / 2]: halves of the output so far, not yet divided by `total` [M]; peak [M]: the largest score.
     """
-    score = tl.dot(q_one, tl.trans(k_one), input_precision="ieee")
-    score = tl.dot(q_two, tl.trans(k_two), score, input_precision="ieee")
+    score = tl.dot(q_one, tl.trans(k_one.to(q_one.dtype)), input_precision="ieee")
+    score = tl.dot(q_two, tl.trans(k_two.to(q_one.dtype)), score, input_precision="ieee")
     score = tl.where(seen, score * scale, float("-inf"))
     top = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
     weight = tl.exp2(score - base[:, None])
     fade = tl.exp2(peak - base)
-    acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return acc, top, total * fade + tl.sum(weight, 1)
+    total = total * fade + tl.sum(weight, 1)
+    weight = weight.to(q_one.dtype)
+    one = tl.dot(weight, v_one.to(q_one.dtype), one * fade[:, None], input_precision="ieee")
+    two = tl.dot(weight, v_two.to(q_one.dtype), two * fade[:, None], input_precision="ieee")
+    return one, two, top, total
 
 
 @triton.jit
 def _fresh(
     qkv, cos, sin, positions, sequence, length, head, first, stop, n,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """New keys from `first` on, not yet rotated: halves of K, V, cosines and sines; 0 from `stop` on."""
+    """New keys from `first` on, not yet rotated: halves of K and of V, cosines and sines; 0 from `stop` on."""
     new = first + tl.arange(0, _NEW)
     there = new < stop
     source = (sequence * n + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
     one, two = _halves(qkv, source, there, DIM, HALF)
-    column = tl.arange(0, PADDED)
-    v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there[:, None] & (column < DIM), 0.0)
+    v_one, v_two = _halves(qkv, source + KV * DIM, there, DIM, HALF)
     position = length + new
     if positions is not None:
         position = tl.load(positions + sequence * n + new, there, 0).to(tl.int32)
     new_cos, new_sin = _turn(cos, sin, position, there, DIM, HALF)
-    return one, two, v, new_cos, new_sin
+    return one, two, v_one, v_two, new_cos, new_sin
 
 
 @triton.jit
@@ -120,12 +128,12 @@ def _verify_attention(
     # Pages are asked for a step before their keys are, and used nowhere in between.
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(pages + key // PAGE, key < end, 0)
-    column, half = tl.arange(0, PADDED), tl.arange(0, HALF)
-    inside, in_half = column < DIM, half < DIM // 2
+    # Halves of heads are loaded, rotated and multiplied apart from each other, each padded for itself.
+    half = tl.arange(0, HALF)
+    inside = half < DIM // 2
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = row // GROUP
     live = node < n
-    mask = live[:, None] & inside
     token = sequence * n + node
     position = length + node
     if positions is not None:
@@ -133,16 +141,17 @@ def _verify_attention(
     q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
     q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
     q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
-    acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
+    one = tl.zeros([BLOCK_M, HALF], tl.float32)
+    two = tl.zeros([BLOCK_M, HALF], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, tl.maximum(end, begin + 1), BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         old = key < end
-        line = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM
-        k_one = tl.load(k_cache + line + half, old[:, None] & in_half, 0.0)
-        k_two = tl.load(k_cache + line + DIM // 2 + half, old[:, None] & in_half, 0.0)
-        v = tl.load(v_cache + line + column, old[:, None] & inside, 0.0)
+        here = old[:, None] & inside
+        place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + half
+        k_one, k_two = tl.load(k_cache + place, here, 0.0), tl.load(k_cache + place + DIM // 2, here, 0.0)
+        v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
@@ -152,7 +161,7 @@ def _verify_attention(
             query = token * (KV * (GROUP + 2) * DIM) + (head * GROUP + row % GROUP) * DIM
             q_one, q_two = _halves(qkv, query, live, DIM, HALF)
             fresh = _fresh(
-                qkv, cos, sin, positions, sequence, length, head, 0, tl.where(last, n, 0), n, KV, GROUP, DIM, HALF, PADDED
+                qkv, cos, sin, positions, sequence, length, head, 0, tl.where(last, n, 0), n, KV, GROUP, DIM, HALF
             )
             q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
             if last:
@@ -160,22 +169,24 @@ def _verify_attention(
                 if ancestors is not None:
                     word = tl.load(ancestors + token, live, 0)
                 for first in tl.static_range(0, NEW, _NEW):
-                    new_one, new_two, new_v, new_cos, new_sin = fresh
+                    a, b, c, d, new_cos, new_sin = fresh
                     if first + _NEW < NEW:
                         fresh = _fresh(
-                            qkv, cos, sin, positions, sequence, length, head, first + _NEW, n, n, KV, GROUP, DIM, HALF, PADDED
+                            qkv, cos, sin, positions, sequence, length, head, first + _NEW, n, n, KV, GROUP, DIM, HALF
                         )
-                    new_one, new_two = _rotate(new_one, new_two, new_cos, new_sin, k_norm, eps, DIM, HALF)
-                    new_one, new_two = new_one.to(k_cache.dtype.element_ty), new_two.to(k_cache.dtype.element_ty)
-                    new_v = new_v.to(v_cache.dtype.element_ty)
+                    a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
+                    a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
+                    c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
                     new = first + tl.arange(0, _NEW)
                     if tile == 0:
                         stored = (new < n) & (length + new < capacity)
                         home = tl.load(pages + (length + new) // PAGE, stored, 0)
-                        free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM
-                        tl.store(k_cache + free + half, new_one, stored[:, None] & in_half)
-                        tl.store(k_cache + free + DIM // 2 + half, new_two, stored[:, None] & in_half)
-                        tl.store(v_cache + free + column, new_v, stored[:, None] & inside)
+                        free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + half
+                        fits = stored[:, None] & inside
+                        tl.store(k_cache + free, a, fits)
+                        tl.store(k_cache + free + DIM // 2, b, fits)
+                        tl.store(v_cache + free, c, fits)
+                        tl.store(v_cache + free + DIM // 2, d, fits)
                     visible = live[:, None] & (new < n)[None, :]
                     if ancestors is not None:
                         visible &= ((word[:, None] >> new[None, :]) & 1) == 1
@@ -183,18 +194,20 @@ def _verify_attention(
                         visible &= new[None, :] <= node[:, None]
                     if window is not None:
                         visible &= new[None, :] > (node - window)[:, None]
-                    acc, peak, total = _attend(
-                        q_one, q_two, new_one.to(q_one.dtype), new_two.to(q_one.dtype), new_v.to(q_one.dtype),
-                        visible, acc, peak, total, scale,
-                    )  # fmt: skip
+                    one, two, peak, total = _attend(
+                        q_one, q_two, a, b, c, d, visible, one, two, peak, total, scale
+                    )
         seen = old[None, :]
         if window is not None:
             seen &= key[None, :] > (length + node - window)[:, None]
-        acc, peak, total = _attend(
-            q_one, q_two, k_one.to(q_one.dtype), k_two.to(q_one.dtype), v.to(q_one.dtype), seen, acc, peak, total, scale
+        one, two, peak, total = _attend(
+            q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, total, scale
         )
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = _whole(one, two) / tl.where(total == 0.0, 1.0, total)[:, None]
+    both = tl.arange(0, PADDED)
+    column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
+    mask = live[:, None] & inside
     # Splits that hold keys, and the last one, which holds the new keys in any case.
     expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
     if expected == 1:
@@ -206,7 +219,7 @@ def _verify_attention(
     size: tl.constexpr = FEW * (PADDED + 1)  # a split's output, and the logarithms of its rows' sums
     parts = partials + (group * splits).to(tl.int64) * size
     cell = tl.arange(0, BLOCK_M)
-    tl.store(parts + split * size + cell[:, None] * PADDED + column, acc, mask)
+    tl.store(parts + split * size + cell[:, None] * PADDED + both, acc, mask)
     tl.store(parts + split * size + FEW * PADDED + cell, peak + tl.log2(total), cell < FEW)
     tl.debug_barrier()  # every thread has stored before one of them arrives
     if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
@@ -222,10 +235,10 @@ def _verify_attention(
     for first in tl.range(0, expected, PARTS, num_stages=1):
         for step in tl.static_range(PARTS):
             index = first + step
-            one = parts + tl.where(index < expected - 1, index, splits - 1) * size
+            source = parts + tl.where(index < expected - 1, index, splits - 1) * size
             there = (few * 0 + index < expected)[:, None]
-            part = tl.load(one + few[:, None] * PADDED + column, few_mask & there, 0.0, cache_modifier=".cg")
-            log = tl.load(one + FEW * PADDED + few[:, None], there, float("-inf"), cache_modifier=".cg")
+            part = tl.load(source + few[:, None] * PADDED + both, few_mask & there, 0.0, cache_modifier=".cg")
+            log = tl.load(source + FEW * PADDED + few[:, None], there, float("-inf"), cache_modifier=".cg")
             higher = tl.maximum(top, log)
             base = tl.where(higher == float("-inf"), 0.0, higher)
             fade, gain = tl.exp2(top - base), tl.exp2(log - base)
@@ -324,7 +337,8 @@ def verify_attention(
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
-    padded, half = (max(16, triton.next_power_of_2(dim)) for dim in (heads.dim, heads.dim // 2))
+    half = max(8, triton.next_power_of_2(heads.dim // 2))
+    padded = 2 * half
     tile = tile_for(n * group, batch * heads.kv, capacity, padded * qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
