@@ -65,10 +65,11 @@ def _whole(one, two):
 
 
 @triton.jit
-def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, total, scale):
+def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale):
     """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`, in base 2; heads come as their halves.
 
-    one, two [M, D / 2]: halves of the output so far, not yet divided by `total` [M]; peak [M]: the largest score.
+    one, two [M, D / 2]: halves of the output so far, to be divided by the sum of `weights` [M, N], which is left to the
+    end: it takes more than one warp. peak [M]: the largest score so far.
     """
     score = tl.dot(q_one, tl.trans(k_one.to(q_one.dtype)), input_precision="ieee")
     score = tl.dot(q_two, tl.trans(k_two.to(q_one.dtype)), score, input_precision="ieee")
@@ -77,11 +78,11 @@ def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, tota
     base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
     weight = tl.exp2(score - base[:, None])
     fade = tl.exp2(peak - base)
-    total = total * fade + tl.sum(weight, 1)
+    weights = weights * fade[:, None] + weight
     weight = weight.to(q_one.dtype)
     one = tl.dot(weight, v_one.to(q_one.dtype), one * fade[:, None], input_precision="ieee")
     two = tl.dot(weight, v_two.to(q_one.dtype), two * fade[:, None], input_precision="ieee")
-    return one, two, top, total
+    return one, two, top, weights
 
 
 @triton.jit
@@ -123,8 +124,6 @@ def _verify_attention(
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
     last = split == splits - 1  # it has the new keys, too
-    if (begin >= length) & (split < splits - 1):
-        return
     # Pages are asked for a step before their keys are, and used nowhere in between.
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(pages + key // PAGE, key < end, 0)
@@ -138,14 +137,13 @@ def _verify_attention(
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
-    q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
     q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
     q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
     one = tl.zeros([BLOCK_M, HALF], tl.float32)
     two = tl.zeros([BLOCK_M, HALF], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(begin, tl.maximum(end, begin + 1), BLOCK_N):
+    weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(begin, tl.where(last, tl.maximum(end, begin + 1), end), BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         old = key < end
         here = old[:, None] & inside
@@ -160,6 +158,7 @@ def _verify_attention(
                 tl.extra.cuda.gdc_launch_dependents()
             query = token * (KV * (GROUP + 2) * DIM) + (head * GROUP + row % GROUP) * DIM
             q_one, q_two = _halves(qkv, query, live, DIM, HALF)
+            q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
             fresh = _fresh(
                 qkv, cos, sin, positions, sequence, length, head, 0, tl.where(last, n, 0), n, KV, GROUP, DIM, HALF
             )
@@ -168,6 +167,7 @@ def _verify_attention(
                 word = node.to(tl.int64)
                 if ancestors is not None:
                     word = tl.load(ancestors + token, live, 0)
+                new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
                 for first in tl.static_range(0, NEW, _NEW):
                     a, b, c, d, new_cos, new_sin = fresh
                     if first + _NEW < NEW:
@@ -194,16 +194,20 @@ def _verify_attention(
                         visible &= new[None, :] <= node[:, None]
                     if window is not None:
                         visible &= new[None, :] > (node - window)[:, None]
-                    one, two, peak, total = _attend(
-                        q_one, q_two, a, b, c, d, visible, one, two, peak, total, scale
+                    one, two, peak, new_weights = _attend(
+                        q_one, q_two, a, b, c, d, visible, one, two, peak, new_weights, scale
                     )
+                weights = tl.where(tl.arange(0, BLOCK_N) == 0, tl.sum(new_weights, 1)[:, None], 0.0)
         seen = old[None, :]
         if window is not None:
             seen &= key[None, :] > (length + node - window)[:, None]
-        one, two, peak, total = _attend(
-            q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, total, scale
+        one, two, peak, weights = _attend(
+            q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale
         )
 
+    if (begin >= length) & (split < splits - 1):
+        return
+    total = tl.sum(weights, 1)
     acc = _whole(one, two) / tl.where(total == 0.0, 1.0, total)[:, None]
     both = tl.arange(0, PADDED)
     column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
