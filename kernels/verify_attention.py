@@ -168,16 +168,18 @@ def _verify_attention(
                 if ancestors is not None:
                     word = tl.load(ancestors + token, live, 0)
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
-                for first in tl.static_range(0, NEW, _NEW):
+                for chunk in tl.static_range(NEW):
                     a, b, c, d, new_cos, new_sin = fresh
-                    if first + _NEW < NEW:
+                    if chunk + 1 < NEW:
+                        first = (chunk + 1) * _NEW
                         fresh = _fresh(
-                            qkv, cos, sin, positions, sequence, length, head, first + _NEW, n, n, KV, GROUP, DIM, HALF
+                            qkv, cos, sin, positions, sequence, length, head, first, n, n, KV, GROUP, DIM, HALF
                         )
+                    # a, b: halves of the new keys; c, d: of the new values
                     a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
                     a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
                     c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
-                    new = first + tl.arange(0, _NEW)
+                    new = chunk * _NEW + tl.arange(0, _NEW)
                     if tile == 0:
                         stored = (new < n) & (length + new < capacity)
                         home = tl.load(pages + (length + new) // PAGE, stored, 0)
@@ -283,12 +285,16 @@ def reserve(device: torch.device, partials: int, arrivals: int) -> tuple[torch.T
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and keys of a step, warps of a program, stages of its pipeline."""
+    """Query rows and keys of a step, warps of a program, stages of its pipeline, registers that a thread may have.
+
+    Registers and shared memory decide how many programs a processor holds, hence how many keys are on their way.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    registers: int
 
 
 def _processors(device: torch.device) -> int:
@@ -302,9 +308,11 @@ def tile_for(rows: int, programs: int, keys: int, row_bytes: int, device: torch.
     is all that counts, the query rows are spread over tiles that read the same keys, from the L2. Tuned on an H200.
     """
     idle = programs * triton.cdiv(rows, 16) <= _processors(device) and keys <= 8192
-    if rows <= 16 or row_bytes > 256 or idle:
-        return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3)
-    return Tile(min(64, triton.next_power_of_2(rows)), 64, 4, 3)
+    if row_bytes > 256:
+        return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
+    if rows <= 16 or idle:
+        return Tile(16, 32, 4, 3, 128)
+    return Tile(min(64, triton.next_power_of_2(rows)), 32, 4, 3, 168)
 
 
 def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:
@@ -328,6 +336,7 @@ def verify_attention(
     causal: bool = True,
     window: int | None = None,
     splits: int | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Attention of n new rows per sequence over its pages and themselves; their K and V are written to the cache.
 
@@ -337,13 +346,18 @@ def verify_attention(
     that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
     the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
     `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
-    `splits`: how many programs share the old keys of a tile; None: by the sizes. Returns [B * n, count * dim].
+    `splits`: how many programs share the old keys of a tile; None, as for `tile`: by the sizes.
+    Returns [B * n, count * dim].
+
+    Old keys, page_table, rows, lengths and positions are read before the kernel launched directly in front of this one
+    has ended: that one, as a rule the qkv product, must not write them. What any earlier kernel wrote is safe, because
+    every kernel here lets the next one start only after its own wait, that is, when all before it has ended.
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
-    half = max(8, triton.next_power_of_2(heads.dim // 2))
+    half = max(16, triton.next_power_of_2(heads.dim // 2))
     padded = 2 * half
-    tile = tile_for(n * group, batch * heads.kv, capacity, padded * qkv.element_size(), qkv.device)
+    tile = tile or tile_for(n * group, batch * heads.kv, capacity, padded * qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, tile.block_m, capacity, qkv.device)
@@ -358,8 +372,9 @@ def verify_attention(
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, HALF=half, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=n, CAUSAL=causal, PDL=cuda,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value), CAUSAL=causal, PDL=cuda,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out
 

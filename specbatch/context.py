@@ -66,6 +66,7 @@ class _VerifyKernel:
         from specbatch.kernels.verify_attention import verify_attention
 
         shape, cache = self.shape, self.cache
+        chain = positions is shape.positions  # known from the lengths, without another load
         return verify_attention(
             qkv,
             heads,
@@ -75,7 +76,7 @@ class _VerifyKernel:
             shape.slots,
             shape.lengths,
             shape.rows,
-            positions=positions,
+            positions=None if chain else positions,
         )
 
 
