@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention import attention_bias, paged_attention_ref, visible, write_kv_ref
+from specbatch.kernels.attention_tiles import Tile, splits_for, tile_for
 from specbatch.kernels.heads import Heads, split_heads_ref
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
@@ -107,10 +108,11 @@ def _fresh(
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
     partials, arrivals, n, capacity, width, window, eps, scale,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    PADDED: tl.constexpr = 2 * HALF
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
     split, splits = tl.program_id(1), tl.num_programs(1)
@@ -283,44 +285,6 @@ def reserve(device: torch.device, partials: int, arrivals: int) -> tuple[torch.T
     return _workspaces.setdefault(device, _Workspace()).take(device, partials, arrivals)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Query rows and keys of a step, warps of a program, stages of its pipeline, registers that a thread may have.
-
-    Registers and shared memory decide how many programs a processor holds, hence how many keys are on their way.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    registers: int
-
-
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
-def tile_for(rows: int, programs: int, keys: int, row_bytes: int, device: torch.device) -> Tile:
-    """For `rows` query rows of each of `programs` KV heads in all, with `keys` keys at most of `row_bytes` each.
-
-    Where registers would not hold more, and where processors would idle unless the keys are so many that reading them
-    is all that counts, the query rows are spread over tiles that read the same keys, from the L2. Tuned on an H200.
-    """
-    idle = programs * triton.cdiv(rows, 16) <= _processors(device) and keys <= 8192
-    if row_bytes > 256:
-        return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
-    if rows <= 16 or idle:
-        return Tile(16, 32, 4, 3, 128)
-    return Tile(min(64, triton.next_power_of_2(rows)), 32, 4, 3, 168)
-
-
-def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:
-    """As many as processors hold when one split takes `programs`; of `keys` keys at most, none has less than 256."""
-    resident = (2 if block_m == 16 else 1) * _processors(device)
-    return max(1, min(resident // programs, -(-keys // 256)))
-
-
 def verify_attention(
     qkv: torch.Tensor,
     heads: Heads,
@@ -371,9 +335,9 @@ def verify_attention(
         qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
-        KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, HALF=half, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value), CAUSAL=causal, PDL=cuda,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value),
+        CAUSAL=causal, PDL=cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from specbatch.kernels import elementwise
+from specbatch.kernels.attention_tiles import Tile
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.rope import rope_table
-from specbatch.kernels.verify_attention import Tile, verify_attention, verify_attention_ref
+from specbatch.kernels.verify_attention import verify_attention, verify_attention_ref
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
