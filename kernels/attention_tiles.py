@@ -30,16 +30,18 @@ def tile_for(rows: int, programs: int, keys: int, row_bytes: int, device: torch.
     """For `rows` query rows of each of `programs` KV heads in all, with `keys` keys at most of `row_bytes` each.
 
     Where registers would not hold more, and where processors would idle unless the keys are so many that reading them
-    is all that counts, the query rows are spread over tiles that read the same keys, from the L2. Registers are
-    limited so that an H200's processor holds four programs of 16 query rows, or three of 64. To tune:
-    `python -m specbatch.sweeps.attention_speed --sweep`.
+    is all that counts, the query rows are spread over tiles that read the same keys, from the L2. Where there are more
+    programs than processors, registers are limited so that one of an H200's holds four of 16 query rows, or three of
+    64. To tune: `python -m specbatch.sweeps.attention_speed --sweep`.
     """
-    idle = programs * triton.cdiv(rows, 16) <= _processors(device) and keys <= 8192
+    processors = _processors(device)
     if row_bytes > 256:
         return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
-    if rows <= 16 or idle:
+    if rows <= 16:
         return Tile(16, 32, 4, 3, 128)
-    return Tile(min(64, triton.next_power_of_2(rows)), 32, 4, 3, 168)
+    if programs * triton.cdiv(rows, 16) <= processors and keys <= 8192:
+        return Tile(16, 32, 4, 3, 255)
+    return Tile(min(64, triton.next_power_of_2(rows)), 32, 4, 3, 168 if programs > processors else 255)
 
 
 def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:

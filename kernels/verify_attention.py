@@ -212,7 +212,8 @@ def _verify_attention(
     if (begin >= length) & (split < splits - 1):
         return
     total = tl.sum(weights, 1)
-    acc = _whole(one, two) / tl.where(total == 0.0, 1.0, total)[:, None]
+    share_of = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    acc = _whole(one * share_of, two * share_of)
     both = tl.arange(0, PADDED)
     column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
     mask = live[:, None] & inside
@@ -241,16 +242,22 @@ def _verify_attention(
     top = tl.full([FEW, 1], float("-inf"), tl.float32)
     mass = tl.zeros([FEW, 1], tl.float32)
     for first in tl.range(0, expected, PARTS, num_stages=1):
+        loaded = ()
         for step in tl.static_range(PARTS):
             index = first + step
-            source = parts + tl.where(index < expected - 1, index, splits - 1) * size
+            source = parts + tl.where(index < expected - 1, index, splits - 1) * size + few[:, None] * PADDED + both
+            there = few_mask & (index < expected)
+            loaded = loaded + (tl.load(source, there, 0.0, cache_modifier=".cg"),)
+        tl.debug_barrier()  # all are asked for before the first is waited for
+        for step in tl.static_range(PARTS):
+            index = first + step
+            source = parts + tl.where(index < expected - 1, index, splits - 1) * size + FEW * PADDED + few[:, None]
             there = (few * 0 + index < expected)[:, None]
-            part = tl.load(source + few[:, None] * PADDED + both, few_mask & there, 0.0, cache_modifier=".cg")
-            log = tl.load(source + FEW * PADDED + few[:, None], there, float("-inf"), cache_modifier=".cg")
+            log = tl.load(source, there, float("-inf"), cache_modifier=".cg")
             higher = tl.maximum(top, log)
             base = tl.where(higher == float("-inf"), 0.0, higher)
             fade, gain = tl.exp2(top - base), tl.exp2(log - base)
-            whole = whole * fade + part * gain
+            whole = whole * fade + loaded[step] * gain
             mass = mass * fade + gain
             top = higher
     result = out + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None] * DIM + column
@@ -326,7 +333,8 @@ def verify_attention(
     if splits is None:
         splits = splits_for(batch * tiles, tile.block_m, capacity, qkv.device)
     few = min(tile.block_m, triton.next_power_of_2(n * group))  # rows of a tile that are not padding
-    parts = max(2, min(16, 2048 * tile.warps // (few * padded)))  # partial sums that fit into 64 registers of a thread
+    held = max(1, few * padded // (32 * tile.warps))  # registers of a thread for a partial sum
+    parts = max(1, min(16, (tile.registers + 1) // 2 // held))  # as many as half of its registers hold
     cells = batch * tiles * splits * few * (padded + 1)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)

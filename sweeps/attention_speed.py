@@ -35,7 +35,8 @@ POINTS = [
 ]
 TILES = [
     *(Tile(16, 32, 4, stages, 128) for stages in (3, 4, 5)),
-    *(Tile(16, 32, 4, 3, registers) for registers in (96, 168)),
+    *(Tile(16, 32, 4, 3, registers) for registers in (96, 168, 255)),
+    Tile(16, 32, 4, 4, 255),
     Tile(16, 32, 2, 4, 168),
     Tile(16, 64, 8, 3, 128),
     *(Tile(16, 64, 4, stages, 128) for stages in (2, 3)),
