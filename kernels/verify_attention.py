@@ -3,7 +3,8 @@
 q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the old keys split among programs
 (flash-decoding: Dao et al., 2023) with the query heads of a KV head packed into one tile. The new keys are taken from
 the qkv product by the last split of each tile and never read back from the cache, so no program waits for another;
-the last program to arrive at a tile's counter adds the partial sums up, in the order of the splits.
+the last program to arrive at a tile's counter adds the partial sums up, in the order of the splits. The first old keys
+are on their way before the kernel in front has ended, and the new ones are attended to while they come.
 Decode is a verify of one row. The plain reference is `verify_attention_ref`.
 """
 
@@ -212,8 +213,8 @@ def _verify_attention(
     if (begin >= length) & (split < splits - 1):
         return
     total = tl.sum(weights, 1)
-    share_of = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    acc = _whole(one * share_of, two * share_of)
+    inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    acc = _whole(one * inverse, two * inverse)
     both = tl.arange(0, PADDED)
     column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
     mask = live[:, None] & inside
