@@ -248,7 +248,8 @@ def _verify_attention(
             index = first + step
             source = parts + tl.where(index < expected - 1, index, splits - 1) * size + few[:, None] * PADDED + both
             there = few_mask & (few * 0 + index < expected)[:, None]
-            loaded = loaded + (tl.load(source, there, 0.0, cache_modifier=".cg"),)  # noqa: RUF005 (no stars here)
+            part = tl.load(source, there, 0.0, cache_modifier=".cg")
+            loaded = loaded + (part,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no stars)
         tl.debug_barrier()  # all are asked for before the first is waited for
         for step in tl.static_range(PARTS):
             index = first + step
