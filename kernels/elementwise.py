@@ -32,7 +32,7 @@ def silu_product(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
     block = min(triton.next_power_of_2(width), PROGRAM // 2)
-    grid = (triton.cdiv(width, block), rows)
+    grid = (rows * triton.cdiv(width, block),)  # one side: the others end at 65535
     _silu_product[grid](gate_up, y, width, BLOCK=block, PDL=pdl, num_warps=_warps(block), **_launch(pdl))
     return y
 
@@ -73,7 +73,7 @@ def _launch(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # it changes from pass to pass
 def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
@@ -94,8 +94,9 @@ def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _silu_product(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -106,7 +107,7 @@ def _silu_product(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(y + row * width + column, gate / (1 + tl.exp(-gate)) * up, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines"])
 def _split_heads(
     qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_new,
     lines, eps, COUNT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,

@@ -115,6 +115,24 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
+def _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW: tl.constexpr):
+    """One block of keys: acc [QUERIES, BLOCK_D], top and total [QUERIES] of the softmax so far, base 2."""
+    scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee")
+    if (at + key.shape[0] > full) | (at < plain):
+        visible = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible &= key[None, :] > position[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
+    peak = tl.maximum(top, tl.max(scores, 1) * scale)
+    # A row that has seen no key yet has the peak -inf; any finite number does in its place.
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    p = tl.math.exp2(scores * scale - base[:, None])
+    shrink = tl.math.exp2(top - base)
+    acc = tl.dot(p.to(queries.dtype), v.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
+    return acc, peak, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit(do_not_specialize=["table_stride", "rows"])  # they change from pass to pass
 def _attend(
     q, keys, values, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
@@ -156,7 +174,12 @@ def _attend(
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    for at in tl.range(low, high, KEYS):
+    # A bulk copy may reach behind the sequence, into another's values: that block comes last and hides them. A weight
+    # of 0 would not do, as they may be NaN.
+    inner = high
+    if SOURCE != "slots":
+        inner = tl.minimum(high, stop // KEYS * KEYS)
+    for at in tl.range(low, inner, KEYS):
         key = at + tl.arange(0, KEYS)
         if SOURCE == "slots":
             held = tl.minimum(key, high - 1)  # the last block repeats the last key, out of every row's sight
@@ -175,20 +198,19 @@ def _attend(
                 line = offset.to(tl.int32) + at
             k = keys.load([line, head * DIM])
             v = values.load([line, head * DIM])
-        scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee")
-        if (at + KEYS > full) | (at < plain):
-            visible = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                visible &= key[None, :] > position[:, None] - WINDOW
-            scores = tl.where(visible, scores, float("-inf"))
-        peak = tl.maximum(top, tl.max(scores, 1) * scale)
-        # A row that has seen no key yet has the peak -inf; any finite number does in its place.
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        p = tl.math.exp2(scores * scale - base[:, None])
-        shrink = tl.math.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(queries.dtype), v.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
-        top = peak
+        acc, top, total = _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW)
+    if SOURCE != "slots":
+        at = tl.maximum(inner, low)
+        if at < high:
+            key = at + tl.arange(0, KEYS)
+            if SOURCE == "pages":
+                line = (tl.load(pages + at // PAGE) * PAGE + at % PAGE).to(tl.int32)
+            else:
+                line = offset.to(tl.int32) + at
+            k = keys.load([line, head * DIM])
+            v = values.load([line, head * DIM])
+            v = tl.where((key < stop)[:, None], v, 0.0)
+            acc, top, total = _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW)
 
     place = (offset + token) * (KV * GROUP) + query_head
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -198,7 +220,7 @@ def _attend(
     tl.store(out + place[:, None] * DIM + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "splits"])
 def _merge(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """Average the parts [splits, lines, DIM], each weighted by two to its lse [splits, lines]."""
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

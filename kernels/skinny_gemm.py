@@ -18,10 +18,27 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.gemm_configs import Tile, tile_for
+from specbatch.kernels.norm import rms_norm
 
 WORKSPACE = 8 << 20  # float32 partial sums
 COUNTERS = 4096
 _workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+@triton.jit
+def _prefetch(weight, row, N, K, k_from, k_to, STEPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Into the L2: BN rows of the weight, STEPS x BK columns of them as far as they are below k_to."""
+    i = tl.arange(0, STEPS * BN)
+    k = k_from + i // BN * BK
+    tl.inline_asm_elementwise(
+        """{ .reg .pred exists; setp.ne.b32 exists, $2, 0;
+        @exists cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }""",
+        "=r,l,r",
+        [(weight + tl.minimum(row + i % BN, N - 1).to(tl.int64) * K + k).to(tl.int64), tl.where(k < k_to, BK * 2, 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -50,6 +67,8 @@ def _skinny_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
+    FETCHED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
@@ -82,6 +101,10 @@ def _skinny_kernel(
         a = a_next
         if k == k_from:
             if PDL:
+                if AHEAD > 0:
+                    _prefetch(weight, tile * BN, N, K, k + FETCHED * BK, k_to, AHEAD, BN, BK)
+                    if GATED:
+                        _prefetch(weight + up_offset, tile * BN, N, K, k + FETCHED * BK, k_to, AHEAD, BN, BK)
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
@@ -203,13 +226,18 @@ def skinny_gated(
     return _product(x, weight, bias, norm_weight, eps, None, gated=True)
 
 
-def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile | None = None, pdl=None) -> torch.Tensor:
+def _product(
+    x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile | None = None, pdl=None, ahead: int = 0
+) -> torch.Tensor:
+    """ahead: a trial; so many steps of 16-bit weights behind the first are brought into the L2 before the wait."""
     (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     assert m <= 128, f"{m} rows are not few"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     assert weight.is_contiguous(), "the weight must be contiguous"
     assert weight.shape[1] == k, f"x has {k} columns, the weight {weight.shape[1]}"
     assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
+    if norm_weight is not None and x.dtype == torch.float16:  # x * norm before its scaling may exceed 65504
+        x, norm_weight = rms_norm(x.contiguous(), norm_weight, eps), None
     block_m = max(16, triton.next_power_of_2(m))
     tile = tile or tile_for(n, k, block_m, gated, x.element_size())
     pdl = x.is_cuda if pdl is None else pdl
@@ -243,6 +271,8 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
         BN=tile.n,
         BK=tile.k,
         PDL=pdl,
+        FETCHED=tile.stages - 1,
+        AHEAD=ahead if k % tile.k == 0 else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=pdl,

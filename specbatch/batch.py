@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from specbatch.context import chain
 from specbatch.kernels.sampling import draw_ref, probabilities_ref, uniform_ref
 from specbatch.request import Request
 from specbatch.transfer import upload
@@ -129,8 +130,8 @@ class DeviceBatch:
             self.page_table[slot, index] = page
 
     def sampling(self, rows: torch.Tensor, needs: Needs) -> Sampling:
-        """Parameters of the given rows [B]."""
-        values = self._parameters[rows]
+        """Parameters of the given rows [B]. Where none is sampled nothing asks for more than the seeds."""
+        values = self._parameters[rows] if needs.sampled else self._parameters[:0]
         return Sampling(
             temperature=values[:, 0].float(),
             top_k=values[:, 1].long(),
@@ -140,11 +141,21 @@ class DeviceBatch:
             needs=needs,
         )
 
+    def stage(
+        self, rows: torch.Tensor, lengths: torch.Tensor, drafts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a verify of drafts [B, N - 1] behind the roots of rows [B] runs: tokens and positions, int64 [B * N]."""
+        if rows.is_cuda:
+            from specbatch.kernels.accept import stage
+
+            return stage(self.tokens, self.lengths, rows, drafts)[:2]
+        tokens = torch.cat([self.tokens[rows, lengths][:, None], drafts], 1)
+        return tokens.flatten(), chain(lengths, tokens.shape[1]).flatten()
+
     def commit(self, rows: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor) -> None:
         """Write tokens [B, N] behind the roots of rows [B] and add accepted [B] + 1 to their lengths."""
         lengths = self.lengths[rows]
         # All N tokens are written; those beyond the new length are overwritten before anything looks at them.
-        places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=rows.device)
-        self.tokens[rows[:, None], places] = tokens
+        self.tokens[rows[:, None], chain(lengths + 1, tokens.shape[1])] = tokens
         # Row 0 is for padding and stays as it is.
         self.lengths[rows] = torch.where(rows > 0, lengths + accepted + 1, lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,7 @@ from specbatch.config import EngineConfig
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
-from specbatch.graphs import Forward, PiecewiseGraphs, Recorder, Recordings, graph_bytes
+from specbatch.graphs import Forward, PiecewiseGraphs, Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
@@ -29,6 +30,7 @@ from specbatch.progress import Report
 from specbatch.runner import OnTokens, Runner
 from specbatch.scheduler import Scheduler
 from specbatch.tokenizer import Tokenizer
+from specbatch.transfer import on_device
 from specbatch.weights import Checkpoint
 
 Say = Callable[[str], None]
@@ -70,7 +72,8 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
     for line in plan.lines():
         say(line)
     try:
-        return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
+        with on_device(device):
+            return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
 
@@ -131,7 +134,7 @@ def _assemble(
         chunk=config.prefill_chunk,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
-    model = loader.model(target) if shared is None else shared.with_positions(width)
+    model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
     forward, cache = loader.target(model)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
@@ -144,11 +147,13 @@ def _assemble(
         prefill_chunk=config.prefill_chunk,
         rows=rows,
     )
+    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
+    prompt_pass = PromptPass(model, forward, cache, drafter)
     runner = Runner(
         scheduler,
-        DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device),
+        batch,
         Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
-        PromptPass(model, forward, cache, drafter),
+        prompt_pass,
         page_size=config.page_size,
         seed=config.seed,
         on_tokens=on_tokens,
@@ -172,7 +177,13 @@ def _assemble(
     if runner.graphs is not None:
         recordings.append(runner.graphs)
     if recordings:
-        caps |= _capture(recordings, device, say, report)
+        passes: list[Program] = []
+        if loader.recorder is not None:
+            sizes = token_buckets(config.prefill_chunk)
+            passes = [partial(prompt_pass.warm, batch, size) for size in sizes]
+            # Keys of a prefix are read by other kernels; where it is long, several programs share them.
+            passes += [partial(prompt_pass.warm, batch, sizes[0], prefix) for prefix in (1, width)]
+        caps |= _capture(recordings, passes, device, say, report)
     return Parts(
         device=device,
         tokenizer=target.tokenizer(),
@@ -186,8 +197,10 @@ def _assemble(
 
 
 @torch.inference_mode()
-def _capture(recordings: list[Recordings], device: torch.device, say: Say, report: Report) -> dict[str, Any]:
-    """Record every bucket; returns what it took, for the caps."""
+def _capture(
+    recordings: list[Recordings], passes: list[Program], device: torch.device, say: Say, report: Report
+) -> dict[str, Any]:
+    """Record every bucket, then run `passes` to warm up what runs between the pieces; what it took, for the caps."""
     start, free = time.perf_counter(), available_memory(device)
     total, done = sum(len(item) for item in recordings), 0
     report(0, total)
@@ -195,6 +208,10 @@ def _capture(recordings: list[Recordings], device: torch.device, say: Say, repor
         for _ in item.capture():
             done += 1
             report(done, total)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what warming up took: on the recorder's stream nobody else could have it
+    for program in passes:
+        program()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     took = {"capture_s": time.perf_counter() - start, "graph_bytes": max(free - available_memory(device), 0)}

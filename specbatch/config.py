@@ -115,6 +115,10 @@ class Graphs:
         _choice("graphs.decode", self.decode, DECODE_GRAPHS)
         _choice("graphs.prefill", self.prefill, PREFILL_GRAPHS)
 
+    def __str__(self) -> str:
+        asked = [f"{name} {mode}" for name, mode in asdict(self).items() if mode != "off"]
+        return f"graphs: {', '.join(asked)}" if asked else "eager"
+
     @property
     def any(self) -> bool:
         return (self.decode, self.prefill) != ("off", "off")

@@ -26,12 +26,18 @@ class Context(Protocol):
         ...
 
 
+def chain(lengths: torch.Tensor, rows: int) -> torch.Tensor:
+    """Places of `rows` tokens behind lengths [B]: int64 [B, rows]."""
+    return lengths[:, None] + torch.arange(rows, device=lengths.device)
+
+
 class Verify:
     """A few rows per sequence: decoding is a verify with one row.
 
     page_table int64 [R, P] of all device rows, of which slots int64 [B] names the sequences'; lengths int64 [B]: KV
-    length before the pass; `rows` per sequence, row i of a chain at position lengths + i. No KV is longer than `bound`
-    after it (None: than the page table). Rejected rows are computed and never looked at again.
+    length before the pass; `rows` per sequence, row i stored at key lengths + i; positions int64 [B * rows]: for the
+    rotation, lengths + i in a chain. No KV is longer than `bound` after it (None: than the page table). Rejected rows
+    are computed and never looked at again.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class Verify:
         page_table: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
+        positions: torch.Tensor,
         rows: int,
         page_size: int,
         bound: int | None = None,
@@ -49,7 +56,7 @@ class Verify:
         self.rows = rows
         self.page_size = page_size
         self.bound = page_table.shape[1] * page_size if bound is None else bound
-        self.positions = (lengths[:, None] + torch.arange(rows, device=lengths.device)).flatten()
+        self.positions = positions
 
     def on(self, cache: KVCache) -> Context:
         return _VerifyKernel(self, cache) if self.lengths.is_cuda else _VerifyRef(self, cache)
@@ -84,7 +91,7 @@ class _VerifyRef:
     def __init__(self, shape: Verify, cache: KVCache) -> None:
         size = shape.page_size
         self._table = shape.page_table[shape.slots, : pages_for(shape.bound, size)]
-        places = shape.positions.view(-1, shape.rows)
+        places = chain(shape.lengths, shape.rows)
         self._places = (self._table.gather(1, places // size) * size + places % size).flatten()
         mask = visible(shape.lengths, shape.rows, self._table.shape[1] * size)
         self._bias = attention_bias(mask, cache.group, cache.dtype)

@@ -30,9 +30,9 @@ def examine() -> dict[str, Any]:
         "models": models,
         "features": [
             _feature("engine on the CPU", None, "plain torch, float32 unless --dtype says otherwise"),
-            _feature("engine on a GPU", None if cuda else _no_gpu(), "CUDA, eager"),
+            _feature("engine on a GPU", None if cuda else _no_gpu(), "CUDA, eager or by graphs"),
             _feature("bfloat16 on the GPU", _no_bfloat16(), "the checkpoint's own type"),
-            _feature("CUDA graphs", "this version runs eagerly only"),
+            _feature("CUDA graphs", None if cuda else _no_gpu(), "--decode-graph whole, --prefill-graph piecewise"),
             *(
                 _feature(f"algorithm {name}", _no_module(target), f"--algorithm {name}")
                 for name, target in ALGORITHMS.items()

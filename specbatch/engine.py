@@ -23,6 +23,7 @@ from specbatch.progress import Report
 from specbatch.request import Completion, Request, SamplingParams
 from specbatch.runner import Counters
 from specbatch.schedules import SCHEDULES
+from specbatch.transfer import on_device
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -131,17 +132,17 @@ class Engine:
                     self._submit(index, tokens[index], settings[index])
                     if index in self._aborted:
                         self.abort(index)
-                if self._active and not self._schedule.step() and not self._events:
+                if self._active and not self._step() and not self._events:
                     raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
                 yield from self._take_events()
                 self._require("busy")
-            while self._schedule.step():  # what v2 still has in flight: void rows of requests that have ended
+            while self._step():  # what v2 still has in flight: void rows of requests that have ended
                 pass
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
             yield from self._take_events()  # what had ended by then is not lost
             if isinstance(error, torch.OutOfMemoryError):
-                raise self.plan.out_of_memory("prompts were run") from error
+                raise self.plan.out_of_memory("running prompts") from error
             raise
         finally:
             self._drop_work()
@@ -173,7 +174,9 @@ class Engine:
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
         """All work since the engine was made or `reset_record` was called."""
-        window = self._closed - self._opened if self._opened is not None else 0.0
+        window = 0.0
+        if self._opened is not None:  # up to the last completion, or to now if there is none yet
+            window = (self._closed if self._completions else time.perf_counter()) - self._opened
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
         counters: dict[str, Any] = asdict(self._counters)
@@ -195,6 +198,7 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
+        self._runner.graphs = None  # they know the runner, which must go at once
         del self._runner, self._schedule, self._forwards, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -222,6 +226,10 @@ class Engine:
             if getattr(config, name) != getattr(self.config, name):
                 works = f"the weights are those of {name}={getattr(self.config, name)!r}; ask for the same"
                 raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
+
+    def _step(self) -> bool:
+        with on_device(self.device):
+            return self._schedule.step()
 
     def _take_events(self) -> list[StreamEvent]:
         events, self._events = self._events, []

@@ -16,7 +16,7 @@ import torch
 from specbatch.batch import Needs
 from specbatch.config import Graphs
 from specbatch.context import Context
-from specbatch.models.llama import Llama
+from specbatch.models.llama import Features, Llama
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Program = Callable[[], None]
@@ -110,7 +110,7 @@ class Forward(Protocol):
 
     counters: GraphCounters
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor: ...
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> Features: ...
 
 
 class EagerForward:
@@ -120,7 +120,7 @@ class EagerForward:
         self.counters = GraphCounters()
         self._model = model
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> Features:
         self.counters.fall_back("off")
         return self._model.forward(tokens, positions, context)
 
@@ -188,7 +188,9 @@ class WholeGraphs:
             if logprobs is not None:
                 self._logprobs[:, :bucket].index_copy_(0, turn, logprobs[None])
 
-        self._inputs.zero_()  # a pass over padding rows harms nobody
+        # A pass over padding rows harms nobody, if its result goes where the next one will: others may be on their way.
+        self._inputs.zero_()
+        turn.fill_((self._turn + 1) % RING)
         self._recorder.warm(program)
         replay = self._graphs[bucket, needs] = self._recorder.record(program)
         return replay
@@ -212,7 +214,8 @@ class PiecewiseGraphs:
         self._tokens = torch.zeros(most, dtype=torch.int64, device=model.device)
         self._qkv = static(layer.qkv.shape[0])
         self._attended = static(config.num_heads * config.head_dim)
-        self._hidden = static(config.hidden_size)
+        self._last = static(config.hidden_size)
+        self._aux = static(len(model.aux) * config.hidden_size) if model.aux else None
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -224,7 +227,7 @@ class PiecewiseGraphs:
             self._pieces[bucket] = [self._recorder.record(piece) for piece in self._programs(bucket)]
             yield
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> Features:
         """As `Llama.forward`. The result lies in memory that the next call writes to."""
         count = len(tokens)
         bucket = self._buckets[bisect_left(self._buckets, count)]
@@ -237,11 +240,12 @@ class PiecewiseGraphs:
             piece()
         self.counters.replays += 1
         self.counters.padded += bucket - count
-        return self._hidden[:count]
+        return Features(self._last[:count], None if self._aux is None else self._aux[:count])
 
     def _programs(self, bucket: int) -> Iterator[Program]:
         """The pieces in order. The residual stream goes from one to the next through memory of the pool."""
         model, qkv, attended = self._model, self._qkv[:bucket], self._attended[:bucket]
+        aux = None if self._aux is None else self._aux[:bucket]
         residual: list[torch.Tensor] = []
 
         def enter() -> None:
@@ -252,9 +256,9 @@ class PiecewiseGraphs:
             last = index + 1 == len(model.layers)
 
             def program() -> None:
-                x, _ = model.advance(index, residual[0], attended, out=None if last else qkv)
+                x, _ = model.advance(index, residual[0], attended, out=None if last else qkv, aux=aux)
                 if last:
-                    self._hidden[:bucket].copy_(x)
+                    self._last[:bucket].copy_(x)
                     residual.clear()
                 else:
                     residual[:] = [x]

@@ -29,15 +29,14 @@ class Iteration:
         Returns int64 [B, N + 3]: N tokens, then accepted, drafted and sound; and float32 [B, N] logprobs or None.
         """
         batch, lengths = step.batch, step.lengths
-        root = batch.tokens[step.rows, lengths][:, None]
         proposal = self._drafter.propose(step)
-        tokens = torch.cat([root, proposal.tokens], 1)
-        rows = tokens.shape[1]
+        rows = proposal.tokens.shape[1] + 1
+        tokens, positions = batch.stage(step.rows, lengths, proposal.tokens)
 
-        shape = step.verify(lengths, rows)
-        hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
-        logits = self._model.logits(hidden).unflatten(0, (-1, rows))
+        shape = step.verify(lengths, positions, rows)
+        features = self._model.forward(tokens, positions, shape.on(self._cache))
+        logits = self._model.logits(features.last).unflatten(0, (-1, rows))
 
         packed = settle(logits, proposal, batch, step.rows, lengths, step.sampling, self._simulate)
-        self._drafter.absorb(step, hidden, packed[:, rows])
+        self._drafter.absorb(step, features, packed[:, rows])
         return packed, logprobs_of(logits, packed[:, :rows]) if step.sampling.needs.logprobs else None

@@ -9,11 +9,14 @@
 * throughput: requests, input tokens, output tokens per second of the measured window (first submission to last
   token); per user: output / concurrency; peak: output tokens in the fullest second after the first submission.
 * device step: time between the device's clocks before and behind an iteration; device idle share: gaps between
-  iterations that follow each other without a prefill, over gaps and iterations. None without a CUDA device.
+  iterations that follow each other without a prefill, over gaps and iterations; where the device had run dry, the
+  launch call itself counts as busy. None without a CUDA device.
 * launch lead: from the end of a launch to the result of the iteration before it, which is how far the host is ahead;
-  0 where that result was there already (a late launch). None where nothing overlaps (v1).
+  0 where that result was there already (a late launch). Iterations behind a prefill have none: the device was busy
+  with that. None where nothing overlaps (v1).
 * host waits per step: waits for a result with nothing launched behind it: 1 for v1, about 0 for v2.
-* graph coverage: replays / (replays + eager fallbacks) of iterations and prompt passes.
+* graph coverage: replays / (replays + eager fallbacks), over the iterations and prompt passes for which graphs were
+  asked; None where none were.
 * counters: `iteration_s / iterations` is the host's time to launch an iteration and to wait for its result.
 """
 
@@ -110,7 +113,8 @@ def device_numbers(counters: dict[str, Any]) -> dict[str, float | None]:
     idle = counters["device_idle_s"] / gaps * steps if gaps else None
     graphs = counters["graphs"].values()
     replays = sum(item["replays"] for item in graphs)
-    passes = replays + sum(sum(item["fallbacks"].values()) for item in graphs)
+    # "off" is no fallback: no graph was asked for.
+    passes = replays + sum(count for item in graphs for why, count in item["fallbacks"].items() if why != "off")
     overlapped = counters["overlapped"]
     return {
         "device_step_s": busy / steps if steps else None,

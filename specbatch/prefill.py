@@ -10,7 +10,7 @@ from specbatch.drafters.base import Drafter
 from specbatch.graphs import Forward
 from specbatch.kernels.sampling import TARGET
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.llama import Llama
+from specbatch.models.llama import Features, Llama
 from specbatch.scheduler import Chunk
 from specbatch.transfer import upload
 from specbatch.verification import is_sound, logprobs_of
@@ -25,15 +25,19 @@ class PromptPass:
         self._cache = cache
         self._drafter = drafter
 
+    def warm(self, batch: DeviceBatch, count: int, prefix: int = 0) -> None:
+        """Run `count` tokens of the padding row behind a prefix, both as far as a row holds them, so that whatever is
+        compiled for such a pass is there."""
+        most = batch.width - 1
+        count = min(count, most)
+        start = min(prefix, most - count)
+        self._compute(batch, [Span(0, start, start + count)])
+
     def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Compute the chunks. For those that complete a prompt: int64 [B, 2] of first token and sound, and float32
         [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
         spans = [Span(chunk.slot, chunk.start, chunk.end) for chunk in chunks]
-        shape = Prefill(batch.page_table, spans, self._cache.page_size)
-        tokens = batch.tokens[shape.rows, shape.positions]
-        hidden = self._forward(tokens, shape.positions, shape.on(self._cache))
-        self._drafter.prefill(batch, shape, hidden)
-
+        shape, features = self._compute(batch, spans)
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
         if not ending:
             return None
@@ -41,10 +45,17 @@ class PromptPass:
             [[spans[i].slot for i in ending], [spans[i].end for i in ending], ending], batch.device
         )
         sampling = batch.sampling(rows, Needs.of(chunks[i].request for i in ending))
-        logits = self._model.logits(hidden[shape.last[places]])[:, None]
+        logits = self._model.logits(features.last[shape.last[places]])[:, None]
         first = sampling.choose(logits, lengths[:, None], TARGET)
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths
         sound = is_sound(logits, first, sampling)
         logprobs = logprobs_of(logits, first) if sampling.needs.logprobs else None
         return torch.stack([first[:, 0], sound.long()], 1), logprobs
+
+    def _compute(self, batch: DeviceBatch, spans: list[Span]) -> tuple[Prefill, Features]:
+        shape = Prefill(batch.page_table, spans, self._cache.page_size)
+        tokens = batch.tokens[shape.rows, shape.positions]
+        features = self._forward(tokens, shape.positions, shape.on(self._cache))
+        self._drafter.prefill(batch, shape, features)
+        return shape, features

@@ -43,10 +43,10 @@ class Counters:
     prefill_s: float = 0.0
     void_results: int = 0  # rows computed for a request that had ended or was retracted
     host_waits: int = 0  # waits for an iteration with nothing launched behind it: the device runs dry
-    overlapped: int = 0  # iterations that were launched while the one before was not handled yet
+    overlapped: int = 0  # iterations launched straight behind one that was not handled yet
     late_launches: int = 0  # of those, launched when the one before was done already: the device ran dry
     launch_lead_s: float = 0.0  # summed over overlapped: from the end of a launch to the result of the one before
-    device_s: float = 0.0  # device time of iterations
+    device_s: float = 0.0  # device time of iterations, those aside that were recorded just before
     device_steps: int = 0
     device_idle_s: float = 0.0  # device time between iterations that follow each other with no prefill between
     device_gaps: int = 0
@@ -115,12 +115,14 @@ class Runner:
         self._batch.add_pages(plan.new_pages)
         slots = [row.slot for row in plan.rows]
         needs = Needs.of(row.request for row in plan.rows)
-        lap = Lap.begin(self._batch.device)
+        lap, recorded = Lap.begin(self._batch.device), self.decode_counters.recorded_late
         if self.graphs is not None:
             result = self.graphs(slots, needs)
         else:
             self.decode_counters.fall_back("off")
             result = self._run(upload(slots, self._batch.device), needs, plan.bound)
+        if self.decode_counters.recorded_late > recorded:
+            lap = None  # its time is that of recording
         if lap is not None:
             lap.end(behind=self._lap)
         self._lap = lap
@@ -167,7 +169,7 @@ class Runner:
             return
         if not overlapped:
             counters.host_waits += 1
-        else:
+        elif self._lap is not None and self._lap.follows:  # else the device had a prefill to run between them
             counters.overlapped += 1
             counters.late_launches += late
             counters.launch_lead_s += 0.0 if late else now - self._launched_at

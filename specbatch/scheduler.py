@@ -122,8 +122,8 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> bool:
         shared = self._cache.match(request.tokens) if self._cache is not None else []
-        # One spare page per running request: admitting must not force a retraction in the very next step.
-        spare = len(self._running) + len(self._prefilling)
+        # A spare page for each request that may ask for more: admitting must not force a retraction in the next step.
+        spare = sum(len(item.pages) < self._most_pages(item) for item in (*self._running, *self._prefilling))
         need = self._pages_for(reach_of(len(request.tokens), self.rows)) - len(shared)
         if not self._make_free(need + spare):
             for page in shared:
@@ -236,6 +236,10 @@ class Scheduler:
         if 0 < missing <= self._pool.idle and self._cache is not None:
             missing -= self._cache.evict(missing)
         return missing <= 0
+
+    def _most_pages(self, request: Request) -> int:
+        """What a request can come to hold."""
+        return self._pages_for(reach_of(request.prompt_len + request.params.max_new_tokens, self.rows))
 
     def _pages_for(self, tokens: int) -> int:
         return pages_for(tokens, self._page_size)

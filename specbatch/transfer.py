@@ -1,8 +1,9 @@
-"""The two ways data crosses between host and device; neither makes the host wait before it asks to."""
+"""Host and device: the two ways data crosses, neither of which makes the host wait before it asks to, and a clock."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ def upload(
     if device.type == "cpu":
         return host
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make it the current one: streams, events and Triton's launches are the current device's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Lap:
@@ -37,6 +43,11 @@ class Lap:
         self._done.record()
         if behind is not None:
             self._previous = behind._done
+
+    @property
+    def follows(self) -> bool:
+        """Was nothing launched between the iteration before and this one?"""
+        return self._previous is not None
 
     def seconds(self) -> tuple[float, float | None]:
         """(iteration, gap before it or None); the iteration must be over."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from specbatch.batch import DeviceBatch, Sampling
+from specbatch.context import chain
 from specbatch.kernels.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref, simulated_accept_ref
 
 
@@ -57,9 +58,8 @@ def settle(
     are those of `kernels/accept.py` and `kernels/draw.py`: two launches if greedy, a handful if sampled.
     """
     count = logits.shape[1]
-    predicted = lengths[:, None] + torch.arange(1, count + 1, device=lengths.device)
     if not logits.is_cuda:
-        tokens, accepted, sound = verify(logits, proposal, predicted, sampling, simulate)
+        tokens, accepted, sound = verify(logits, proposal, chain(lengths + 1, count), sampling, simulate)
         batch.commit(rows, tokens, accepted)
         return torch.cat([tokens, torch.stack([accepted, proposal.drafted, sound.long()], 1)], 1)
     from specbatch.kernels.accept import commit, greedy_accept
@@ -69,7 +69,7 @@ def settle(
     where = (batch.tokens, batch.lengths, rows)
     if not sampling.needs.sampled:
         return greedy_accept(logits.flatten(0, 1), drafts, drafted, *where, simulate=simulate, seeds=sampling.seeds)
-    law = sampling.law(logits)
+    law, predicted = sampling.law(logits), chain(lengths + 1, count)
     if q is None or simulate is not None:
         tokens, sound = draw(law, sampling.seeds, predicted, TARGET)
         return commit(tokens, drafts, drafted, sound, *where, simulate=simulate, seeds=sampling.seeds)

@@ -1,7 +1,7 @@
 """`specbatch bench`: how fast the engine is on a shape, against the device it runs on.
 
     folder/<section>/<configuration>/<size>/r<repeat>/record.json, requests.jsonl
-    folder/machine/r<repeat>/record.json
+    folder/machine/0/r<repeat>/record.json
 
 decode   a step of plain decoding at some batch sizes: two runs of the same prompts that differ in new tokens alone,
          their difference in time over their difference in tokens; prefill, start and tail cancel out

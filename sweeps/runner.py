@@ -28,12 +28,19 @@ from specbatch.sweeps.workloads import Workload, sha256_of
 if TYPE_CHECKING:
     from specbatch.engine import Engine
 
-# name -> what it makes of the speculation asked for. The baseline drafts nothing, under schedule v2.
-CONFIGURATIONS: dict[str, Callable[[Speculation], Speculation]] = {
-    "baseline": lambda asked: Speculation(algorithm="none", schedule="v2"),
-    "v1": lambda asked: replace(asked, schedule="v1"),
-    "v2": lambda asked: replace(asked, schedule="v2"),
+
+def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
+    return replace(config, speculation=replace(config.speculation, schedule=schedule))
+
+
+# name -> what it makes of the engine asked for. The baseline drafts nothing, under schedule v2.
+CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
+    "baseline": lambda asked: replace(asked, speculation=Speculation(algorithm="none", schedule="v2")),
+    "v1": lambda asked: _scheduled(asked, "v1"),
+    "v2": lambda asked: _scheduled(asked, "v2"),
+    "v2+piecewise": lambda asked: replace(_scheduled(asked, "v2"), graphs=replace(asked.graphs, prefill="piecewise")),
 }
+DEFAULT_CONFIGS = ("baseline", "v1", "v2")  # what runs on a CPU too
 WARM_UP_TOKENS = 16
 
 
@@ -42,7 +49,7 @@ class SweepOptions:
     """Which points are run: each configuration at each concurrency, `repeats` times."""
 
     concurrency: tuple[int, ...] = (1, 8, 32, 128)
-    configs: tuple[str, ...] = tuple(CONFIGURATIONS)
+    configs: tuple[str, ...] = DEFAULT_CONFIGS
     repeats: int = 1
     workload: Workload = field(default_factory=Workload)
 
@@ -122,8 +129,7 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
     count = len(options.configs)
     for place, name in enumerate(options.configs):
         configs[name] = replace(
-            base,
-            speculation=CONFIGURATIONS[name](base.speculation),
+            CONFIGURATIONS[name](base),
             max_model_len=base.max_model_len or options.workload.max_model_len,
             # The fraction is of what the engines before it have left free.
             memory_fraction=base.memory_fraction / (count - place * base.memory_fraction),

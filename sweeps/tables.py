@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config import Speculation
+from specbatch.config import Graphs, Speculation
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, write_atomic
 
@@ -30,6 +30,10 @@ COLUMNS = {
     "accept_length": ("accept_length", 1, 3, "accept length"),
     "accept_rate": ("accept_rate", 1, 3, "accept rate"),
     "per_user_tok_s": ("per_user_throughput", 1, 1, "per-user tok/s"),
+    "launch_lead_ms": ("launch_lead_s", 1000, 2, "launch lead (ms)"),
+    "host_waits_per_step": ("host_waits_per_step", 1, 2, "host waits per step"),
+    "device_idle_percent": ("device_idle_share", 100, 1, "device idle (%)"),
+    "graph_coverage_percent": ("graph_coverage", 100, 0, "graph coverage (%)"),
 }
 _POINT = ["concurrency", "configuration"]
 _CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk")
@@ -52,7 +56,7 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
             **{key: record.workload[key] for key in ("concurrency", "configuration", "repeat")},
             "simulated_accept_length": _simulated(record),
             **{
-                column: factor * (math.nan if (value := record.metrics[metric]) is None else value)
+                column: factor * (math.nan if (value := record.metrics.get(metric)) is None else value)
                 for column, (metric, factor, _, _) in COLUMNS.items()
             },
         }
@@ -115,7 +119,8 @@ def _heading(records: list[RunRecord]) -> str:
         "workload": f"{work['dataset']}, {text}, output "
         f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
         "configurations": "; ".join(
-            f"{name}: {Speculation(**record.config['speculation'])}" for name, record in names.items()
+            f"{name}: {Speculation(**record.config['speculation'])}, {Graphs(**record.config['graphs'])}"
+            for name, record in names.items()
         ),
         "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
         "effective caps": "; ".join(_caps(names)),
@@ -143,6 +148,8 @@ def _notes(records: list[RunRecord]) -> list[str]:
             notes.append(f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished.")
         if record.config["speculation"]["algorithm"] != "none" and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
+        if Graphs(**record.config["graphs"]).any and not record.metrics.get("graph_coverage"):
+            notes.append(f"NO REPLAYS: {where}: graphs were asked for and none was replayed.")
         if record.metrics.get("cached_tokens"):
             notes.append(f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache.")
     simulated = {record.workload["configuration"]: mean for record in records if (mean := _simulated(record))}

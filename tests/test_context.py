@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from specbatch.context import Prefill, Span, Verify
+from specbatch.context import Prefill, Span, Verify, chain
 from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.heads import Heads
 from specbatch.memory.kv_cache import KVCache
@@ -105,7 +105,8 @@ class Bench:
 
     def verify(self, rows: list[int], lengths: list[int], count: int, spare_pages: int = 0) -> None:
         bound = max(lengths) + count + spare_pages * self.page_size
-        shape = Verify(self.table, torch.tensor(rows), torch.tensor(lengths), count, self.page_size, bound)
+        positions = chain(torch.tensor(lengths), count).flatten()
+        shape = Verify(self.table, torch.tensor(rows), torch.tensor(lengths), positions, count, self.page_size, bound)
         self.run(shape, [(row, length, count) for row, length in zip(rows, lengths, strict=True)])
 
 
@@ -150,7 +151,8 @@ def test_padding_rows_write_to_page_0_only() -> None:
     bench = Bench(2, 16, 4, 2, 1)
     bench.prefill([Span(1, 0, 6), Span(2, 0, 3)])
     before = [item.clone() for item in (*bench.cache.k, *bench.cache.v)]
-    shape = Verify(bench.table, torch.tensor([0, 1, 0]), torch.tensor([0, 6, 0]), 3, 4, 12)
+    lengths = torch.tensor([0, 6, 0])
+    shape = Verify(bench.table, torch.tensor([0, 1, 0]), lengths, chain(lengths, 3).flatten(), 3, 4, 12)
     for layer in range(LAYERS):
         bench.through(shape, layer, bench.numbers(9, 2), bench.numbers(9, 2), bench.numbers(9, 2))
     mine = {(int(bench.table[1, at // 4]), at % 4) for at in (6, 7, 8)}

@@ -451,3 +451,34 @@ def test_a_prompt_that_waits_for_its_turn_can_be_aborted(toy: Any, toy_engine: A
         assert done[2].token_ids == []
         again = engine.generate(prompts, params)
         assert [item.finish_reason for item in again] == ["length"] * 3
+
+
+def test_every_step_runs_with_the_engines_device_as_the_current_one(
+    toy: Any, toy_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[torch.device] = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self._device = device
+
+        def __enter__(self) -> None:
+            current.append(self._device)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    step, seen = Overlapped.step, []
+
+    def spied(self: Overlapped) -> bool:
+        seen.append(list(current))
+        return step(self)
+
+    engine = toy_engine()
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(Overlapped, "step", spied)
+    engine.device = torch.device("cuda", 1)
+    for _ in engine.stream([list(toy.prompts()[0])], SamplingParams(max_new_tokens=4)):
+        assert not current
+    assert seen
+    assert all(devices == [engine.device] for devices in seen)

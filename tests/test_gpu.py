@@ -1,4 +1,4 @@
-"""The engine on a CUDA device, eager: the same tokens as naive decoding, and a v2 loop that never waits by accident."""
+"""The engine on a CUDA device, eager and from graphs: naive decoding's tokens, and a v2 loop that never waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.config import Speculation
+from specbatch import SpecbatchError
+from specbatch.config import Graphs, Speculation
 from specbatch.request import SamplingParams
 
 pytestmark = [
@@ -24,31 +25,45 @@ SPECULATIONS = {
 }
 
 
+GRAPHS = {"eager": Graphs(), "graphs": Graphs(decode="whole", prefill="piecewise")}
+
+
 def with_schedule(speculation: Speculation, schedule: str) -> Speculation:
     return Speculation(**{**speculation.__dict__, "schedule": schedule})
 
 
 @pytest.mark.parametrize("pool", [None, 60], ids=["roomy", "tight"])
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("schedule", ["v1", "v2"])
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_greedy_tokens_are_those_of_naive_decoding(
-    toy: Any, toy_engine: Callable[..., Any], name: str, schedule: str, pool: int | None
+    toy: Any, toy_engine: Callable[..., Any], name: str, schedule: str, graphs: str, pool: int | None
 ) -> None:
     speculation = with_schedule(SPECULATIONS[name], schedule)
     prompts = [list(prompt) for prompt in toy.prompts()]
-    engine = toy_engine(device="cuda", dtype="float32", speculation=speculation, kv_pages=pool)
+    engine = toy_engine(
+        device="cuda", dtype="float32", speculation=speculation, graphs=GRAPHS[graphs], kv_pages=pool, max_running=7
+    )
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
     assert [tuple(item.token_ids) for item in completions] == [toy.greedy(tuple(prompt)) for prompt in prompts]
+    record = engine.record()
     if pool:
-        assert engine.record().metrics["retractions"]
+        assert record.metrics["retractions"]
+    assert record.metrics["graph_coverage"] == (1.0 if graphs == "graphs" else 0.0)
+    found = record.counters["graphs"]
+    assert all(bool(item["replays"]) == (graphs == "graphs") for item in found.values())
+    assert record.metrics["host_waits_per_step"] == 1.0 if schedule == "v1" else record.counters["overlapped"] > 0
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_v2_waits_for_nothing_but_its_tickets(
-    toy: Any, toy_engine: Callable[..., Any], name: str, temperature: float
+    toy: Any, toy_engine: Callable[..., Any], name: str, temperature: float, graphs: str
 ) -> None:
-    engine = toy_engine(device="cuda", dtype="float32", speculation=with_schedule(SPECULATIONS[name], "v2"))
+    engine = toy_engine(
+        device="cuda", dtype="float32", speculation=with_schedule(SPECULATIONS[name], "v2"), graphs=GRAPHS[graphs]
+    )
     prompts = [list(prompt) for prompt in toy.prompts()]
     params = SamplingParams(temperature=temperature, top_p=0.9, max_new_tokens=24, logprobs=True)
     expected = [item.token_ids for item in engine.generate(prompts, params)]
@@ -69,3 +84,72 @@ def test_seeds_give_the_tokens_of_the_cpu(toy: Any, toy_engine: Callable[..., An
     ]
     same = sum(a == b for a, b in zip(*tokens, strict=True))
     assert same >= len(prompts) - 2  # a coin within rounding of a threshold may fall either way
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_sampled_tokens_of_a_seed_are_the_same_from_graphs(toy: Any, toy_engine: Callable[..., Any], name: str) -> None:
+    """One request at a time, so that a retraction or another batch has no part in it."""
+    params = SamplingParams(temperature=0.7, top_k=12, max_new_tokens=12, seed=5, ignore_eos=True, logprobs=True)
+    outcomes = []
+    for graphs in GRAPHS.values():
+        engine = toy_engine(device="cuda", dtype="float32", speculation=SPECULATIONS[name], graphs=graphs)
+        outcomes.append([engine.generate([list(prompt)], params)[0] for prompt in toy.prompts()[:8]])
+    eager, replayed = outcomes
+    assert [item.token_ids for item in replayed] == [item.token_ids for item in eager]
+    for ours, theirs in zip(replayed, eager, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def test_bfloat16_tokens_are_the_same_from_graphs(toy: Any, toy_engine: Callable[..., Any]) -> None:
+    """To the last bit: both run the same kernels, whose sums have a fixed order."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:8]]
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    tokens = [
+        [
+            item.token_ids
+            for item in toy_engine(device="cuda", dtype="bfloat16", graphs=graphs).generate(prompts, params)
+        ]
+        for graphs in (Graphs(), Graphs(decode="whole"))
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_the_prompt_that_poisons_is_named(toy_engine: Callable[..., Any], graphs: str) -> None:
+    engine = toy_engine(model="toy-nan", device="cuda", dtype="float32", graphs=GRAPHS[graphs])
+    with pytest.raises(SpecbatchError, match="logits of prompt 1 are not finite"):
+        engine.generate([[3, 4, 5], [3, 36, 5]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_attention_backends_give_the_same_tokens(toy: Any, toy_engine: Callable[..., Any], backend: str) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()]
+    engine = toy_engine(device="cuda", dtype="float32", attention_backend=backend)
+    assert engine.caps["attention_backend"] == backend
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=10, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in completions] == [toy.greedy(tuple(prompt))[:10] for prompt in prompts]
+
+
+def test_keys_and_values_in_float8(toy: Any, toy_engine: Callable[..., Any]) -> None:
+    """Half or a quarter of the memory, and at least the first token of most prompts is still the same."""
+    prompts = [list(prompt) for prompt in toy.prompts()]
+    plain, small = (
+        toy_engine(device="cuda", dtype="float32", kv_dtype=kind, graphs=GRAPHS["graphs"]) for kind in ("auto", "fp8")
+    )
+    assert small.caps["kv_dtype"] == "float8_e4m3fn"
+    assert small.caps["kv_bytes"] * 4 == plain.caps["kv_bytes"]
+    done = small.generate(prompts, SamplingParams(max_new_tokens=10, ignore_eos=True))
+    same = sum(item.token_ids[0] == toy.greedy(tuple(prompt))[0] for item, prompt in zip(done, prompts, strict=True))
+    assert same >= len(prompts) * 0.7
+
+
+def test_a_trace_names_every_wait(toy: Any, toy_engine: Callable[..., Any], tmp_path: Any) -> None:
+    from specbatch.trace import trace
+
+    prompts = [list(prompt) for prompt in toy.prompts()[:4]]
+    engine = toy_engine(device="cuda", dtype="float32", graphs=GRAPHS["graphs"])
+    result = trace(engine, prompts, 6, tmp_path / "trace.json")
+    assert result["steps"] >= 6
+    assert result["kernels"]
+    assert {row["where"].split(":")[0] for row in result["waits"]} == {"specbatch/transfer.py"}
+    assert (tmp_path / "trace.json").stat().st_size > 1000

@@ -5,6 +5,8 @@ What cannot be seen here is a program that launches something a graph cannot hol
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,8 +16,11 @@ import torch
 
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
-from specbatch.graphs import Program, batch_buckets, token_buckets
+from specbatch.context import Prefill, Span
+from specbatch.graphs import RING, PiecewiseGraphs, Program, batch_buckets, token_buckets
+from specbatch.prefill import PromptPass
 from specbatch.request import SamplingParams
+from specbatch.transfer import Lap
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -107,6 +112,90 @@ def test_sampling_is_recorded_when_it_is_first_asked_for(toy: Any, graph_engine:
     assert recorder.recorded == before + 1
 
 
+@pytest.mark.parametrize("first", range(2, 2 + RING))
+def test_a_late_recording_leaves_results_on_their_way_alone(
+    toy: Any, graph_engine: Callable[..., Any], first: int
+) -> None:
+    """A sampled request comes while a result is in flight, in each place of the ring; here that is read as late as a
+    slow copy would."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:3]]
+    params = [
+        SamplingParams(max_new_tokens=first, ignore_eos=True),
+        SamplingParams(max_new_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.8, max_new_tokens=6, ignore_eos=True),
+    ]
+    engine = graph_engine(graphs=BOTH, max_running=2)
+    done = engine.generate(prompts, params, concurrency=2)
+    assert engine.record().counters["graphs"]["decode"]["recorded_late"] == 1
+    assert tuple(done[1].token_ids) == toy.greedy(tuple(prompts[1]))[:20]
+
+
+class Clock(Lap):
+    """A lap of one second, half a second behind the one before."""
+
+    def __init__(self) -> None:
+        self._previous: Any = None
+
+    @classmethod
+    def begin(cls, device: torch.device) -> Lap:
+        return cls()
+
+    def end(self, behind: Lap | None) -> None:
+        self._previous = behind
+
+    def seconds(self) -> tuple[float, float | None]:
+        return 1.0, 0.5 if self.follows else None
+
+
+def test_what_the_device_does_between_iterations_is_nobodys_lateness(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a recording nor a prefill counts as an iteration's time, as a gap or as a late launch."""
+    monkeypatch.setattr("specbatch.runner.Lap", Clock)
+    engine = graph_engine(graphs=BOTH, max_running=2)
+    params = [SamplingParams(temperature=t, max_new_tokens=n, ignore_eos=True) for t, n in ((0, 5), (0, 25), (0.8, 6))]
+    engine.generate([list(prompt) for prompt in toy.prompts()[:3]], params, concurrency=2)
+    counters = engine.record().counters
+    late = counters["graphs"]["decode"]["recorded_late"]
+    assert late > 0
+    assert counters["device_steps"] == counters["iterations"] - late
+    # Each iteration that follows another was launched before that one was handled.
+    assert 0 < counters["overlapped"] == counters["device_gaps"] < counters["device_steps"] - 1
+
+
+def test_a_closed_engine_leaves_its_memory_at_once(
+    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorder, "record", lambda self, program: lambda: None)  # as a graph, which keeps no program
+    engine = graph_engine(graphs=BOTH)
+    gc.collect()
+    kept = [weakref.ref(item) for item in (engine._runner._prompt_pass._cache, engine._runner._batch, engine._model)]
+    gc.disable()
+    try:
+        engine.close()
+        assert [item() for item in kept] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
+    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    compute = PromptPass._compute
+
+    def spied(self: PromptPass, batch: Any, spans: list[Span]) -> Any:
+        seen.extend((span.start, span.end) for span in spans)
+        return compute(self, batch, spans)
+
+    monkeypatch.setattr(PromptPass, "_compute", spied)
+    width = graph_engine(graphs=BOTH, prefill_chunk=40)._runner._batch.width
+    assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1)]
+    seen.clear()
+    width = graph_engine(graphs=BOTH, prefill_chunk=40, max_model_len=20)._runner._batch.width
+    assert all(0 <= start < end < width for start, end in seen)
+
+
 def test_progress_of_recording_is_reported(graph_engine: Callable[..., Any]) -> None:
     seen: list[tuple[int, int]] = []
     lines: list[str] = []
@@ -138,6 +227,26 @@ def test_a_cpu_refuses_graphs(toy_engine: Callable[..., Any], graphs: Graphs, me
         toy_engine(graphs=graphs)
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
+def test_features_of_pieces_are_those_of_a_whole_pass(graph_engine: Callable[..., Any], count: int) -> None:
+    """Last and auxiliary ones; what is padded, or left from a longer pass before, is not among them."""
+    runner = graph_engine(graphs=Graphs())._runner
+    prompt_pass, batch = runner._prompt_pass, runner._batch
+    model = prompt_pass._model.with_aux((2, 0))
+    pieces = PiecewiseGraphs(model, Recorder(torch.device("cpu")), 48)  # type: ignore[arg-type]
+    for _ in pieces.capture():
+        pass
+    for tokens_count in (48, count):
+        shape = Prefill(batch.page_table, [Span(0, 0, tokens_count)], 4)
+        tokens = torch.arange(3, 3 + tokens_count) % 37
+        replayed = pieces(tokens, shape.positions, shape.on(prompt_pass._cache))
+        whole = model.forward(tokens, shape.positions, shape.on(prompt_pass._cache))
+        assert replayed.aux is not None
+        assert whole.aux is not None
+        torch.testing.assert_close(replayed.last, whole.last, rtol=0, atol=1e-5)
+        torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 31, 32, 64, 100, 128, 300])
 def test_batch_buckets_rise_to_the_largest_batch(most: int) -> None:
     sizes = batch_buckets(most)
@@ -152,3 +261,28 @@ def test_token_buckets_waste_little(most: int) -> None:
     assert sizes[-1] == most
     assert all(after - before <= max(before / 4, 32) for before, after in pairwise(sizes))
     assert all(after - before <= before / 8 for before, after in pairwise(sizes) if before >= 1024)
+
+
+def test_running_out_of_memory_while_recording_is_one_line_with_the_plan(
+    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(self: Recorder, program: Program) -> Program:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+
+    monkeypatch.setattr(Recorder, "record", record)
+    with pytest.raises(
+        SpecbatchError, match=r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
+    ):
+        graph_engine(graphs=BOTH)
+
+
+def test_running_out_of_memory_in_a_pass_is_one_line_with_the_plan(
+    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(self: Any, *, may_retract: bool) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    engine = toy_engine()
+    monkeypatch.setattr("specbatch.runner.Runner.decode", decode)
+    with pytest.raises(SpecbatchError, match="out of memory while running prompts"):
+        engine.generate([list(toy.prompts()[0])], SamplingParams(max_new_tokens=4))

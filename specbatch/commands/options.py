@@ -25,6 +25,7 @@ from specbatch.drafters import ALGORITHMS
 from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")
+Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
 _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
 _OF_DRAFTS = ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max", "simulate_accept_length")
 
@@ -158,7 +159,7 @@ class EngineOptions:
         bool | None,
         Option(
             "--prefix-cache/--no-prefix-cache",
-            help="Keep the KV of finished prompts. Default: on; off in sweep and send-one, which measure.",
+            help="Keep the KV of finished prompts. Default: on; off in sweep, trace and send-one, which measure.",
             rich_help_panel=_ENGINE,
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""Where a command's results go: a fresh folder, a table for people, one line for machines."""
+"""What commands share: an engine that says what it does, a fresh folder, a table for people, a line for machines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.progress import progress
+
+if TYPE_CHECKING:
+    from specbatch.engine import Engine
+
+
+@contextmanager
+def open_engine(config: EngineConfig) -> Iterator[Engine]:
+    """An engine whose plan, and progress in recording graphs, go to standard error."""
+    from specbatch.engine import Engine
+
+    with progress("graphs") if config.graphs.any else nullcontext() as report:
+        engine = Engine(config, log=say, report=report)
+    with engine:
+        yield engine
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from specbatch.batch import DeviceBatch, Sampling
 from specbatch.context import Prefill, Verify
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Llama
+from specbatch.models.llama import Features, Llama
 from specbatch.models.loader import Loader
 from specbatch.verification import Proposal
 
@@ -34,26 +34,25 @@ class Step:
     bound: int
     sampling: Sampling
 
-    def verify(self, lengths: torch.Tensor, rows: int) -> Verify:
-        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]."""
-        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound)
+    def verify(self, lengths: torch.Tensor, positions: torch.Tensor, rows: int) -> Verify:
+        """The shape of a pass of `rows` tokens per device row behind `lengths` [B], at positions [B * rows]."""
+        return Verify(self.batch.page_table, self.rows, lengths, positions, rows, self.page_size, self.bound)
 
 
 class Drafter(Protocol):
     """Shapes are fixed and nothing is read on the host, so that an iteration can run ahead of its results.
 
-    hidden: the target's hidden states after its final norm, [T, hidden_size] in prefill, [B * N, hidden_size] after a
-    verify.
+    features: the target's, of T tokens in prefill, of B * N after a verify.
     """
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, hidden: torch.Tensor) -> None:
+    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
         """Take in prompt positions (tokens in batch.tokens[shape.rows, shape.positions])."""
 
     def propose(self, step: Step) -> Proposal:
         """Draft behind each row's root."""
         ...
 
-    def absorb(self, step: Step, hidden: torch.Tensor, accepted: torch.Tensor) -> None:
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
         """Take in what a verify showed; rows beyond accepted [B] are of no account."""
 
 
@@ -62,25 +61,26 @@ class DraftPlan:
     """What a drafter takes, known before anything is loaded, and how it is built once the target is.
 
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
-    for it, None if they are the target's or none.
+    for it, None if they are the target's or none; aux: layers of the target behind which it wants the residual stream.
     """
 
     build: Callable[[Llama, Loader], Drafter]
     config: ModelConfig
     kv_layers: int = 0
     weights: ModelConfig | None = None
+    aux: tuple[int, ...] = ()
 
 
 class NoDraft:
     """The baseline: a verify of the root alone."""
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, hidden: torch.Tensor) -> None:
+    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
         pass
 
     def propose(self, step: Step) -> Proposal:
         return Proposal(step.rows.new_empty(len(step.rows), 0), torch.zeros_like(step.rows))
 
-    def absorb(self, step: Step, hidden: torch.Tensor, accepted: torch.Tensor) -> None:
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
         pass
 
 

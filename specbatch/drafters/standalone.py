@@ -8,13 +8,13 @@ import torch
 
 from specbatch import weights
 from specbatch.batch import DeviceBatch
-from specbatch.context import Prefill
+from specbatch.context import Prefill, chain
 from specbatch.drafters.base import DraftPlan, NoDraft, Step
 from specbatch.errors import refuse
 from specbatch.graphs import Forward
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.llama import Llama
+from specbatch.models.llama import Features, Llama
 from specbatch.models.loader import Loader
 from specbatch.tokenizer import vocabulary_difference
 from specbatch.verification import Proposal
@@ -39,19 +39,19 @@ class Standalone(NoDraft):
         self._count = count
         self._vocabulary = vocabulary  # of the target; the draft's may be padded further
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, hidden: torch.Tensor) -> None:
+    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
         tokens = batch.tokens[shape.rows, shape.positions]
         self._forward(tokens, shape.positions, shape.on(self._cache))
 
     def propose(self, step: Step) -> Proposal:
-        pair = step.lengths[:, None] + torch.arange(-1, 1, device=step.lengths.device)
-        tokens = step.batch.tokens[step.rows[:, None], pair]
         start = step.lengths - 1
+        tokens = step.batch.tokens[step.rows[:, None], chain(start, 2)]
         drafts, laws = [], []
         for _ in range(self._count):
-            shape = step.verify(start, tokens.shape[1])
-            hidden = self._model.forward(tokens.flatten(), shape.positions, shape.on(self._cache))
-            newest = hidden.view(len(step.rows), tokens.shape[1], -1)[:, -1]
+            positions = chain(start, tokens.shape[1]).flatten()
+            shape = step.verify(start, positions, tokens.shape[1])
+            features = self._model.forward(tokens.flatten(), positions, shape.on(self._cache))
+            newest = features.last.view(len(step.rows), tokens.shape[1], -1)[:, -1]
             logits = self._fit(self._model.logits(newest))
             start = start + tokens.shape[1]
             if step.sampling.needs.sampled:

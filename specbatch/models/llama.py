@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,17 @@ class Layer:
     mlp_norm: Norm
     gate_up: Linear
     down: Linear
+
+
+class Features(NamedTuple):
+    """What a forward pass over T tokens leaves for others.
+
+    last [T, hidden_size]: hidden states after the final norm; aux [T, n * hidden_size]: the residual stream behind
+    each of the model's n auxiliary layers, side by side, or None without any.
+    """
+
+    last: torch.Tensor
+    aux: torch.Tensor | None
 
 
 class Llama:
@@ -75,6 +87,7 @@ class Llama:
             )
 
         self.config = config
+        self.aux: tuple[int, ...] = ()
         self.dtype = dtype
         self.device = device
         eps = config.rms_norm_eps
@@ -99,17 +112,24 @@ class Llama:
         view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
         return view
 
+    def with_aux(self, layers: tuple[int, ...]) -> Llama:
+        """The same model, whose forward pass also hands over the residual stream behind these layers."""
+        view = self._view()
+        view.aux = layers
+        return view
+
     def _view(self) -> Llama:
         view = object.__new__(Llama)
         view.__dict__.update(self.__dict__)
         return view
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-        """tokens and positions int64 [T] -> hidden states after the final norm [T, hidden_size]."""
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> Features:
+        """tokens and positions int64 [T]."""
         x, qkv = self.enter(tokens)
+        aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
         for index, layer in enumerate(self.layers):
-            x, qkv = self.advance(index, x, context.attend(index, qkv, layer.heads, positions))
-        return x
+            x, qkv = self.advance(index, x, context.attend(index, qkv, layer.heads, positions), aux=aux)
+        return Features(x, aux)
 
     # A forward pass in pieces, cut where layers attend: what lies between needs no context.
 
@@ -120,13 +140,20 @@ class Llama:
         return x, first.qkv(x, norm=first.attention_norm, out=out)
 
     def advance(
-        self, index: int, x: torch.Tensor, attended: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        index: int,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        out: torch.Tensor | None = None,
+        aux: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From layer `index`'s attention [T, heads * head_dim] to the next layer's qkv, or, behind the last layer,
-        twice the hidden states after the final norm."""
+        """From layer `index`'s attention [T, heads * head_dim] to the next layer's qkv (in `out`, if given) or, behind
+        the last layer, twice the hidden states after the final norm. `aux` gets its share of the features."""
         layer = self.layers[index]
         x = layer.out(attended, residual=x)
         x = layer.down(layer.gate_up.gated(x, layer.mlp_norm), residual=x)
+        if aux is not None and index in self.aux:
+            aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(index)].copy_(x)
         if index + 1 == len(self.layers):
             x = rms_norm(x, *self.norm)
             return x, x

@@ -44,7 +44,12 @@ class StubEngine:
     kv_pages = 1000
 
     def __init__(
-        self, config: EngineConfig, *, log: Callable[[str], None] | None = None, weights_of: StubEngine | None = None
+        self,
+        config: EngineConfig,
+        *,
+        log: Callable[[str], None] | None = None,
+        report: Callable[[int, int], None] | None = None,
+        weights_of: StubEngine | None = None,
     ) -> None:
         StubEngine.built.append(config)
         StubEngine.lenders.append(weights_of)

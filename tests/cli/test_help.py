@@ -10,7 +10,7 @@ import time
 import pytest
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy")
-COMMANDS = ["eval", "sweep", "bench", "generate", "send-one", "doctor", "models"]
+COMMANDS = ["eval", "sweep", "bench", "trace", "generate", "send-one", "doctor", "models"]
 
 
 def plain(text: str) -> str:
@@ -43,7 +43,7 @@ def test_help_lists_every_command(run):
     assert all(f" {command} " in shown for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["eval", "sweep", "generate", "send-one"])
+@pytest.mark.parametrize("command", ["eval", "sweep", "trace", "generate", "send-one"])
 def test_help_of_a_command_has_an_example_and_the_shared_options(run, command):
     result = run(command, "--help")
     shown = plain(result.output)

@@ -15,7 +15,7 @@ from specbatch.drafters.base import Drafter, Step
 from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Llama
+from specbatch.models.llama import Features, Llama
 
 PAGE = 4
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ class Bench:
                 if start < end
             ]
             shape = Prefill(self.batch.page_table, spans, PAGE)
-            drafter.prefill(self.batch, shape, torch.empty(len(shape.positions), 0))
+            drafter.prefill(self.batch, shape, Features(torch.empty(len(shape.positions), 0), None))
 
     def step(self, drafts: int, *, spare: int = 0, **sampling: Any) -> Step:
         """One iteration over all rows. `spare`: how far the bound lies above what this iteration can reach."""

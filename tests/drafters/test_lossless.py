@@ -50,9 +50,9 @@ def target_law(bench: Any, target: Llama, temperature: float) -> torch.Tensor:
     seen: list[torch.Tensor] = []
 
     class Reader(NoDraft):
-        def prefill(self, batch: Any, shape: Any, hidden: torch.Tensor) -> None:
+        def prefill(self, batch: Any, shape: Any, features: Any) -> None:
             tokens = batch.tokens[shape.rows, shape.positions]
-            seen.append(target.logits(target.forward(tokens, shape.positions, shape.on(cache))))
+            seen.append(target.logits(target.forward(tokens, shape.positions, shape.on(cache)).last))
 
     cache = here.cache_for(target)
     here.prefill(Reader())

@@ -33,7 +33,7 @@ def from_scratch(model: Llama, text: list[int]) -> torch.Tensor:
         prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
     )
     shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
-    return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache))[-1:])[0]
+    return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache)).last[-1:])[0]
 
 
 def greedy_chain(model: Llama, text: list[int], count: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specbatch.batch import Sampling
+from specbatch.batch import Needs, Sampling
 from specbatch.kernels.accept import _BLOCK, argmax_partials, commit, greedy_accept, stage
 from specbatch.kernels.sampling import simulated_accept_ref
 from specbatch.verification import Proposal, verify
@@ -25,7 +25,7 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 def greedy(seeds: torch.Tensor) -> Sampling:
     zero = torch.zeros(len(seeds), device=seeds.device)
-    return Sampling(zero, zero.long(), zero + 1, zero, seeds, False, False, False)
+    return Sampling(zero, zero.long(), zero + 1, zero, seeds, Needs())
 
 
 class Case:

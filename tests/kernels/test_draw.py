@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from specbatch import verification
-from specbatch.batch import Sampling
+from specbatch.batch import Needs, Sampling
 from specbatch.kernels import law as law_module
 from specbatch.kernels.draw import draw, reject, sample
 from specbatch.kernels.law import law_of, probabilities
@@ -107,7 +107,7 @@ def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None
     generator = torch.Generator().manual_seed(5)
     seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator).to(device)
     positions = (torch.randint(0, 1000, (batch, 1), generator=generator) + torch.arange(n)).to(device)
-    sampling = Sampling(*settings, seeds, sampled=True, truncated=True, logprobs=False)
+    sampling = Sampling(*settings, seeds, Needs(sampled=True, truncated=True))
     near = logits.float().view(batch, n, -1)[:, :-1] + torch.randn(batch, n - 1, vocabulary, generator=generator).to(
         device
     )

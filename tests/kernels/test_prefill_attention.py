@@ -105,6 +105,31 @@ def test_bulk_copies(device: torch.device, source: str, window: int) -> None:
     case.check(out, window)
 
 
+@pytest.mark.parametrize("source", ["rows", "pages", "slots"])
+def test_what_lies_behind_a_sequence_stays_out_of_it(device: torch.device, source: str) -> None:
+    """Another prompt's values, or what a page held before, may be NaN."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    page_size = 128 if source == "pages" else 7
+    case = Case(device, dtype, [(0, 37), (0, 70)], (8, 2, 64), page_size)
+    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
+    k_new, v_new = (x.clone() for x in case.new)
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    for new in (k_new, v_new):
+        new[37:] = torch.nan  # the second prompt
+    for cache in (k_cache, v_cache):
+        for row, end in zip(case.layout.rows, case.layout.ends, strict=True):
+            last = int(case.layout.page_table[row, (end - 1) // page_size])
+            cache[last, (end - 1) % page_size + 1 :] = torch.nan
+    new = (k_new, v_new) if source == "rows" else (None, None)
+    out = prefill_attention(case.q, k_cache, v_cache, case.layout, 0, *new, tile)
+    clean = prefill_attention(
+        case.q, case.k_cache, case.v_cache, case.layout, 0, *case.new[: 2 * (source == "rows")], tile=tile
+    )
+    assert out[:37].isfinite().all()
+    assert torch.equal(out[:37], clean[:37])
+    assert source == "rows" or torch.equal(out, clean)
+
+
 @pytest.mark.parametrize("window", [0, 600])
 def test_a_short_chunk_behind_a_long_prefix_is_split_over_its_keys(device: torch.device, window: int) -> None:
     case = Case(device, torch.float32, [(1500, 1503), (1100, 1101)], (4, 2, 16))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from specbatch.context import Prefill, Span, Verify
+from specbatch.context import Prefill, Span, Verify, chain
 from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -105,7 +105,7 @@ def test_prefill_of_several_sequences(pair: tuple[Any, Llama, KVCache]) -> None:
     batch = sequences(21, 1, 9)
     table = page_table([21, 1, 9])
     shape = Prefill(table, [Span(i, 0, len(item)) for i, item in enumerate(batch)], PAGE)
-    logits = ours.logits(ours.forward(torch.cat(batch), shape.positions, shape.on(cache)))
+    logits = ours.logits(ours.forward(torch.cat(batch), shape.positions, shape.on(cache)).last)
     for part, item in zip(logits.split([21, 1, 9]), batch, strict=True):
         close(part, expected(theirs, item))
 
@@ -118,7 +118,7 @@ def test_chunked_prefill(pair: tuple[Any, Llama, KVCache], chunk: int) -> None:
     parts = []
     for start in range(0, 21, chunk):
         shape = Prefill(table, [Span(0, start, min(start + chunk, 21))], PAGE)
-        parts.append(ours.logits(ours.forward(tokens[start : start + chunk], shape.positions, shape.on(cache))))
+        parts.append(ours.logits(ours.forward(tokens[start : start + chunk], shape.positions, shape.on(cache)).last))
     close(torch.cat(parts), expected(theirs, tokens))
 
 
@@ -134,8 +134,8 @@ def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Llama, KVCach
     lengths = torch.tensor(heads)
     for _ in range(10 // rows):
         tokens = torch.stack([item[n : n + rows] for item, n in zip(batch, lengths.tolist(), strict=True)])
-        verify = Verify(table, torch.arange(3), lengths, rows, PAGE)
-        hidden = ours.forward(tokens.flatten(), verify.positions, verify.on(cache))
+        verify = Verify(table, torch.arange(3), lengths, chain(lengths, rows).flatten(), rows, PAGE)
+        hidden = ours.forward(tokens.flatten(), verify.positions, verify.on(cache)).last
         logits = ours.logits(hidden).view(3, rows, -1)
         for index, item in enumerate(batch):
             n = int(lengths[index])
@@ -150,10 +150,10 @@ def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Llama, KVCache]) -> Non
     shape = Prefill(table, [Span(0, 0, 8)], PAGE)
     ours.forward(tokens[:8], shape.positions, shape.on(cache))
     wrong = torch.cat([tokens[8:9], (tokens[9:13] + 1) % 131])
-    verify = Verify(table, torch.tensor([0]), torch.tensor([8]), 5, PAGE)
+    verify = Verify(table, torch.tensor([0]), torch.tensor([8]), torch.arange(8, 13), 5, PAGE)
     ours.forward(wrong, verify.positions, verify.on(cache))
-    verify = Verify(table, torch.tensor([0]), torch.tensor([9]), 5, PAGE)
-    logits = ours.logits(ours.forward(tokens[9:14], verify.positions, verify.on(cache)))
+    verify = Verify(table, torch.tensor([0]), torch.tensor([9]), torch.arange(9, 14), 5, PAGE)
+    logits = ours.logits(ours.forward(tokens[9:14], verify.positions, verify.on(cache)).last)
     close(logits, expected(theirs, tokens)[9:])
 
 
@@ -163,7 +163,7 @@ def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tu
     assert view.layers == (ours.layers[0], ours.layers[2])
     (tokens,) = sequences(9)
     shape = Prefill(page_table([9]), [Span(0, 0, 9)], PAGE)
-    logits = view.logits(view.forward(tokens, shape.positions, shape.on(cache)))
+    logits = view.logits(view.forward(tokens, shape.positions, shape.on(cache)).last)
     kept = [theirs.model.layers[0], theirs.model.layers[2]]
     before = theirs.model.layers
     theirs.model.layers = torch.nn.ModuleList(kept)
@@ -173,3 +173,16 @@ def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tu
     finally:
         theirs.model.layers = before
     close(logits, wanted)
+
+
+def test_auxiliary_features_are_the_residual_stream_behind_their_layers(pair: tuple[Any, Llama, KVCache]) -> None:
+    theirs, ours, cache = pair
+    (tokens,) = sequences(9)
+    shape = Prefill(page_table([9]), [Span(0, 0, 9)], PAGE)
+    with torch.no_grad():
+        states = theirs(tokens[None], output_hidden_states=True).hidden_states
+    assert ours.forward(tokens, shape.positions, shape.on(cache)).aux is None
+    last, aux = ours.with_aux((1, 0)).forward(tokens, shape.positions, shape.on(cache))
+    assert aux is not None
+    close(last, states[-1][0])  # theirs is behind the final norm, too
+    close(aux, torch.cat([states[2][0], states[1][0]], -1))

@@ -1,0 +1,178 @@
+"""The commands that measure: sweep, bench and trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from specbatch.commands.options import EngineOptions, Json, takes_engine
+from specbatch.commands.output import fresh_folder, open_engine, say, show
+from specbatch.errors import at_least, refuse
+from specbatch.progress import progress
+
+# What `bench` decides itself, point by point.
+BENCH_SETS = (
+    *("spec", "algorithm", "draft", "draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"),
+    *("simulate_accept_length", "draft_attention_backend", "decode_graph", "prefill_graph"),
+    *("max_running", "max_model_len", "kv_pages", "prefix_cache"),
+)
+
+
+@takes_engine(without=("spec",))
+def sweep(
+    engine: EngineOptions,
+    concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
+    configs: Annotated[str, Option(help="Some of baseline, v1, v2, v2+piecewise.")] = ("baseline,v1,v2"),
+    dataset: Annotated[str, Option(help="random, gsm8k or FILE.jsonl.")] = "random",
+    data: Annotated[Path | None, Option(help="The GSM8K file, for --dataset gsm8k.")] = None,
+    input_len: Annotated[int, Option(help="Tokens per random prompt.")] = 128,
+    output_len: Annotated[int, Option(help="Tokens per answer; the most, for datasets of text.")] = 128,
+    prompts_per_concurrency: Annotated[
+        int, Option(help="A point runs this many times its concurrency (4 at least).")
+    ] = 4,
+    repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
+    output: Annotated[Path | None, Option(help="New folder for the results. Default: out/sweep-TIME.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare configurations at several concurrencies, in one process, on the same prompts.
+
+    specbatch sweep --concurrency 1,4 --input-len 64 --output-len 32
+
+    specbatch sweep --dataset gsm8k --data gsm8k_test.jsonl --repeats 3
+
+    specbatch sweep --draft self:skip=12-15 --draft-tokens 3
+
+    baseline drafts nothing (schedule v2); v1 and v2 draft with ngram, or with --draft;
+    v2+piecewise also replays prompts in pieces.
+
+    Each point leaves record.json and requests.jsonl; the summary is made from them.
+    """
+    from specbatch.sweeps.runner import SweepOptions, run_sweep
+    from specbatch.sweeps.workloads import Workload
+
+    steps = _whole_numbers("concurrency", concurrency)
+    workload = Workload(dataset, data, input_len, output_len, prompts_per_concurrency, engine.seed)
+    options = SweepOptions(steps, _names(configs), repeats, workload)
+    config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=False)
+    with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
+        summary = run_sweep(config, options, folder, log=say, report=report)
+    show(
+        f"{summary}\nresults: {folder}",
+        {"output": str(folder), "rows": _summary_rows(folder)},
+        as_json=as_json,
+    )
+
+
+@takes_engine(without=BENCH_SETS)
+def bench(
+    engine: EngineOptions,
+    sections: Annotated[str, Option(help="Some of machine, decode, closed, ttft, verify.")] = (
+        "machine,decode,closed,ttft,verify"
+    ),
+    configs: Annotated[str | None, Option(help="Some of v1, v2, v2+piecewise. Default: what the device can.")] = None,
+    decode_graph: Annotated[
+        str | None, Option(metavar="whole|off", help="Default: whole on a CUDA device, off on a CPU.")
+    ] = None,
+    batch: Annotated[str, Option(help="Batch sizes of a decode step.")] = "1,32,128",
+    verify_batch: Annotated[str, Option(help="Batch sizes of a verify of 16 rows.")] = "1,32",
+    decode_tokens: Annotated[int, Option(help="Prompt tokens before a decode or verify step.")] = 512,
+    new_tokens: Annotated[str, Option(help="Of the two runs whose difference is a step.")] = "32,288",
+    concurrency: Annotated[str, Option(help="Requests that a closed loop keeps unfinished.")] = "1,8,32,128",
+    input_len: Annotated[int, Option(help="Prompt tokens in a closed loop.")] = 1024,
+    output_len: Annotated[int, Option(help="New tokens in a closed loop.")] = 256,
+    ttft_tokens: Annotated[str, Option(help="Prompt tokens of a request alone.")] = "128,1024,8192",
+    repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 3,
+    peers: Annotated[Path | None, Option(help="CSV of other engines' figures to show beside ours.")] = None,
+    output: Annotated[
+        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/bench-TIME.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the engine against the device: decode and verify steps, closed loops, time to the first token.
+
+    specbatch bench --model qwen3-8b --load-format dummy
+
+    specbatch bench --model toy --load-format dummy --batch 1,4 --sections decode --repeats 1
+
+    Exit status 1 if a point failed; the table says why.
+    """
+    from specbatch.sweeps.bench import BenchOptions, run_bench
+    from specbatch.sweeps.bench_tables import load_records, read_peers, table
+
+    options = BenchOptions(
+        sections=_names(sections),
+        configs=None if configs is None else _names(configs),
+        decode_graph=decode_graph,
+        batch=_whole_numbers("batch", batch),
+        verify_batch=_whole_numbers("verify_batch", verify_batch),
+        decode_tokens=decode_tokens,
+        new_tokens=_whole_numbers("new_tokens", new_tokens),
+        concurrency=_whole_numbers("concurrency", concurrency),
+        input_len=input_len,
+        output_len=output_len,
+        ttft_tokens=_whole_numbers("ttft_tokens", ttft_tokens),
+        repeats=repeats,
+    )
+    beside = read_peers(peers) if peers is not None else ""
+    with fresh_folder(output, "bench") as folder, progress("bench") as report:
+        text = run_bench(engine.config(), options, folder, peers=beside, log=say, report=report)
+    rows = table(load_records(folder))
+    show(f"{text}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    if any(row["failed"] for row in rows):
+        raise typer.Exit(1)
+
+
+@takes_engine()
+def trace_steps(
+    engine: EngineOptions,
+    steps: Annotated[int, Option(help="Iterations to record.")] = 20,
+    batch: Annotated[int, Option(help="Requests that decode together.")] = 1,
+    input_len: Annotated[int, Option(help="Random prompt tokens of each.")] = 128,
+    output: Annotated[
+        Path | None, Option("--output", "--out", help="New folder for the trace. Default: out/trace-TIME.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Record some decode steps: a Chrome trace, kernels by time, and every line at which the host waited.
+
+    specbatch trace --spec v2 --steps 20
+
+    specbatch trace --model qwen3-8b --load-format dummy --decode-graph whole --batch 32
+
+    Open trace.json in chrome://tracing or ui.perfetto.dev.
+    """
+    from specbatch.sweeps.workloads import Workload
+    from specbatch.trace import text, trace
+
+    for name, value in (("steps", steps), ("batch", batch), ("input_len", input_len)):
+        at_least(name, value, 1)
+    config = engine.config(concurrency=batch, prefix_cache=False)
+    workload = Workload(input_len=input_len, prompts_per_concurrency=1, seed=engine.seed)
+    with fresh_folder(output, "trace") as folder, open_engine(config) as running:
+        result = trace(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
+    shown = f"{text(result)}\n\ntrace: {folder / 'trace.json'}"
+    show(shown, {"output": str(folder), **result}, as_json=as_json)
+
+
+def _summary_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of summary.csv as JSON values; None where nothing was measured."""
+    from specbatch.sweeps.tables import load_records, table
+
+    rows = table(load_records(folder))
+    clean = rows.astype(object).where(rows.notna(), None)
+    return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _whole_numbers(setting: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise refuse(setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128") from None
