@@ -3,7 +3,8 @@
 q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the old keys split among programs
 (flash-decoding: Dao et al., 2023) with the query heads of a KV head packed into one tile. The new keys are taken from
 the qkv product by the last split of each tile and never read back from the cache, so no program waits for another;
-the last program to arrive at a tile's counter adds the partial sums up, in the order of the splits.
+the last program to arrive at a tile's counter adds the partial sums up, in the order of the splits. The first old keys
+are on their way before the kernel in front has ended, and the new ones are attended to while they come.
 Decode is a verify of one row. The plain reference is `verify_attention_ref`.
 """
 
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention import attention_bias, paged_attention_ref, visible, write_kv_ref
+from specbatch.kernels.attention_tiles import Tile, splits_for, tile_for
 from specbatch.kernels.heads import Heads, split_heads_ref
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
@@ -23,133 +25,199 @@ _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
 
 
 @triton.jit
-def _halves(x, start, live, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Heads [R, PADDED] that begin at `start` [R], and the same with their halves changed over."""
-    column = tl.arange(0, PADDED)
-    mask = live[:, None] & (column < DIM)
-    across = start[:, None] + (column + DIM // 2) % DIM
-    return tl.load(x + start[:, None] + column, mask, 0.0), tl.load(x + across, mask, 0.0)
+def _halves(x, start, live, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Both halves [R, HALF] of the heads that begin at `start` [R]."""
+    column = tl.arange(0, HALF)
+    mask = live[:, None] & (column < DIM // 2)
+    first = x + start[:, None] + column
+    return tl.load(first, mask, 0.0), tl.load(first + DIM // 2, mask, 0.0)
 
 
 @triton.jit
-def _rotate(x, across, norm, cos, sin, position, live, eps, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """RMSNorm (where `norm` is given) and RoPE of heads x, `across` from `_halves`; rounds where the references do."""
-    angle = position[:, None] * DIM + tl.arange(0, PADDED)
-    mask = live[:, None] & (tl.arange(0, PADDED) < DIM)
-    cosine = tl.load(cos + angle, mask, 0.0).to(tl.float32)
-    sine = tl.load(sin + angle, mask, 0.0).to(tl.float32)
+def _turn(cos, sin, position, live, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines [R, HALF] of `position` [R]. The tables hold them twice, the first half's sine negative."""
+    column = tl.arange(0, HALF)
+    mask = live[:, None] & (column < DIM // 2)
+    angle = position[:, None] * DIM + column
+    return tl.load(cos + angle, mask, 0.0), tl.load(sin + angle + DIM // 2, mask, 0.0)
+
+
+@triton.jit
+def _rotate(one, two, cos, sin, norm, eps, DIM: tl.constexpr, HALF: tl.constexpr):
+    """RMSNorm (where `norm` is given) and RoPE of the halves of heads; rounds where the references do."""
+    dtype: tl.constexpr = one.dtype
+    x, y = one.to(tl.float32), two.to(tl.float32)
     if norm is not None:
-        weight, weight_across = _halves(norm, position * 0, live, DIM, PADDED)
-        wide = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-        x = ((wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-        across = (across.to(tl.float32) * scale).to(x.dtype)
-        across = (across.to(tl.float32) * weight_across.to(tl.float32)).to(x.dtype)
-    straight = (x.to(tl.float32) * cosine).to(x.dtype)
-    return (straight.to(tl.float32) + across.to(tl.float32) * sine).to(x.dtype)
+        column = tl.arange(0, HALF)
+        inside = column < DIM // 2
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
+        x = (x * scale).to(dtype).to(tl.float32) * tl.load(norm + column, inside, 0.0).to(tl.float32)
+        y = (y * scale).to(dtype).to(tl.float32) * tl.load(norm + DIM // 2 + column, inside, 0.0).to(tl.float32)
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
+    first = (x * cos).to(dtype).to(tl.float32) - y * sin
+    second = (y * cos).to(dtype).to(tl.float32) + x * sin
+    return first.to(dtype), second.to(dtype)
 
 
 @triton.jit
-def _attend(q, k, v, seen, acc, peak, total, scale):
-    """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`: acc [M, D], peak and total [M], base 2."""
-    score = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+def _whole(one, two):
+    """Heads [R, 2 * HALF] of their halves."""
+    return tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (one.shape[0], 2 * one.shape[1]))
+
+
+@triton.jit
+def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale):
+    """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`, in base 2; heads come as their halves.
+
+    one, two [M, D / 2]: halves of the output so far, to be divided by the sum of `weights` [M, N], which is left to the
+    end: it takes more than one warp. peak [M]: the largest score so far.
+    """
+    score = tl.dot(q_one, tl.trans(k_one.to(q_one.dtype)), input_precision="ieee")
+    score = tl.dot(q_two, tl.trans(k_two.to(q_one.dtype)), score, input_precision="ieee")
+    score = tl.where(seen, score * scale, float("-inf"))
     top = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
     weight = tl.exp2(score - base[:, None])
     fade = tl.exp2(peak - base)
-    acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return acc, top, total * fade + tl.sum(weight, 1)
+    weights = weights * fade[:, None] + weight
+    weight = weight.to(q_one.dtype)
+    one = tl.dot(weight, v_one.to(q_one.dtype), one * fade[:, None], input_precision="ieee")
+    two = tl.dot(weight, v_two.to(q_one.dtype), two * fade[:, None], input_precision="ieee")
+    return one, two, top, weights
+
+
+@triton.jit
+def _fresh(
+    qkv, cos, sin, positions, sequence, length, head, first, stop, n,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """New keys from `first` on, not yet rotated: halves of K and of V, cosines and sines; 0 from `stop` on."""
+    new = first + tl.arange(0, _NEW)
+    there = new < stop
+    source = (sequence * n + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
+    one, two = _halves(qkv, source, there, DIM, HALF)
+    v_one, v_two = _halves(qkv, source + KV * DIM, there, DIM, HALF)
+    position = length + new
+    if positions is not None:
+        position = tl.load(positions + sequence * n + new, there, 0).to(tl.int32)
+    new_cos, new_sin = _turn(cos, sin, position, there, DIM, HALF)
+    return one, two, v_one, v_two, new_cos, new_sin
 
 
 @triton.jit
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
     partials, arrivals, n, capacity, width, window, eps, scale,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
-    CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    NEW: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    PADDED: tl.constexpr = 2 * HALF
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
     split, splits = tl.program_id(1), tl.num_programs(1)
     sequence = tl.program_id(2)
-    column = tl.arange(0, PADDED)
-    inside = column < DIM
-    heads: tl.constexpr = KV * (GROUP + 2) * DIM
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    node = row // GROUP
-    live = node < n
-    token = sequence * n + node
-    query = token * heads + (head * GROUP + row % GROUP) * DIM
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    length = tl.load(lengths + sequence).to(tl.int32)
-    pages = page_table + tl.load(rows + sequence) * width
-    mask = live[:, None] & inside
+    length = tl.load(lengths + sequence, cache_modifier=".cg").to(tl.int32)
+    pages = page_table + tl.load(rows + sequence, cache_modifier=".cg") * width
     oldest = length * 0
     if window is not None:
         oldest = tl.maximum(length + 1 - window, 0)
     share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
+    last = split == splits - 1  # it has the new keys, too
     # Pages are asked for a step before their keys are, and used nowhere in between.
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(pages + key // PAGE, key < end, 0)
-    q, q_across = _halves(qkv, query, live, DIM, PADDED)
+    # Halves of heads are loaded, rotated and multiplied apart from each other, each padded for itself.
+    half = tl.arange(0, HALF)
+    inside = half < DIM // 2
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = row // GROUP
+    live = node < n
+    token = sequence * n + node
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
-    q = _rotate(q, q_across, q_norm, cos, sin, position, live, eps, DIM, PADDED)
-    acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
+    q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
+    q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
+    one = tl.zeros([BLOCK_M, HALF], tl.float32)
+    two = tl.zeros([BLOCK_M, HALF], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(begin, end, BLOCK_N):
+    weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(begin, tl.where(last, tl.maximum(end, begin + 1), end), BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         old = key < end
-        place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + column
-        k = tl.load(k_cache + place, old[:, None] & inside, 0.0)
-        v = tl.load(v_cache + place, old[:, None] & inside, 0.0)
+        here = old[:, None] & inside
+        place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + half
+        k_one, k_two = tl.load(k_cache + place, here, 0.0), tl.load(k_cache + place + DIM // 2, here, 0.0)
+        v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
+        # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
+        if start == begin:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            query = token * (KV * (GROUP + 2) * DIM) + (head * GROUP + row % GROUP) * DIM
+            q_one, q_two = _halves(qkv, query, live, DIM, HALF)
+            q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
+            fresh = _fresh(
+                qkv, cos, sin, positions, sequence, length, head, 0, tl.where(last, n, 0), n, KV, GROUP, DIM, HALF
+            )
+            q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            if last:
+                word = node.to(tl.int64)
+                if ancestors is not None:
+                    word = tl.load(ancestors + token, live, 0)
+                new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
+                for chunk in tl.static_range(NEW):
+                    a, b, c, d, new_cos, new_sin = fresh
+                    if chunk + 1 < NEW:
+                        first = (chunk + 1) * _NEW
+                        fresh = _fresh(
+                            qkv, cos, sin, positions, sequence, length, head, first, n, n, KV, GROUP, DIM, HALF
+                        )
+                    # a, b: halves of the new keys; c, d: of the new values
+                    a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
+                    a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
+                    c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
+                    new = chunk * _NEW + tl.arange(0, _NEW)
+                    if tile == 0:
+                        stored = (new < n) & (length + new < capacity)
+                        home = tl.load(pages + (length + new) // PAGE, stored, 0)
+                        free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + half
+                        fits = stored[:, None] & inside
+                        tl.store(k_cache + free, a, fits)
+                        tl.store(k_cache + free + DIM // 2, b, fits)
+                        tl.store(v_cache + free, c, fits)
+                        tl.store(v_cache + free + DIM // 2, d, fits)
+                    visible = live[:, None] & (new < n)[None, :]
+                    if ancestors is not None:
+                        visible &= ((word[:, None] >> new[None, :]) & 1) == 1
+                    elif CAUSAL:
+                        visible &= new[None, :] <= node[:, None]
+                    if window is not None:
+                        visible &= new[None, :] > (node - window)[:, None]
+                    one, two, peak, new_weights = _attend(
+                        q_one, q_two, a, b, c, d, visible, one, two, peak, new_weights, scale
+                    )
+                weights = tl.where(tl.arange(0, BLOCK_N) == 0, tl.sum(new_weights, 1)[:, None], 0.0)
         seen = old[None, :]
         if window is not None:
             seen &= key[None, :] > (length + node - window)[:, None]
-        acc, peak, total = _attend(q, k.to(q.dtype), v.to(q.dtype), seen, acc, peak, total, scale)
-
-    if split == splits - 1:
-        word = node.to(tl.int64)
-        if ancestors is not None:
-            word = tl.load(ancestors + token, live, 0)
-        for first in tl.range(0, n, _NEW, num_stages=1):
-            new = first + tl.arange(0, _NEW)
-            drawn = new < n
-            source = (sequence * n + new) * heads + (KV * GROUP + head) * DIM
-            there = drawn[:, None] & inside
-            new_k, new_across = _halves(qkv, source, drawn, DIM, PADDED)
-            new_v = tl.load(qkv + (source + KV * DIM)[:, None] + column, there, 0.0).to(v_cache.dtype.element_ty)
-            place = length + new
-            if positions is not None:
-                place = tl.load(positions + sequence * n + new, drawn, 0).to(tl.int32)
-            new_k = _rotate(new_k, new_across, k_norm, cos, sin, place, drawn, eps, DIM, PADDED)
-            new_k = new_k.to(k_cache.dtype.element_ty)
-            if tile == 0:
-                stored = drawn & (length + new < capacity)
-                home = tl.load(pages + (length + new) // PAGE, stored, 0)
-                free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + column
-                tl.store(k_cache + free, new_k, stored[:, None] & inside)
-                tl.store(v_cache + free, new_v, stored[:, None] & inside)
-            visible = live[:, None] & drawn[None, :]
-            if ancestors is not None:
-                visible &= ((word[:, None] >> new[None, :]) & 1) == 1
-            elif CAUSAL:
-                visible &= new[None, :] <= node[:, None]
-            if window is not None:
-                visible &= new[None, :] > (node - window)[:, None]
-            acc, peak, total = _attend(q, new_k.to(q.dtype), new_v.to(q.dtype), visible, acc, peak, total, scale)
+        one, two, peak, weights = _attend(
+            q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale
+        )
 
     if (begin >= length) & (split < splits - 1):
         return
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.sum(weights, 1)
+    inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    acc = _whole(one * inverse, two * inverse)
+    both = tl.arange(0, PADDED)
+    column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
+    mask = live[:, None] & inside
     # Splits that hold keys, and the last one, which holds the new keys in any case.
     expected = tl.minimum(tl.cdiv(length - oldest, tl.maximum(share, 1)) + 1, splits)
     if expected == 1:
@@ -161,7 +229,7 @@ def _verify_attention(
     size: tl.constexpr = FEW * (PADDED + 1)  # a split's output, and the logarithms of its rows' sums
     parts = partials + (group * splits).to(tl.int64) * size
     cell = tl.arange(0, BLOCK_M)
-    tl.store(parts + split * size + cell[:, None] * PADDED + column, acc, mask)
+    tl.store(parts + split * size + cell[:, None] * PADDED + both, acc, mask)
     tl.store(parts + split * size + FEW * PADDED + cell, peak + tl.log2(total), cell < FEW)
     tl.debug_barrier()  # every thread has stored before one of them arrives
     if tl.atomic_add(arrivals + group, 1, sem="acq_rel") + 1 < expected:
@@ -175,16 +243,23 @@ def _verify_attention(
     top = tl.full([FEW, 1], float("-inf"), tl.float32)
     mass = tl.zeros([FEW, 1], tl.float32)
     for first in tl.range(0, expected, PARTS, num_stages=1):
+        loaded = ()
         for step in tl.static_range(PARTS):
             index = first + step
-            one = parts + tl.where(index < expected - 1, index, splits - 1) * size
+            source = parts + tl.where(index < expected - 1, index, splits - 1) * size + few[:, None] * PADDED + both
+            there = few_mask & (few * 0 + index < expected)[:, None]
+            part = tl.load(source, there, 0.0, cache_modifier=".cg")
+            loaded = loaded + (part,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no stars)
+        tl.debug_barrier()  # all are asked for before the first is waited for
+        for step in tl.static_range(PARTS):
+            index = first + step
+            source = parts + tl.where(index < expected - 1, index, splits - 1) * size + FEW * PADDED + few[:, None]
             there = (few * 0 + index < expected)[:, None]
-            part = tl.load(one + few[:, None] * PADDED + column, few_mask & there, 0.0, cache_modifier=".cg")
-            log = tl.load(one + FEW * PADDED + few[:, None], there, float("-inf"), cache_modifier=".cg")
+            log = tl.load(source, there, float("-inf"), cache_modifier=".cg")
             higher = tl.maximum(top, log)
             base = tl.where(higher == float("-inf"), 0.0, higher)
             fade, gain = tl.exp2(top - base), tl.exp2(log - base)
-            whole = whole * fade + part * gain
+            whole = whole * fade + loaded[step] * gain
             mass = mass * fade + gain
             top = higher
     result = out + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None] * DIM + column
@@ -219,38 +294,6 @@ def reserve(device: torch.device, partials: int, arrivals: int) -> tuple[torch.T
     return _workspaces.setdefault(device, _Workspace()).take(device, partials, arrivals)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Query rows and keys of a step, warps of a program, stages of its pipeline."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
-def tile_for(rows: int, programs: int, keys: int, row_bytes: int, device: torch.device) -> Tile:
-    """For `rows` query rows of each of `programs` KV heads in all, with `keys` keys at most of `row_bytes` each.
-
-    Where registers would not hold more, and where processors would idle unless the keys are so many that reading them
-    is all that counts, the query rows are spread over tiles that read the same keys, from the L2. Tuned on an H200.
-    """
-    idle = programs * triton.cdiv(rows, 16) <= _processors(device) and keys <= 8192
-    if rows <= 16 or row_bytes > 256 or idle:
-        return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3)
-    return Tile(min(64, triton.next_power_of_2(rows)), 64, 4, 3)
-
-
-def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:
-    """As many as processors hold when one split takes `programs`; of `keys` keys at most, none has less than 256."""
-    resident = (2 if block_m == 16 else 1) * _processors(device)
-    return max(1, min(resident // programs, -(-keys // 256)))
-
-
 def verify_attention(
     qkv: torch.Tensor,
     heads: Heads,
@@ -266,6 +309,7 @@ def verify_attention(
     causal: bool = True,
     window: int | None = None,
     splits: int | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Attention of n new rows per sequence over its pages and themselves; their K and V are written to the cache.
 
@@ -275,17 +319,24 @@ def verify_attention(
     that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
     the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
     `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
-    `splits`: how many programs share the old keys of a tile; None: by the sizes. Returns [B * n, count * dim].
+    `splits`: how many programs share the old keys of a tile; None, as for `tile`: by the sizes.
+    Returns [B * n, count * dim].
+
+    Old keys, page_table, rows, lengths and positions are read before the kernel launched directly in front of this one
+    has ended: that one, as a rule the qkv product, must not write them. What any earlier kernel wrote is safe, because
+    every kernel here lets the next one start only after its own wait, that is, when all before it has ended.
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
-    padded = triton.next_power_of_2(heads.dim)
-    tile = tile_for(n * group, batch * heads.kv, capacity, padded * qkv.element_size(), qkv.device)
+    half = max(16, triton.next_power_of_2(heads.dim // 2))
+    padded = 2 * half
+    tile = tile or tile_for(n * group, batch * heads.kv, capacity, padded * qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, tile.block_m, capacity, qkv.device)
     few = min(tile.block_m, triton.next_power_of_2(n * group))  # rows of a tile that are not padding
-    parts = max(2, min(16, 2048 * tile.warps // (few * padded)))  # partial sums that fit into 64 registers of a thread
+    held = max(1, few * padded // (32 * tile.warps))  # registers of a thread for a partial sum
+    parts = max(1, min(16, (tile.registers + 1) // 2 // held))  # as many as half of its registers hold
     cells = batch * tiles * splits * few * (padded + 1)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
@@ -294,9 +345,10 @@ def verify_attention(
         qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
-        KV=heads.kv, GROUP=group, DIM=heads.dim, PADDED=padded, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, CAUSAL=causal, PDL=cuda,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if cuda else {}),
+        KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value),
+        CAUSAL=causal, PDL=cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out
 

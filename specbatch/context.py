@@ -73,6 +73,7 @@ class _VerifyKernel:
         from specbatch.kernels.verify_attention import verify_attention
 
         shape, cache = self.shape, self.cache
+        chain = positions is shape.positions  # known from the lengths, without another load
         return verify_attention(
             qkv,
             heads,
@@ -82,7 +83,7 @@ class _VerifyKernel:
             shape.slots,
             shape.lengths,
             shape.rows,
-            positions=positions,
+            positions=None if chain else positions,
         )
 
 

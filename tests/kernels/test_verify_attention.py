@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specbatch.kernels import elementwise
+from specbatch.kernels.attention_tiles import Tile
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.rope import rope_table
 from specbatch.kernels.verify_attention import verify_attention, verify_attention_ref
@@ -47,10 +51,12 @@ class Case:
 
     def check(self, splits: int | None = None, **options: Any) -> torch.Tensor:
         caches = [cache.clone() for cache in self.caches]
+        qkv = self.qkv.clone()  # last: the kernel in front of a verify must not write what it reads early
         out = verify_attention(
-            self.qkv, self.heads, *caches, self.table, self.rows, self.lengths, self.n, splits=splits, **options
+            qkv, self.heads, *caches, self.table, self.rows, self.lengths, self.n, splits=splits, **options
         )
         wanted = [cache.to(self.dtype).nan_to_num(0).to(cache.dtype) for cache in self.caches]
+        options.pop("tile", None)
         expected = verify_attention_ref(
             self.qkv, self.heads, *wanted, self.table, self.rows, self.lengths, self.n, **options
         )
@@ -158,6 +164,29 @@ def test_tiles_of_query_rows(device: torch.device) -> None:
     Case(device, torch.float32, [50], 64, count=8, kv=1).check(2)
 
 
+@pytest.mark.parametrize("tile", [Tile(16, 64, 4, 3, 128), Tile(32, 32, 4, 3, 168), Tile(64, 32, 4, 3, 168)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_tiles(device: torch.device, tile: Tile, splits: int) -> None:
+    case = Case(device, DTYPES[-1], [0, 1, 65, 140], 6, count=8, kv=2, dim=32, page_size=16)
+    case.check(splits, tile=tile)
+    case.check(splits, tile=tile, window=70)
+
+
+@pytest.mark.parametrize("keys", [15, 16, 31, 32, 33, 64, 96, 97])
+def test_edges_of_steps_and_splits(device: torch.device, keys: int) -> None:
+    case = Case(device, torch.float32, [keys], 2)
+    for splits in (1, 2, 3, 6, 7):  # the last of them has old keys or none, and others may be empty
+        case.check(splits)
+
+
+def test_dependents_start_only_after_the_own_wait() -> None:
+    """What verify attention reads before its wait rests on this: all but the kernel in front has ended by then."""
+    for path in Path(verify_attention.__code__.co_filename).parent.glob("*.py"):
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        for before, line in pairwise(lines):
+            assert "gdc_launch_dependents()" not in line or before == "tl.extra.cuda.gdc_wait()", path
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graph_reads_lengths_from_the_device(device: torch.device) -> None:
@@ -173,3 +202,39 @@ def test_graph_reads_lengths_from_the_device(device: torch.device) -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_reads_ahead_of_the_kernel_in_front(device: torch.device) -> None:
+    """Steps of a decode in one graph: lengths grow, and each verify reads the keys that the step before wrote."""
+    case = Case(device, torch.bfloat16, [300, 33, 0], 1, dim=64, page_size=16)
+    steps = 8
+    case.table = torch.arange(1, 3 * 24 + 1, device=device).view(3, 24)
+    case.table = torch.cat([case.table[:1] * 0, case.table])
+    caches = [torch.randn(3 * 24 + 1, 16, 2, 64, device=device).bfloat16() for _ in range(2)]
+    raw = torch.randn(steps, 3, case.qkv.shape[1], device=device).bfloat16()
+    weight = torch.ones(case.qkv.shape[1], device=device).bfloat16()
+
+    def decode(caches: list[torch.Tensor], early: bool) -> list[torch.Tensor]:
+        lengths, outs = case.lengths.clone(), []
+        for x in raw:
+            qkv = elementwise.rms_norm(x, weight, 1e-6, pdl=early)
+            if not early:
+                torch.cuda.synchronize()
+            outs.append(verify_attention(qkv, case.heads, *caches, case.table, case.rows, lengths, 1, splits=4))
+            lengths += 1
+        return outs
+
+    wanted = decode([cache.clone() for cache in caches], early=False)
+    torch.cuda.synchronize()
+    mine = [cache.clone() for cache in caches]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = decode(mine, early=True)
+    for _ in range(20):
+        for cache, fresh in zip(mine, caches, strict=True):
+            cache.copy_(fresh)
+        graph.replay()
+        for out, wish in zip(outs, wanted, strict=True):
+            assert torch.equal(out, wish)
