@@ -124,7 +124,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     ({"kv_pages": 2, "page_size": 1, "max_model_len": None}, "kv_pages=2", "at least 4"),
     ({"kv_pages": 20, "max_model_len": 79}, "max_model_len=79", "use at most that, or kv_pages=21"),
     ({"kv_pages": 10**12}, "kv_pages=1000000000000", "use at most"),
-    ({"memory_fraction": 1e-9}, "memory_fraction=1e-09", "use a smaller model"),
+    ({"memory_fraction": 1e-9}, "memory_fraction=1e-09", "a higher memory_fraction"),
     ({"device": "cuda:7777"}, "device='cuda:7777'", "cpu or auto"),
     *(
         ({"speculation": Speculation("standalone", draft=draft)}, f"draft={draft!r}", works)

@@ -106,14 +106,26 @@ def plan_memory(
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
+    if room < page_bytes:
+        used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
+        used += f", graphs {size_text(graphs)}" if graphs else ""
+        less = (
+            "a smaller model or dtype"
+            if weights + draft_weights > workspace
+            else "a lower max_running or prefill_chunk"
+        )
+        raise SpecbatchError(
+            f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used and "
+            f"{used} leave no KV page; use {less}, or a higher memory_fraction"
+        )
     if config.kv_pages is not None:
         pages = config.kv_pages
         if pages * page_bytes > room:
             raise refuse(
                 "kv_pages",
                 pages,
-                f"that is {size_text(pages * page_bytes)} and {size_text(max(room, 0))} are left; use at most "
-                f"{max(room, 0) // page_bytes}, or a higher memory_fraction",
+                f"that is {size_text(pages * page_bytes)} and {size_text(room)} are left; use at most "
+                f"{room // page_bytes}, or a higher memory_fraction",
             )
     else:
         limit = min(room, _CPU_KV_BYTES) if on_cpu else room
@@ -123,7 +135,7 @@ def plan_memory(
             least = pages_for(slack + 2, size)
             raise refuse("kv_pages", pages, f"with page_size={size} and {rows} verify rows use at least {least}")
         raise SpecbatchError(
-            f"memory_fraction={config.memory_fraction}: of {size_text(free)} free, {size_text(max(room, 0))} are left "
+            f"memory_fraction={config.memory_fraction}: of {size_text(free)} free, {size_text(room)} are left "
             f"for KV behind {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
         )
     fits = pages * size - slack

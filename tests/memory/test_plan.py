@@ -60,7 +60,7 @@ def test_a_cpu_keeps_memory_for_others_unless_told() -> None:
         ({"max_model_len": 1001}, "max_model_len=1001", "at most 1000"),
         ({"max_model_len": 500, "kv_pages": 20}, "max_model_len=500", "at most that, or kv_pages=32"),
         ({"max_model_len": 900, "free": 320 * MIB}, "max_model_len=900", "requests of 614; use at most that"),
-        ({"free": 200 * MIB}, "memory_fraction=0.5", "0.0 MiB are left"),
+        ({"free": 200 * MIB}, "memory_fraction=0.5", "leave no KV page; use a smaller model or dtype"),
         ({"free": 240 * MIB, "page_bytes": 60 * MIB}, "memory_fraction=0.5", "smaller model"),
         ({"kv_pages": 2, "page_size": 4}, "kv_pages=2", "at least 3"),
         ({"kv_pages": 11, "page_size": 1}, "kv_pages=11", "at least 12"),
@@ -99,5 +99,5 @@ def test_the_printed_plan_holds_the_numbers() -> None:
 
 
 def test_slots_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(SpecbatchError, match="smaller model, dtype or max_running"):
+    with pytest.raises(SpecbatchError, match="lower max_running or prefill_chunk"):
         plan(max_running=1_000_000)
