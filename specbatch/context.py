@@ -35,9 +35,8 @@ class Verify:
     """A few rows per sequence: decoding is a verify with one row.
 
     page_table int64 [R, P] of all device rows, of which slots int64 [B] names the sequences'; lengths int64 [B]: KV
-    length before the pass; `rows` per sequence, row i stored at key lengths + i; positions int64 [B * rows]: for the
-    rotation, lengths + i in a chain. No KV is longer than `bound` after it (None: than the page table). Rejected rows
-    are computed and never looked at again.
+    length before the pass; `rows` per sequence, a chain: row i at position lengths + i. No KV is longer than `bound`
+    after it (None: than the page table). Rejected rows are computed and never looked at again.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class Verify:
         page_table: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
-        positions: torch.Tensor,
         rows: int,
         page_size: int,
         bound: int | None = None,
@@ -56,7 +54,6 @@ class Verify:
         self.rows = rows
         self.page_size = page_size
         self.bound = page_table.shape[1] * page_size if bound is None else bound
-        self.positions = positions
 
     def on(self, cache: KVCache) -> Context:
         return _VerifyKernel(self, cache) if self.lengths.is_cuda else _VerifyRef(self, cache)
@@ -72,19 +69,9 @@ class _VerifyKernel:
     ) -> torch.Tensor:
         from specbatch.kernels.verify_attention import verify_attention
 
-        shape, cache = self.shape, self.cache
-        chain = positions is shape.positions  # known from the lengths, without another load
-        return verify_attention(
-            qkv,
-            heads,
-            cache.k[layer],
-            cache.v[layer],
-            shape.page_table,
-            shape.slots,
-            shape.lengths,
-            shape.rows,
-            positions=None if chain else positions,
-        )
+        shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
+        # A chain's positions follow from the lengths.
+        return verify_attention(qkv, heads, k_cache, v_cache, shape.page_table, shape.slots, shape.lengths, shape.rows)
 
 
 class _VerifyRef:

@@ -33,7 +33,7 @@ class Iteration:
         rows = proposal.tokens.shape[1] + 1
         tokens, positions = batch.stage(step.rows, lengths, proposal.tokens)
 
-        shape = step.verify(lengths, positions, rows)
+        shape = step.verify(lengths, rows)
         features = self._model.forward(tokens, positions, shape.on(self._cache))
         logits = self._model.logits(features.last).unflatten(0, (-1, rows))
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from specbatch.context import Prefill, Span, Verify, chain
+from specbatch.context import Prefill, Span, Verify
 from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.heads import Heads
 from specbatch.memory.kv_cache import KVCache
@@ -64,7 +64,9 @@ class Bench:
     def run(self, shape: Prefill | Verify, parts: list[tuple[int, int, int]]) -> None:
         """Attend in every layer and compare; parts (row, start, count) lie one behind the other among the tokens."""
         total = sum(count for _, _, count in parts)
-        assert shape.positions.tolist() == [at for _, start, count in parts for at in range(start, start + count)]
+        if isinstance(shape, Prefill):
+            places = [at for _, start, count in parts for at in range(start, start + count)]
+            assert shape.positions.tolist() == places
         for layer in range(LAYERS):
             q, k, v = (self.numbers(total, heads) for heads in (self.heads, self.kv_heads, self.kv_heads))
             out = self.through(shape, layer, q, k, v)
@@ -89,7 +91,7 @@ class Bench:
         still = torch.ones(600, DIM), torch.zeros(600, DIM)
         heads = Heads(self.heads, self.kv_heads, DIM, None, None, 1e-5, *still)
         qkv = torch.cat([q, k, v], 1).flatten(1)
-        return shape.on(self.cache).attend(layer, qkv, heads, shape.positions)
+        return shape.on(self.cache).attend(layer, qkv, heads, torch.zeros(len(qkv), dtype=torch.int64))
 
     def attend(self, row: int, layer: int, seen: int, q: torch.Tensor) -> torch.Tensor:
         k, v = self.k[row][layer][:seen].double(), self.v[row][layer][:seen].double()
@@ -105,8 +107,7 @@ class Bench:
 
     def verify(self, rows: list[int], lengths: list[int], count: int, spare_pages: int = 0) -> None:
         bound = max(lengths) + count + spare_pages * self.page_size
-        positions = chain(torch.tensor(lengths), count).flatten()
-        shape = Verify(self.table, torch.tensor(rows), torch.tensor(lengths), positions, count, self.page_size, bound)
+        shape = Verify(self.table, torch.tensor(rows), torch.tensor(lengths), count, self.page_size, bound)
         self.run(shape, [(row, length, count) for row, length in zip(rows, lengths, strict=True)])
 
 
@@ -152,7 +153,7 @@ def test_padding_rows_write_to_page_0_only() -> None:
     bench.prefill([Span(1, 0, 6), Span(2, 0, 3)])
     before = [item.clone() for item in (*bench.cache.k, *bench.cache.v)]
     lengths = torch.tensor([0, 6, 0])
-    shape = Verify(bench.table, torch.tensor([0, 1, 0]), lengths, chain(lengths, 3).flatten(), 3, 4, 12)
+    shape = Verify(bench.table, torch.tensor([0, 1, 0]), lengths, 3, 4, 12)
     for layer in range(LAYERS):
         bench.through(shape, layer, bench.numbers(9, 2), bench.numbers(9, 2), bench.numbers(9, 2))
     mine = {(int(bench.table[1, at // 4]), at % 4) for at in (6, 7, 8)}

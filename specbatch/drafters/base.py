@@ -34,9 +34,9 @@ class Step:
     bound: int
     sampling: Sampling
 
-    def verify(self, lengths: torch.Tensor, positions: torch.Tensor, rows: int) -> Verify:
-        """The shape of a pass of `rows` tokens per device row behind `lengths` [B], at positions [B * rows]."""
-        return Verify(self.batch.page_table, self.rows, lengths, positions, rows, self.page_size, self.bound)
+    def verify(self, lengths: torch.Tensor, rows: int) -> Verify:
+        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]."""
+        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound)
 
 
 class Drafter(Protocol):

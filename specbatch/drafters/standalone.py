@@ -49,7 +49,7 @@ class Standalone(NoDraft):
         drafts, laws = [], []
         for _ in range(self._count):
             positions = chain(start, tokens.shape[1]).flatten()
-            shape = step.verify(start, positions, tokens.shape[1])
+            shape = step.verify(start, tokens.shape[1])
             features = self._model.forward(tokens.flatten(), positions, shape.on(self._cache))
             newest = features.last.view(len(step.rows), tokens.shape[1], -1)[:, -1]
             logits = self._fit(self._model.logits(newest))

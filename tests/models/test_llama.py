@@ -134,8 +134,8 @@ def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Llama, KVCach
     lengths = torch.tensor(heads)
     for _ in range(10 // rows):
         tokens = torch.stack([item[n : n + rows] for item, n in zip(batch, lengths.tolist(), strict=True)])
-        verify = Verify(table, torch.arange(3), lengths, chain(lengths, rows).flatten(), rows, PAGE)
-        hidden = ours.forward(tokens.flatten(), verify.positions, verify.on(cache)).last
+        verify = Verify(table, torch.arange(3), lengths, rows, PAGE)
+        hidden = ours.forward(tokens.flatten(), chain(lengths, rows).flatten(), verify.on(cache)).last
         logits = ours.logits(hidden).view(3, rows, -1)
         for index, item in enumerate(batch):
             n = int(lengths[index])
@@ -150,10 +150,10 @@ def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Llama, KVCache]) -> Non
     shape = Prefill(table, [Span(0, 0, 8)], PAGE)
     ours.forward(tokens[:8], shape.positions, shape.on(cache))
     wrong = torch.cat([tokens[8:9], (tokens[9:13] + 1) % 131])
-    verify = Verify(table, torch.tensor([0]), torch.tensor([8]), torch.arange(8, 13), 5, PAGE)
-    ours.forward(wrong, verify.positions, verify.on(cache))
-    verify = Verify(table, torch.tensor([0]), torch.tensor([9]), torch.arange(9, 14), 5, PAGE)
-    logits = ours.logits(ours.forward(tokens[9:14], verify.positions, verify.on(cache)).last)
+    verify = Verify(table, torch.tensor([0]), torch.tensor([8]), 5, PAGE)
+    ours.forward(wrong, torch.arange(8, 13), verify.on(cache))
+    verify = Verify(table, torch.tensor([0]), torch.tensor([9]), 5, PAGE)
+    logits = ours.logits(ours.forward(tokens[9:14], torch.arange(9, 14), verify.on(cache)).last)
     close(logits, expected(theirs, tokens)[9:])
 
 
