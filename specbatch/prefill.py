@@ -7,10 +7,10 @@ import torch
 from specbatch.batch import DeviceBatch, Needs
 from specbatch.context import Prefill, Span
 from specbatch.drafters.base import Drafter
-from specbatch.graphs import Forward
+from specbatch.graphs import Forward, Result
 from specbatch.kernels.sampling import TARGET
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.llama import Features, Llama
+from specbatch.models.llama import Llama
 from specbatch.scheduler import Chunk
 from specbatch.transfer import upload
 from specbatch.verification import is_sound, logprobs_of
@@ -31,31 +31,32 @@ class PromptPass:
         most = batch.width - 1
         count = min(count, most)
         start = min(prefix, most - count)
-        self._compute(batch, [Span(0, start, start + count)])
+        self._run(batch, [Span(0, start, start + count)], [0], Needs())
+        batch.lengths[0] = 1  # as it was
 
-    def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> Result | None:
         """Compute the chunks. For those that complete a prompt: int64 [B, 2] of first token and sound, and float32
         [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
         spans = [Span(chunk.slot, chunk.start, chunk.end) for chunk in chunks]
-        shape, features = self._compute(batch, spans)
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
+        return self._run(batch, spans, ending, Needs.of(chunks[i].request for i in ending))
+
+    def _run(self, batch: DeviceBatch, spans: list[Span], ending: list[int], needs: Needs) -> Result | None:
+        """ending: the spans whose prompts are then complete."""
+        shape = Prefill(batch.page_table, spans, self._cache.page_size)
+        tokens = batch.tokens[shape.rows, shape.positions]
+        features = self._forward(tokens, shape.positions, shape.on(self._cache))
+        self._drafter.prefill(batch, shape, features)
         if not ending:
             return None
         rows, lengths, places = upload(
             [[spans[i].slot for i in ending], [spans[i].end for i in ending], ending], batch.device
         )
-        sampling = batch.sampling(rows, Needs.of(chunks[i].request for i in ending))
+        sampling = batch.sampling(rows, needs)
         logits = self._model.logits(features.last[shape.last[places]])[:, None]
         first = sampling.choose(logits, lengths[:, None], TARGET)
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths
         sound = is_sound(logits, first, sampling)
-        logprobs = logprobs_of(logits, first) if sampling.needs.logprobs else None
+        logprobs = logprobs_of(logits, first) if needs.logprobs else None
         return torch.stack([first[:, 0], sound.long()], 1), logprobs
-
-    def _compute(self, batch: DeviceBatch, spans: list[Span]) -> tuple[Prefill, Features]:
-        shape = Prefill(batch.page_table, spans, self._cache.page_size)
-        tokens = batch.tokens[shape.rows, shape.positions]
-        features = self._forward(tokens, shape.positions, shape.on(self._cache))
-        self._drafter.prefill(batch, shape, features)
-        return shape, features
