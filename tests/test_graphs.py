@@ -188,14 +188,16 @@ def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
     graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    compute = PromptPass._compute
+    run = PromptPass._run
 
-    def spied(self: PromptPass, batch: Any, spans: list[Span]) -> Any:
+    def spied(self: PromptPass, batch: Any, spans: list[Span], *rest: Any) -> Any:
         seen.extend((span.start, span.end) for span in spans)
-        return compute(self, batch, spans)
+        return run(self, batch, spans, *rest)
 
-    monkeypatch.setattr(PromptPass, "_compute", spied)
-    width = graph_engine(graphs=BOTH, prefill_chunk=40)._runner._batch.width
+    monkeypatch.setattr(PromptPass, "_run", spied)
+    batch = graph_engine(graphs=BOTH, prefill_chunk=40)._runner._batch
+    width = batch.width
+    assert int(batch.lengths[0]) == 1
     assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1)]
     seen.clear()
     width = graph_engine(graphs=BOTH, prefill_chunk=40, max_model_len=20)._runner._batch.width
