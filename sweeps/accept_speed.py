@@ -24,6 +24,7 @@ from specbatch.kernels.law import law_of, probabilities
 from specbatch.kernels.ngram import ngram_match_ref
 from specbatch.kernels.ngram_triton import ngram_match
 from specbatch.kernels.sampling import TARGET
+from specbatch.sweeps.machine import require_cuda
 from specbatch.verification import Proposal, verify
 
 VOCABULARY = 151_936
@@ -158,8 +159,7 @@ def sampling_cases(x: Inputs) -> Iterator[Case]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA device")
+    require_cuda()
     print(f"{torch.cuda.get_device_name()}, vocabulary {VOCABULARY}, bfloat16 logits; microseconds a call")
     print(f"{'B':>4} {'n':>3}  {'case':36} {'ours':>9} {'torch':>9}")
     with torch.inference_mode():

@@ -26,6 +26,7 @@ from specbatch.kernels.attention_tiles import Tile, splits_for, tile_for
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.rope import rope_table
 from specbatch.kernels.verify_attention import verify_attention
+from specbatch.sweeps.machine import require_cuda
 
 PAGE_SIZE = 16
 ROTATED = 200 << 20  # bytes of KV that a graph goes through: more than the L2
@@ -208,8 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of verify attention on this GPU.")
     parser.add_argument("--sweep", action="store_true", help="find the best tile and splits of each point")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("attention_speed needs a CUDA device")
+    require_cuda()
     if arguments.sweep:
         sweep()
     else:

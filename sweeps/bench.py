@@ -17,113 +17,29 @@ interleaved, A B C A B C. Prompts are random ids, the same for all; end tokens a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.errors import SpecbatchError, at_least, refuse
-from specbatch.memory.pages import pages_for, reach_of
+from specbatch.config import EngineConfig
+from specbatch.errors import SpecbatchError
 from specbatch.metrics import RunRecord, write_atomic
 from specbatch.progress import Report
 from specbatch.request import SamplingParams
-from specbatch.sweeps.bench_tables import PEERS, POINT, SECTIONS, write_table
-from specbatch.sweeps.runner import load_engine
+from specbatch.sweeps.bench_plan import BenchOptions, Load, Log, Plan, plan_engines
+from specbatch.sweeps.bench_tables import POINT, load_records, peers_of, write_table
+from specbatch.sweeps.peers import PEERS
+from specbatch.sweeps.runner import WARM_UP_TOKENS, load_engine
 from specbatch.sweeps.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
     from specbatch.models.config import ModelConfig
 
-VERIFY_ROWS = 16
-VERIFY = f"v2, {VERIFY_ROWS} rows"
-# Plain decoding: schedule, and whether prompts go through piecewise graphs.
-PLAIN = {"v1": ("v1", "off"), "v2": ("v2", "off"), "v2+piecewise": ("v2", "piecewise")}
-TTFT_REQUESTS = 5
-TTFT_NEW_TOKENS = 8  # so that the step behind the first token is there to be waited for
-WARM_UP_TOKENS = 16
 _ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Load:
-    """What one point sends: `prompts` random prompts, once for each number of new tokens."""
-
-    prompts: int
-    prompt_tokens: int
-    new_tokens: tuple[int, ...]
-    concurrency: int
-    alone: bool = False  # each request in a run of its own: nothing of the one before is left on the device
-
-    @property
-    def longest(self) -> int:
-        """Prompt and output of a request."""
-        return self.prompt_tokens + max(self.new_tokens)
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """Which points are measured, `repeats` times each. None: what the device can."""
-
-    sections: tuple[str, ...] = SECTIONS
-    configs: tuple[str, ...] | None = None
-    decode_graph: str | None = None
-    batch: tuple[int, ...] = (1, 32, 128)
-    verify_batch: tuple[int, ...] = (1, 32)
-    decode_tokens: int = 512
-    new_tokens: tuple[int, ...] = (32, 288)
-    concurrency: tuple[int, ...] = (1, 8, 32, 128)
-    input_len: int = 1024
-    output_len: int = 256
-    ttft_tokens: tuple[int, ...] = (128, 1024, 8192)
-    repeats: int = 3
-
-    def __post_init__(self) -> None:
-        for setting, allowed in (("sections", SECTIONS), ("configs", tuple(PLAIN))):
-            for name in getattr(self, setting) or ():
-                if name not in allowed:
-                    raise refuse(setting, name, f"use some of {', '.join(allowed)}")
-        for setting in ("sections", "configs", "batch", "verify_batch", "concurrency", "ttft_tokens"):
-            values = getattr(self, setting)
-            if values is not None and (not values or len(set(values)) < len(values)):
-                raise refuse(setting, ",".join(map(str, values)), "name at least one, and each only once")
-        for setting in ("batch", "verify_batch", "concurrency", "ttft_tokens", "new_tokens"):
-            for number in getattr(self, setting):
-                at_least(setting, number, 1)
-        for setting in ("decode_tokens", "input_len", "output_len", "repeats"):
-            at_least(setting, getattr(self, setting), 1)
-        if len(self.new_tokens) != 2 or self.new_tokens[0] >= self.new_tokens[1]:
-            raise refuse(
-                "new_tokens", ",".join(map(str, self.new_tokens)), "use two numbers, the smaller first: 32,288"
-            )
-
-    def sizes(self, section: str) -> tuple[int, ...]:
-        """Batch sizes, concurrencies or prompt lengths; none for the machine."""
-        return {
-            "decode": self.batch,
-            "closed": self.concurrency,
-            "ttft": self.ttft_tokens,
-            "verify": self.verify_batch,
-        }.get(section, ())
-
-    def load(self, section: str, size: int) -> Load:
-        if section == "closed":
-            return Load(2 * size if size > 1 else 3, self.input_len, (self.output_len,), size)
-        if section == "ttft":
-            return Load(TTFT_REQUESTS, size, (TTFT_NEW_TOKENS,), 1, alone=True)
-        return Load(size, self.decode_tokens, self.new_tokens, size)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Engines by name, and the names that each section compares."""
-
-    engines: dict[str, EngineConfig]
-    compared: dict[str, list[str]]
 
 
 def run_bench(
@@ -140,21 +56,18 @@ def run_bench(
     `base`: model, device, type, page size and prefill chunk; the rest of an engine follows from its points. `folder`
     exists; `peers` is a CSV to show beside. On an error or Ctrl-C the table of what is finished is written first. A
     point that fails leaves a record that says why, and the others go on. Refused: a shape that no engine can be made
-    for.
+    for, and default sizes alone that do not fit the model.
     """
-    plan = plan_engines(base, options)
-    total = options.repeats * (
-        sum(len(options.sizes(section)) * len(names) for section, names in plan.compared.items())
-        + ("machine" in options.sections)
-    )
+    plan = plan_engines(base, options, log)
+    total = options.repeats * (sum(len(point.names) for point in plan.points) + ("machine" in options.sections))
     finished = 0
     text = ""
     try:
         for record in _points(base, options, plan, log):
             work = record.workload
-            point = folder.joinpath(*(str(work[key]) for key in POINT if key in work), f"r{work['repeat']}")
-            point.mkdir(parents=True)
-            record.save(point)
+            place = folder.joinpath(*(str(work[key]) for key in POINT if key in work), f"r{work['repeat']}")
+            place.mkdir(parents=True)
+            record.save(place)
             if peers and not finished:
                 write_atomic(folder / PEERS, peers)
             finished += 1
@@ -165,49 +78,9 @@ def run_bench(
     finally:
         if finished:
             text = write_table(folder)
+    if peers and log is not None and not peers_of(folder, load_records(folder)):
+        log("peers: none of the figures is for this model, type and device and one of these points")
     return text
-
-
-def plan_engines(base: EngineConfig, options: BenchOptions) -> Plan:
-    """What the sections need: each engine has the places and pages of its largest point, all have the same length."""
-    from specbatch.build import find_device
-
-    on_cuda = find_device(base.device).type == "cuda"
-    decode = options.decode_graph or ("whole" if on_cuda else "off")
-    plain = options.configs or tuple(name for name, (_, prefill) in PLAIN.items() if on_cuda or prefill == "off")
-    compared = {
-        "decode": [name for name in plain if PLAIN[name][1] == "off"] or list(plain),
-        "closed": list(plain),
-        "ttft": list(plain),
-        "verify": ["v2", VERIFY],
-    }
-    compared = {
-        section: compared[section] for section in SECTIONS if section in options.sections and section in compared
-    }
-    loads: dict[str, list[Load]] = {}
-    for section, names in compared.items():
-        for name in names:
-            loads.setdefault(name, []).extend(options.load(section, size) for size in options.sizes(section))
-    longest = max((load.longest for some in loads.values() for load in some), default=0)
-    engines = {}
-    for name, some in loads.items():
-        schedule, prefill = PLAIN.get(name, ("v2", "off"))
-        drafts = Speculation("ngram", schedule, draft_tokens=VERIFY_ROWS - 1, simulate_accept_length=1.0)
-        speculation = drafts if name == VERIFY else Speculation(schedule=schedule)
-
-        def pages(tokens: int, rows: int = speculation.drafted + 1) -> int:
-            return pages_for(reach_of(tokens, rows), base.page_size)
-
-        engines[name] = replace(
-            base,
-            speculation=speculation,
-            graphs=Graphs(decode=decode, prefill=prefill),
-            max_running=max(load.concurrency for load in some),
-            max_model_len=longest,
-            kv_pages=max(pages(longest), *(load.concurrency * pages(load.longest) for load in some)),
-            prefix_cache=False,
-        )
-    return Plan(engines, compared)
 
 
 def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | None) -> Iterator[RunRecord]:
@@ -219,26 +92,26 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
     with ExitStack() as stack:
         engines, start_s = _engines(plan, stack, log, errors)
         yield from measured
-        for section, names in plan.compared.items():
-            for size in options.sizes(section):
-                load = options.load(section, size)
-                broken = {name: errors[name] for name in names if name in errors}
-                for name in names:
-                    if name not in broken:
-                        with _noting(broken, name):
-                            _warm_up(engines[name], load)
-                for repeat, (place, name) in product(range(1, options.repeats + 1), enumerate(names)):
-                    record = None
-                    if name not in broken:
-                        with _noting(broken, name):
-                            record = _measure(engines[name], load)
-                            if section != "closed":
-                                record.metrics |= _products(engines[name], load, products)
-                    if record is None:
-                        record = RunRecord(plan.engines[name].as_dict(), {}, {}, {}, [], {"error": broken[name]})
-                    where = {"section": section, "configuration": name, "size": size, "repeat": repeat, "place": place}
-                    record.workload |= where | {"start_s": start_s.get(name)}
-                    yield record
+        for point in plan.points:
+            names, load = point.names, point.load
+            broken = {name: why for name in names if (why := point.refused or errors.get(name))}
+            for name in names:
+                if name not in broken:
+                    with _noting(broken, name):
+                        _warm_up(engines[name], load)
+            for repeat, (place, name) in product(range(1, options.repeats + 1), enumerate(names)):
+                record = None
+                if name not in broken:
+                    with _noting(broken, name):
+                        record = _measure(engines[name], load)
+                if record is None:
+                    record = RunRecord(plan.engines[name].as_dict(), {}, {}, {}, [], {"error": broken[name]})
+                elif point.section != "closed":
+                    with _noting(record.workload, "products_error"):
+                        record.metrics |= _products(engines[name], load, products)
+                where = {"section": point.section, "configuration": name, "size": point.size, "repeat": repeat}
+                record.workload |= where | {"place": place, "start_s": start_s.get(name)}
+                yield record
 
 
 def _machine(base: EngineConfig, repeat: int) -> RunRecord:
@@ -257,13 +130,16 @@ def _machine(base: EngineConfig, repeat: int) -> RunRecord:
 def _engines(
     plan: Plan, stack: ExitStack, log: Log | None, errors: dict[str, str]
 ) -> tuple[dict[str, Engine], dict[str, float]]:
-    """Every engine that can be made, and the seconds that took; the first loads the weights.
+    """Every engine that a point needs and that can be made, and the seconds that took; the first loads the weights.
 
     Why the others cannot be made goes into `errors`. Refused: none can.
     """
     engines: dict[str, Engine] = {}
     seconds: dict[str, float] = {}
+    needed = {name for point in plan.points if not point.refused for name in point.names}
     for name, config in plan.engines.items():
+        if name not in needed:
+            continue
         first = next(iter(engines.values()), None)
         start = time.perf_counter()
         with _noting(errors, name):
@@ -277,7 +153,7 @@ def _engines(
 
 
 @contextmanager
-def _noting(reasons: dict[str, str], name: str) -> Iterator[None]:
+def _noting(reasons: dict[str, Any], name: str) -> Iterator[None]:
     """What goes wrong inside is the point's fault, not the run's: one line of it is kept."""
     try:
         yield

@@ -15,15 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specbatch.config import Speculation
+from specbatch.config import Graphs, Speculation
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, write_atomic
 from specbatch.sweeps.machine import data_sheet_bandwidth
+from specbatch.sweeps.peers import Peer, Point, comparable
+from specbatch.sweeps.summaries import CAPS, caps_text, graphs_of, heading, number, replay_notes, run_on, with_spread
 
 SECTIONS = ("machine", "decode", "closed", "ttft", "verify")
 POINT = ("section", "configuration", "size")  # the folders of a point, those that it has
-PEERS = "peers.csv"
-_PEER_COLUMNS = ("model", "dtype", "gpu", "section", "size", "column", "peer", "value")
+MACHINE_NEEDS = "needs a CUDA device"
 Row = dict[str, Any]
 
 
@@ -35,129 +36,115 @@ class Bounds:
     read: float | None
 
 
-Value = Callable[[Any, Any], Any]  # (RunRecord, Bounds) -> number
-
-
 @dataclass(frozen=True)
 class Column:
     """A column of the CSV. Where `value` lacks what it needs, nothing was measured."""
 
     title: str
     decimals: int
-    value: Value
+    value: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Section:
-    """How Markdown shows a section: the number it is about, its columns, whom the ratio is over, what a size is."""
+    """How Markdown shows a section: the number it is about, its columns, whom the ratio is over, what a size is, and
+    which configurations it has."""
 
     title: str
     size: str
     primary: str
     base: str
-    columns: tuple[str, ...] = ()
+    columns: tuple[str, ...]
+    configurations: str
 
 
-def _metric(name: str, factor: float = 1.0) -> Value:
-    return lambda record, bounds: factor * record.metrics[name]
+def _metric(name: str, factor: float = 1.0) -> Callable[[RunRecord], Any]:
+    return lambda record: factor * record.metrics[name]  # type: ignore[operator]  # None: see Column
 
 
-def _counter(name: str) -> Value:
-    return lambda record, bounds: record.counters[name]
+def _graphs(name: str, *kinds: str) -> Callable[[RunRecord], Any]:
+    """A counter of graphs, summed over those of the kinds that were asked for."""
+
+    def value(record: RunRecord) -> int | None:
+        found = [graph[name] for kind in kinds for graph in graphs_of(record, kind)]
+        return sum(sum(one.values()) if isinstance(one, dict) else one for one in found) if found else None
+
+    return value
 
 
-def _per(name: str, count: str, factor: float = 1.0) -> Value:
-    return lambda record, bounds: factor * record.counters[name] / record.counters[count]
+def _coverage(record: RunRecord) -> Any:
+    return 100 * record.metrics["graph_coverage"] if Graphs(**record.config["graphs"]).any else None  # type: ignore[operator]
 
 
-def _speed(record: Any, bounds: Any = None) -> Any:
-    """Bytes per second of a step."""
-    return record.workload["step_bytes"] / record.metrics["step_s"]
-
-
-def _time(record: Any) -> Any:
-    """What the matrix products are a part of: a step, or the time to the first token."""
-    return record.metrics["step_s"] if "step_s" in record.metrics else record.metrics["median_ttft_s"]
-
-
-def _fallbacks(record: Any, bounds: Any) -> Any:
-    """Passes that ran eagerly although graphs had been asked for."""
-    reasons = [graph["fallbacks"] for graph in record.counters["graphs"].values()]
-    return sum(count for counts in reasons for reason, count in counts.items() if reason != "off")
-
-
-def _idle(record: Any, bounds: Any) -> Any:
-    """Share of a gap in step and gap, in percent."""
-    counters = record.counters
-    gap, step = counters["device_idle_s"] / counters["device_gaps"], counters["device_s"] / counters["device_steps"]
-    return 100 * gap / (gap + step)
-
-
-COLUMNS = {
+# Of one record; the table has the median over repeats.
+MEASURED = {
     "read_tb_s": Column("read TB/s", 2, _metric("read_bytes_s", 1e-12)),
     "gemm_tflop_s": Column("bf16 GEMM TFLOP/s", 0, _metric("gemm_flop_s", 1e-12)),
-    "step_ms": Column("ms per step", 2, _metric("step_s", 1e3)),
-    "decode_tok_s": Column("tok/s", 0, lambda r, _: r.workload["concurrency"] / r.metrics["step_s"]),
-    "step_gb": Column("GB per step", 2, lambda r, _: r.workload["step_bytes"] / 1e9),
-    "step_gb_s": Column("GB/s", 0, lambda r, _: _speed(r) / 1e9),
-    "sheet_percent": Column("% of data sheet", 0, lambda r, bounds: 100 * _speed(r) / bounds.sheet),
-    "read_percent": Column("% of read", 0, lambda r, bounds: 100 * _speed(r) / bounds.read),
-    "floor_ms": Column("floor ms", 2, lambda r, bounds: 1e3 * r.workload["step_bytes"] / bounds.read),
+    "step_ms": Column("ms per step", 2, lambda r: None if unmeasured(r) else 1e3 * r.metrics["step_s"]),
+    "step_gb": Column("GB per step", 2, lambda r: r.workload["step_bytes"] / 1e9),
     "products_ms": Column("products alone (ms)", 2, _metric("products_s", 1e3)),
-    "over_products": Column("times products", 2, lambda r, _: _time(r) / r.metrics["products_s"]),
     "output_tok_s": Column("output tok/s", 0, _metric("output_throughput")),
     "mean_tpot_ms": Column("mean TPOT (ms)", 2, _metric("mean_tpot_s", 1e3)),
     "mean_ttft_ms": Column("mean TTFT (ms)", 1, _metric("mean_ttft_s", 1e3)),
     "median_ttft_ms": Column("median TTFT (ms)", 2, _metric("median_ttft_s", 1e3)),
-    "decode_replays": Column("decode replays", 0, lambda r, _: r.counters["graphs"]["decode"]["replays"]),
-    "prefill_replays": Column("prefill replays", 0, lambda r, _: r.counters["graphs"]["target_prefill"]["replays"]),
-    "fallbacks": Column("fallbacks", 0, _fallbacks),
-    "padded": Column("padded", 0, lambda r, _: sum(graph["padded"] for graph in r.counters["graphs"].values())),
-    "launch_lead_ms": Column("launch lead (ms)", 2, _per("launch_lead_s", "overlapped", 1e3)),
-    "late_launches": Column("late launches", 0, _counter("late_launches")),
-    "host_waits_per_step": Column("host waits per step", 2, _per("host_waits", "iterations")),
-    "host_ms_per_step": Column("host ms per step", 2, _per("iteration_s", "iterations", 1e3)),
-    "device_idle_percent": Column("device idle %", 1, _idle),
+    "decode_replays": Column("decode replays", 0, _graphs("replays", "decode")),
+    "prefill_replays": Column("prefill replays", 0, _graphs("replays", "prefill")),
+    "fallbacks": Column("fallbacks", 0, _graphs("fallbacks", "decode", "prefill")),
+    "padded": Column("padded", 0, _graphs("padded", "decode", "prefill")),
+    "graph_coverage_percent": Column("graph coverage %", 0, _coverage),
+    "launch_lead_ms": Column("launch lead (ms)", 2, _metric("launch_lead_s", 1e3)),
+    "late_launch_percent": Column("late launches %", 1, _metric("late_launch_share", 100)),
+    "host_waits_per_step": Column("host waits per step", 2, _metric("host_waits_per_step")),
+    "host_ms_per_step": Column(
+        "host ms per step", 2, lambda r: 1e3 * r.counters["iteration_s"] / r.counters["iterations"]
+    ),
+    "device_idle_percent": Column("device idle %", 1, _metric("device_idle_share", 100)),
 }
-_COUNTERS = tuple(COLUMNS)[list(COLUMNS).index("decode_replays") :]
+# Of a row with the above and the bounds of the run, so that the numbers of a row agree.
+DERIVED = {
+    "decode_tok_s": Column("tok/s", 0, lambda row, _: 1e3 * row["size"] / row["step_ms"]),
+    "step_gb_s": Column("GB/s", 0, lambda row, _: 1e3 * row["step_gb"] / row["step_ms"]),
+    "sheet_percent": Column("% of data sheet", 0, lambda row, bounds: 1e11 * row["step_gb_s"] / bounds.sheet),
+    "read_percent": Column("% of read", 0, lambda row, bounds: 1e11 * row["step_gb_s"] / bounds.read),
+    "floor_ms": Column("floor ms", 2, lambda row, bounds: 1e12 * row["step_gb"] / bounds.read),
+    "over_products": Column(
+        "times products", 2, lambda row, _: row[SHOWN[row["section"]].primary] / row["products_ms"]
+    ),
+}
+COLUMNS = MEASURED | DERIVED
+_COUNTERS = tuple(MEASURED)[list(MEASURED).index("decode_replays") :]
+_PRODUCTS = ("products_ms", "over_products")
 _STEP = (
-    "decode_tok_s",
-    "step_gb",
-    "step_gb_s",
-    "sheet_percent",
-    "read_percent",
-    "floor_ms",
-    "products_ms",
-    "over_products",
+    *("decode_tok_s", "step_gb", "step_gb_s", "sheet_percent", "read_percent", "floor_ms"),
+    *_PRODUCTS,
     *_COUNTERS,
 )
-SHOWN = {
-    "decode": Section("Decode step", "batch", "step_ms", "v1", _STEP),
-    "closed": Section("Closed loop", "concurrency", "output_tok_s", "v1", ("mean_tpot_ms", "mean_ttft_ms", *_COUNTERS)),
-    "ttft": Section(
-        "First token of one request",
-        "prompt tokens",
-        "median_ttft_ms",
-        "v2",
-        ("products_ms", "over_products", *_COUNTERS),
+_ASKED = "those of --configs, by default what the device can"
+SHOWN: dict[str, Section] = {
+    "decode": Section(
+        "Decode step", "batch", "step_ms", "v1", _STEP,
+        f"{_ASKED}; v2+piecewise, which decodes like v2, only where it is alone",
     ),
-    "verify": Section("Verify step", "batch", "step_ms", "v2", _STEP),
-}
+    "closed": Section(
+        "Closed loop", "concurrency", "output_tok_s", "v1", ("mean_tpot_ms", "mean_ttft_ms", *_COUNTERS), _ASKED
+    ),
+    "ttft": Section(
+        "First token of one request", "prompt tokens", "median_ttft_ms", "v2", (*_PRODUCTS, *_COUNTERS), _ASKED
+    ),
+    "verify": Section("Verify step", "batch", "step_ms", "v2", _STEP, "always v2, with 1 and with 16 rows"),
+}  # fmt: skip
 # What the notes say of a section that was run.
 _METHODS = {
     "steps": "Steps: {input_len} prompt tokens, {tokens} new ones, the difference of the two runs. Bytes: the weights "
-    "that a step uses (an embedding table that is not the head is not read) and KV at {mean_context:.0f} tokens; the "
-    "floor is these bytes at the read bandwidth measured here. Counters are those of the longer run.",
+    "that a step uses (an embedding table that is not the head is not read) and KV at {mean_context:.0f} tokens. "
+    "Counters are those of the longer run.",
+    "floor": "Floor: the bytes of a step at the read bandwidth measured here.",
     "products": "Products: the matrix products alone by torch's linear on weights of their shapes, measured once.",
     "closed": "Closed loop: {input_len} prompt tokens, {output_len} new ones, two prompts per request kept unfinished "
     "(3 in all at 1); output tokens over wall time, prefill included.",
     "ttft": "First token: each request alone on the engine, from its submission to its first token on the host.",
     "verify": "A simulated accept length of 1 makes each verify give one token, so that the batch stays together.",
 }
-_CAPS = (
-    *("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk"),
-    *("kv_dtype", "attention_backend", "capture_s"),
-)
 PRIMARY = tuple(dict.fromkeys(section.primary for section in SHOWN.values()))
 
 
@@ -189,35 +176,57 @@ def bounds_of(records: list[RunRecord]) -> Bounds:
     return Bounds(data_sheet_bandwidth(records[0].hardware.get("gpu")), median(speeds) if speeds else None)
 
 
+def unmeasured(record: RunRecord) -> str | None:
+    """Why a point that did not fail has no number of its own."""
+    work, metrics = record.workload, record.metrics
+    if "error" in work:
+        return None
+    if work["section"] == "machine":
+        return MACHINE_NEEDS if metrics["read_bytes_s"] is None else None
+    if work.get("iterations") != work.get("steps"):
+        return f"NOT IN STEP: {work['iterations']} iterations for {work['steps']} tokens"
+    if "step_s" in metrics and (metrics["step_s"] or 0.0) <= 0:
+        short, long = work["new_tokens"]
+        return f"NOT MEASURED: {long} new tokens took no longer than {short}; give numbers further apart"
+    return None
+
+
 def _row(key: tuple[Any, ...], groups: dict[tuple[Any, ...], list[RunRecord]], bounds: Bounds) -> Row:
     section, size, name = key
-    values = {column: _values(column, groups[key], bounds) for column in COLUMNS}
+    records = groups[key]
+    values = {column: _values(column, records) for column in MEASURED}
     row: Row = {"section": section, "size": size or None, "configuration": name}
-    row["repeats"] = sum("error" not in record.workload for record in groups[key])
+    row["repeats"] = sum("error" not in record.workload for record in records)
     for column, found in values.items():
         row[column] = median(found.values()) if found else None
         if column in PRIMARY:
             row |= _spread(column, list(found.values()))
+    for column, derived in DERIVED.items():
+        row[column] = _number_or_none(derived.value, row, bounds)
     ratios: list[float] = []
     if section in SHOWN:
         primary = SHOWN[section].primary
-        base = _values(primary, groups.get((section, size, SHOWN[section].base), []), bounds)
+        row["repeats"] = len(values[primary])
+        base = _values(primary, groups.get((section, size, SHOWN[section].base), []))
         ratios = [ours / base[repeat] for repeat, ours in values[primary].items() if repeat in base]
     row["ratio"] = median(ratios) if ratios else None
     row |= _spread("ratio", ratios)
-    row["failed"] = next((work["error"] for record in groups[key] if "error" in (work := record.workload)), None)
+    row["not_measured"] = next((why for record in records if (why := unmeasured(record))), None)
+    row["failed"] = next((work["error"] for record in records if "error" in (work := record.workload)), None)
     return row
 
 
-def _values(column: str, records: list[RunRecord], bounds: Bounds) -> dict[int, float]:
+def _values(column: str, records: list[RunRecord]) -> dict[int, float]:
     """By repeat, where it was measured."""
-    found = {}
-    for record in records:
-        try:
-            found[record.workload["repeat"]] = float(COLUMNS[column].value(record, bounds))
-        except (KeyError, TypeError, ZeroDivisionError):  # the record has no such number
-            continue
-    return found
+    found = {record.workload["repeat"]: _number_or_none(MEASURED[column].value, record) for record in records}
+    return {repeat: value for repeat, value in found.items() if value is not None}
+
+
+def _number_or_none(value: Callable[..., Any], *of: Any) -> float | None:
+    try:
+        return float(value(*of))
+    except (KeyError, TypeError, ZeroDivisionError):  # it lacks what this is made from
+        return None
 
 
 def _spread(name: str, values: list[float]) -> Row:
@@ -228,9 +237,7 @@ def write_table(folder: Path) -> str:
     """Write `summary.csv` and `summary.md` into `folder`; return the Markdown."""
     records = load_records(folder)
     rows = table(records)
-    kept = folder / PEERS
-    peers = csv.DictReader(kept.read_text(encoding="utf-8").splitlines()) if kept.exists() else ()
-    text = markdown(records, rows, [peer for peer in peers if _comparable(peer, records)])
+    text = markdown(records, rows, peers_of(folder, records))
     out = io.StringIO()
     writer = csv.DictWriter(out, rows[0], lineterminator="\n")
     writer.writeheader()
@@ -240,97 +247,67 @@ def write_table(folder: Path) -> str:
     return text
 
 
-def read_peers(source: Path) -> str:
-    """The text of a CSV of other engines' figures, checked. A bench keeps it as `peers.csv` beside its records."""
-    try:
-        text = source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise refuse("peers", str(source), f"cannot be read ({error.strerror})") from None
-    if not set(_PEER_COLUMNS) <= set(next(csv.reader(text.splitlines()), ())):
-        raise refuse("peers", str(source), f"needs the columns {', '.join(_PEER_COLUMNS)}")
-    return text
+def peers_of(folder: Path, records: list[RunRecord]) -> dict[Point, Peer]:
+    """The figures of other engines that stand beside ours."""
+    points = [record.workload for record in records if record.workload["section"] in SHOWN]
+    asked = {(work["section"], work["size"], SHOWN[work["section"]].primary) for work in points}
+    return comparable(folder, records, asked)
 
 
-def markdown(records: list[RunRecord], rows: list[Row], peers: list[Row]) -> str:
+def markdown(records: list[RunRecord], rows: list[Row], peers: dict[Point, Peer]) -> str:
     """What was run on what, a table per section, and what a reader must know before believing it."""
     parts = [_heading(records, rows)]
     for name, section in SHOWN.items():
         own = [row for row in rows if row["section"] == name]
         if own:
-            parts.append(
-                f"## {section.title}\n\n{_section(section, own, [p for p in peers if p['section'] == name])}\n"
-            )
-    parts.append("".join(f"* {note}\n" for note in _notes(records, rows)))
+            measured = " and ".join(dict.fromkeys(row["configuration"] for row in own))
+            why = f"Configurations: {measured} ({section.configurations})."
+            parts.append(f"## {section.title}\n\n{why}\n\n{_section(section, own, peers)}\n")
+    parts.append("".join(f"* {note}\n" for note in dict.fromkeys(_notes(records, rows))))
     return "\n".join(parts)
 
 
-def _section(section: Section, rows: list[Row], peers: list[Row]) -> str:
+def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str:
     from tabulate import tabulate
 
     columns = [column for column in section.columns if any(row[column] is not None for row in rows)]
-    named = list(dict.fromkeys(peer["peer"] for peer in peers))
-    figures = {(peer["peer"], peer["size"]): peer["value"] for peer in peers if peer["column"] == section.primary}
+    beside = [peers.get((row["section"], row["size"], section.primary), {}) for row in rows]
+    named = list(dict.fromkeys(name for figures in beside for name in figures))
     body = [
         [
             row["size"],
             row["configuration"],
             _with_spread(row, section.primary, COLUMNS[section.primary].decimals),
             _with_spread(row, "ratio", 2),
-            *(_number(row[column], COLUMNS[column].decimals) for column in columns),
-            *(figures.get((name, str(row["size"])), "-") for name in named),
+            *(number(row[column], COLUMNS[column].decimals) for column in columns),
+            *(figures.get(name, "-") for name in named),
         ]
-        for row in rows
+        for row, figures in zip(rows, beside, strict=True)
     ]
     titles = [COLUMNS[column].title for column in (section.primary, *columns)]
     headers = [section.size, "configuration", titles[0], f"ratio to {section.base}", *titles[1:], *named]
     return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def _comparable(peer: Row, records: list[RunRecord]) -> bool:
-    """Is the figure of another engine for the same model, type and device?"""
-    first = records[0]
-    same = (peer["model"], peer["dtype"]) == (first.config["model"], _dtype(records))
-    return same and peer["gpu"] in (first.hardware.get("gpu") or "")
-
-
-def _dtype(records: list[RunRecord]) -> str:
-    """As resolved by an engine, where there is one."""
-    asked: str = records[0].config["dtype"]
-    return next((record.caps["dtype"] for record in records if "dtype" in record.caps), asked)
-
-
 def _heading(records: list[RunRecord], rows: list[Row]) -> str:
-    from specbatch.config import Graphs
-
-    first = records[0]
-    engines = {record.workload["configuration"]: record for record in records if record.workload.get("configuration")}
-    device = first.hardware.get("gpu") or f"{first.hardware['cpu']}, {first.hardware['cores']} cores"
-    lines = {
-        "model": f"{first.config['model']} ({first.config['load_format']})",
-        "device": f"{first.caps.get('device', first.config['device'])} ({device})",
-        "dtype": _dtype(records),
-        "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
-    }
-    bounds = bounds_of(records)
-    machine = [row for row in rows if row["section"] == "machine" and row["gemm_tflop_s"] is not None]
-    if bounds.sheet:
-        lines["data sheet"] = f"{bounds.sheet / 1e12:.1f} TB/s"
-    if machine:
-        lines["measured"] = (
-            f"read {machine[0]['read_tb_s']:.2f} TB/s, bf16 GEMM {machine[0]['gemm_tflop_s']:.0f} TFLOP/s"
-        )
-    for name, record in engines.items():
+    lines = run_on(records)
+    if sheet := bounds_of(records).sheet:
+        lines["data sheet"] = f"{sheet / 1e12:.1f} TB/s"
+    for row in rows:
+        if row["section"] == "machine" and row["not_measured"]:
+            lines["measured"] = f"nothing of the device itself: the section machine {row['not_measured']}"
+        elif row["section"] == "machine" and not row["failed"]:
+            lines["measured"] = f"read {row['read_tb_s']:.2f} TB/s, bf16 GEMM {row['gemm_tflop_s']:.0f} TFLOP/s"
+    engines = [record for record in records if "configuration" in record.workload]
+    engines.sort(key=lambda record: bool(record.caps))  # of one that could not be measured there are none
+    for name, record in {record.workload["configuration"]: record for record in engines}.items():
         graphs = Graphs(**record.config["graphs"])
-        caps = ", ".join(f"{cap} {_cap(record.caps[cap])}" for cap in _CAPS if cap in record.caps)
+        caps = caps_text(record, (*CAPS, "kv_dtype", "attention_backend", "capture_s"))
         lines[name] = (
             f"{Speculation(**record.config['speculation'])}; graphs: decode {graphs.decode}, prefill {graphs.prefill}"
             f"{'; ' if caps else ''}{caps}{_started(record)}"
         )
-    return "".join(f"* {name}: {value}\n" for name, value in lines.items())
-
-
-def _cap(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    return heading(lines)
 
 
 def _started(record: RunRecord) -> str:
@@ -344,6 +321,8 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
     first = {work["section"]: work for work in reversed(sound)}
     if steps := first.get("decode") or first.get("verify"):
         first["steps"] = steps
+        if bounds_of(records).read:
+            first["floor"] = steps
     if products := steps or first.get("ttft"):
         first["products"] = products
     for name, text in _METHODS.items():
@@ -354,22 +333,23 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
             yield f"FAILED: {_where(row)}: {row['failed']}"
     for record in records:
         work = record.workload
-        if work.get("iterations", 0) != work.get("steps", 0):
-            yield f"NOT IN STEP: {_where(work)}: {work['iterations']} iterations for {work['steps']} tokens."
+        where = _where(work)
+        if work["section"] == "machine" or "error" in work:
+            continue
+        if why := unmeasured(record):
+            label, _, rest = why.partition(": ")
+            yield f"{label}: {where}, repeat {work['repeat']}: {rest}."
+        if "products_error" in work:
+            yield f"PRODUCTS FAILED: {where}: {work['products_error']}"
+        yield from replay_notes(record, where)
         if record.metrics.get("retractions"):
-            yield f"RETRACTED: {_where(work)}: {record.metrics['retractions']} requests waited for pages."
+            yield f"RETRACTED: {where}: {record.metrics['retractions']} requests waited for pages."
 
 
 def _where(row: Row) -> str:
     return " ".join(str(row[key]) for key in POINT if row.get(key) is not None)
 
 
-def _number(value: float | None, decimals: int) -> str:
-    return "-" if value is None else f"{value:.{decimals}f}"
-
-
 def _with_spread(row: Row, column: str, decimals: int) -> str:
-    text = _number(row[column], decimals)
-    if row[column] is None or row["repeats"] < 2:
-        return text
-    return f"{text} ({row[f'{column}_min']:.{decimals}f}-{row[f'{column}_max']:.{decimals}f})"
+    values = (row[column], row[f"{column}_min"], row[f"{column}_max"])
+    return with_spread(values, decimals, row["repeats"])

@@ -20,6 +20,7 @@ import triton.language as tl
 from tabulate import tabulate
 
 from specbatch.kernels import skinny_gemm
+from specbatch.sweeps.machine import require_cuda
 
 READ = 4.57e6  # bytes per microsecond
 HIDDEN, QKV, INNER, VOCABULARY, LAYERS = 4096, 6144, 12288, 151936, 36
@@ -126,6 +127,7 @@ class Bench:
 
 @torch.inference_mode()
 def main() -> None:
+    require_cuda()
     skinny_gemm.workspace(torch.device("cuda"))
     bench = Bench()
     table = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,13 @@ DATA_SHEETS = {"H200": 4.8e12}
 def data_sheet_bandwidth(gpu: str | None) -> float | None:
     """None where the device's data sheet is not known here."""
     return next((speed for name, speed in DATA_SHEETS.items() if gpu and name in gpu), None)
+
+
+def require_cuda() -> None:
+    """End a script that measures kernels, with status 2, where there is no device to measure them on."""
+    if not torch.cuda.is_available():
+        print("error: needs a CUDA device and torch sees none here", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def measure_machine(device: torch.device) -> dict[str, float | None]:

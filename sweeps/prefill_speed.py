@@ -23,6 +23,7 @@ from specbatch.kernels.backends import PrefillAttention, prefill_backend
 from specbatch.kernels.elementwise import rms_norm, silu_product, split_heads
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.spans import Spans
+from specbatch.sweeps.machine import require_cuda
 
 HEADS, KV, DIM, HIDDEN, MLP, PAGE = 32, 8, 128, 4096, 12288, 16
 WIDTH = (HEADS + 2 * KV) * DIM
@@ -209,6 +210,7 @@ def make_heads() -> Heads:
 
 @torch.inference_mode()
 def main() -> None:
+    require_cuda()
     names = ["triton", "torch"]
     sections: dict[str, Callable[[], Rows]] = {
         "Attention": lambda: attention(names),

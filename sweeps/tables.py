@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.config import Graphs, Speculation
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, write_atomic
+from specbatch.sweeps.summaries import caps_text, heading, number, replay_notes, run_on, with_spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +37,6 @@ COLUMNS = {
     "graph_coverage_percent": ("graph_coverage", 100, 0, "graph coverage (%)"),
 }
 _POINT = ["concurrency", "configuration"]
-_CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk")
 
 
 def load_records(folder: Path) -> list[RunRecord]:
@@ -91,47 +91,39 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame) -> str:
     """What was run on what, the table, and what a reader must know before believing it."""
     from tabulate import tabulate
 
-    body = [
-        [
-            row.concurrency,
-            row.configuration,
-            *(_number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS),
-            _ratio(row),
-        ]
-        for row in rows.itertuples()
-    ]
+    body = [_cells(row) for row in rows.itertuples()]
     headers = [*_POINT, *(title for _, _, _, title in COLUMNS.values()), "ratio to baseline"]
     shown = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
     notes = "".join(f"* {note}\n" for note in _notes(records))
     return f"{_heading(records)}\n{shown}\n\n{notes}"
 
 
+def _cells(row: Any) -> list[Any]:
+    numbers = (number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS)
+    ratio = with_spread((row.ratio, row.ratio_min, row.ratio_max), 2, row.repeats)
+    return [row.concurrency, row.configuration, *numbers, ratio]
+
+
 def _heading(records: list[RunRecord]) -> str:
-    first = records[0]
-    config, caps, hardware, work = first.config, first.caps, first.hardware, first.workload
-    device = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
+    work = records[0].workload
     text = f"{work['input_len']} input tokens each" if work.get("input_len") else "text"
     names = {record.workload["configuration"]: record for record in records}
-    lines = {
-        "model": f"{config['model']} ({config['load_format']})" if config["load_format"] != "auto" else config["model"],
-        "device": f"{caps['device']} ({device})",
-        "dtype": caps["dtype"],
+    lines = run_on(records) | {
         "workload": f"{work['dataset']}, {text}, output "
         f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
         "configurations": "; ".join(
             f"{name}: {Speculation(**record.config['speculation'])}, {Graphs(**record.config['graphs'])}"
             for name, record in names.items()
         ),
-        "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
         "effective caps": "; ".join(_caps(names)),
-        "prefix cache": "on" if config["prefix_cache"] else "off",
+        "prefix cache": "on" if records[0].config["prefix_cache"] else "off",
     }
-    return "".join(f"* {name}: {value}\n" for name, value in lines.items())
+    return heading(lines)
 
 
 def _caps(records: dict[str, RunRecord]) -> list[str]:
     """The caps of each configuration; said once, without a name, where they are the same of all."""
-    texts = {name: ", ".join(f"{cap} {record.caps[cap]}" for cap in _CAPS) for name, record in records.items()}
+    texts = {name: caps_text(record) for name, record in records.items()}
     if len(set(texts.values())) == 1:
         return [*texts.values()][:1]
     return [f"{name}: {text}" for name, text in texts.items()]
@@ -143,18 +135,21 @@ def _notes(records: list[RunRecord]) -> list[str]:
     for record in records:
         work = record.workload
         where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
-        tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
+        if _simulated(record) is None:  # a simulated text is no model's: nothing to compare
+            tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
         if record.metrics["requests"] != work["prompts"]:
             notes.append(f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished.")
         if record.config["speculation"]["algorithm"] != "none" and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
-        if Graphs(**record.config["graphs"]).any and not record.metrics.get("graph_coverage"):
-            notes.append(f"NO REPLAYS: {where}: graphs were asked for and none was replayed.")
+        notes += replay_notes(record, where)
         if record.metrics.get("cached_tokens"):
             notes.append(f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache.")
     simulated = {record.workload["configuration"]: mean for record in records if (mean := _simulated(record))}
     for name, mean in simulated.items():
-        notes.append(f"SIMULATED: {name}: an accept length of {mean:g} was drawn, not reached; its text is no model's.")
+        notes.append(
+            f"SIMULATED: {name}: an accept length of {mean:g} was drawn by a coin; the text is no model's. "
+            "Rows without a draft (ngram without a match) accept none, so the mean reached may be lower."
+        )
     compared = [row for row in tokens.values() if len(row) > 1]
     differing = [place for place, row in tokens.items() if len(set(row.values())) > 1]
     if differing:
@@ -168,14 +163,3 @@ def _notes(records: list[RunRecord]) -> list[str]:
 def _simulated(record: RunRecord) -> float | None:
     mean: float | None = record.config["speculation"].get("simulate_accept_length")
     return mean
-
-
-def _number(value: float, decimals: int) -> str:
-    return "-" if math.isnan(value) else f"{value:.{decimals}f}"  # not measured
-
-
-def _ratio(row: Any) -> str:
-    if math.isnan(row.ratio):
-        return "-"
-    spread = f" ({row.ratio_min:.2f}-{row.ratio_max:.2f})" if row.repeats > 1 else ""
-    return f"{row.ratio:.2f}{spread}"

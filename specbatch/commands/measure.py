@@ -70,11 +70,18 @@ def sweep(
 
 @takes_engine(without=BENCH_SETS)
 def bench(
+    context: typer.Context,
     engine: EngineOptions,
     sections: Annotated[str, Option(help="Some of machine, decode, closed, ttft, verify.")] = (
         "machine,decode,closed,ttft,verify"
     ),
-    configs: Annotated[str | None, Option(help="Some of v1, v2, v2+piecewise. Default: what the device can.")] = None,
+    configs: Annotated[
+        str | None,
+        Option(
+            help="Some of v1, v2, v2+piecewise, for closed, ttft and (prompts play no part) decode; verify is always "
+            "v2. Default: what the device can."
+        ),
+    ] = None,
     decode_graph: Annotated[
         str | None, Option(metavar="whole|off", help="Default: whole on a CUDA device, off on a CPU.")
     ] = None,
@@ -99,10 +106,12 @@ def bench(
 
     specbatch bench --model toy --load-format dummy --batch 1,4 --sections decode --repeats 1
 
-    Exit status 1 if a point failed; the table says why.
+    Exit status 1 if a point failed; the table says why. Default sizes too long for the model are left out.
     """
-    from specbatch.sweeps.bench import BenchOptions, run_bench
-    from specbatch.sweeps.bench_tables import load_records, read_peers, table
+    from specbatch.sweeps.bench import run_bench
+    from specbatch.sweeps.bench_plan import LENGTHS, BenchOptions
+    from specbatch.sweeps.bench_tables import load_records, table
+    from specbatch.sweeps.peers import read_peers
 
     options = BenchOptions(
         sections=_names(sections),
@@ -117,6 +126,7 @@ def bench(
         output_len=output_len,
         ttft_tokens=_whole_numbers("ttft_tokens", ttft_tokens),
         repeats=repeats,
+        asked=frozenset(name for names in LENGTHS.values() for name in names if _given(context, name)),
     )
     beside = read_peers(peers) if peers is not None else ""
     with fresh_folder(output, "bench") as folder, progress("bench") as report:
@@ -168,6 +178,12 @@ def _summary_rows(folder: Path) -> list[dict[str, Any]]:
     rows = table(load_records(folder))
     clean = rows.astype(object).where(rows.notna(), None)
     return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Does an option's value come from the user?"""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _names(text: str) -> tuple[str, ...]:

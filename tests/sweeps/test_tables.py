@@ -107,6 +107,27 @@ def test_a_simulated_acceptance_is_in_every_part_of_the_table():
     assert "SIMULATED" not in markdown(records[:1], table(records[:1]))
 
 
+def test_simulated_text_is_compared_with_nothing():
+    records = [record("baseline", 1, 10.0), record("v1", 1, 20.0, output_sha256="other")]
+    spec = Speculation("ngram", "v1", draft_tokens=7, simulate_accept_length=6.35)
+    records[1].config = asdict(EngineConfig(speculation=spec))
+    text = markdown(records, table(records))
+    assert "TOKENS DIFFER" not in text
+    assert "same output tokens" not in text
+    assert "ngram without a match) accept none, so the mean reached may be lower" in text
+
+
+def test_each_kind_of_graphs_that_replayed_none_is_named():
+    records = [record("baseline", 1, 10.0)]
+    records[0].config["graphs"] = {"decode": "whole", "prefill": "piecewise"}
+    graphs = {"decode": {"replays": 5}, "target_prefill": {"replays": 0}, "draft_prefill": {"replays": 0}}
+    records[0].counters["graphs"] = graphs
+    records[0].metrics["graph_coverage"] = 0.9
+    text = markdown(records, table(records))
+    assert "NO REPLAYS: baseline at concurrency 4, repeat 1: prefill graphs were asked for and none" in text
+    assert "decode graphs" not in text
+
+
 def test_the_spread_is_shown_where_there_are_repeats():
     once = [record("baseline", 1, 10.0), record("v1", 1, 15.0)]
     assert "| 1.50 " in markdown(once, table(once))

@@ -1,0 +1,194 @@
+"""What `specbatch bench` measures: its options, the points that follow from them, and engines that hold these points.
+
+Lengths decide what fits: a point that its user made too long for the model fails, one that is too long by defaults
+alone is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.memory.pages import pages_for, reach_of
+from specbatch.sweeps.bench_tables import SECTIONS
+
+VERIFY_ROWS = 16
+VERIFY = f"v2, {VERIFY_ROWS} rows"
+# Plain decoding: schedule, and whether prompts go through piecewise graphs.
+PLAIN = {"v1": ("v1", "off"), "v2": ("v2", "off"), "v2+piecewise": ("v2", "piecewise")}
+TTFT_REQUESTS = 5
+TTFT_NEW_TOKENS = 8  # so that the step behind the first token is there to be waited for
+# The options that make the requests of a section long, the one with the prompt's tokens first.
+LENGTHS = {
+    "decode": ("decode_tokens", "new_tokens"),
+    "closed": ("input_len", "output_len"),
+    "ttft": ("ttft_tokens",),
+    "verify": ("decode_tokens", "new_tokens"),
+}
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one point sends: `prompts` random prompts, once for each number of new tokens."""
+
+    prompts: int
+    prompt_tokens: int
+    new_tokens: tuple[int, ...]
+    concurrency: int
+    alone: bool = False  # each request in a run of its own: nothing of the one before is left on the device
+
+    @property
+    def longest(self) -> int:
+        """Prompt and output of a request."""
+        return self.prompt_tokens + max(self.new_tokens)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Which points are measured, `repeats` times each. None: what the device can.
+
+    asked: the options of `LENGTHS` that the user gave. A point that they make too long for the model fails; one that
+    is too long by defaults alone is left out.
+    """
+
+    sections: tuple[str, ...] = SECTIONS
+    configs: tuple[str, ...] | None = None
+    decode_graph: str | None = None
+    batch: tuple[int, ...] = (1, 32, 128)
+    verify_batch: tuple[int, ...] = (1, 32)
+    decode_tokens: int = 512
+    new_tokens: tuple[int, ...] = (32, 288)
+    concurrency: tuple[int, ...] = (1, 8, 32, 128)
+    input_len: int = 1024
+    output_len: int = 256
+    ttft_tokens: tuple[int, ...] = (128, 1024, 8192)
+    repeats: int = 3
+    asked: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for setting, allowed in (("sections", SECTIONS), ("configs", tuple(PLAIN))):
+            for name in getattr(self, setting) or ():
+                if name not in allowed:
+                    raise refuse(setting, name, f"use some of {', '.join(allowed)}")
+        for setting in ("sections", "configs", "batch", "verify_batch", "concurrency", "ttft_tokens"):
+            values = getattr(self, setting)
+            if values is not None and (not values or len(set(values)) < len(values)):
+                raise refuse(setting, ",".join(map(str, values)), "name at least one, and each only once")
+        for setting in ("batch", "verify_batch", "concurrency", "ttft_tokens", "new_tokens"):
+            for number in getattr(self, setting):
+                at_least(setting, number, 1)
+        for setting in ("decode_tokens", "input_len", "output_len", "repeats"):
+            at_least(setting, getattr(self, setting), 1)
+        if len(self.new_tokens) != 2 or self.new_tokens[0] >= self.new_tokens[1]:
+            raise refuse(
+                "new_tokens", ",".join(map(str, self.new_tokens)), "use two numbers, the smaller first: 32,288"
+            )
+
+    def sizes(self, section: str) -> tuple[int, ...]:
+        """Batch sizes, concurrencies or prompt lengths; none for the machine."""
+        return {
+            "decode": self.batch,
+            "closed": self.concurrency,
+            "ttft": self.ttft_tokens,
+            "verify": self.verify_batch,
+        }.get(section, ())
+
+    def load(self, section: str, size: int) -> Load:
+        if section == "closed":
+            return Load(2 * size if size > 1 else 3, self.input_len, (self.output_len,), size)
+        if section == "ttft":
+            return Load(TTFT_REQUESTS, size, (TTFT_NEW_TOKENS,), 1, alone=True)
+        return Load(size, self.decode_tokens, self.new_tokens, size)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A section at a size, and the engines that it compares. `refused`: why it cannot be run."""
+
+    section: str
+    size: int
+    load: Load
+    names: list[str]
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Engines by name, and the points in the order of the run."""
+
+    engines: dict[str, EngineConfig]
+    points: list[Point]
+
+
+def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = None) -> Plan:
+    """What the sections need: each engine has the places and pages of its largest point, all have the same length.
+
+    `log` hears of what is left out. Refused: nothing is left.
+    """
+    from specbatch.build import find_device
+
+    on_cuda = find_device(base.device).type == "cuda"
+    decode = options.decode_graph or ("whole" if on_cuda else "off")
+    plain = options.configs or tuple(name for name, (_, prefill) in PLAIN.items() if on_cuda or prefill == "off")
+    points = _points_that_fit(base, options, list(plain), log)
+    longest = max((point.load.longest for point in points if not point.refused), default=2)
+    engines = {}
+    for name in dict.fromkeys(name for point in points for name in point.names):
+        schedule, prefill = PLAIN.get(name, ("v2", "off"))
+        drafts = Speculation("ngram", schedule, draft_tokens=VERIFY_ROWS - 1, simulate_accept_length=1.0)
+        speculation = drafts if name == VERIFY else Speculation(schedule=schedule)
+        loads = [point.load for point in points if name in point.names and not point.refused]
+
+        def pages(tokens: int, rows: int = speculation.drafted + 1) -> int:
+            return pages_for(reach_of(tokens, rows), base.page_size)
+
+        engines[name] = replace(
+            base,
+            speculation=speculation,
+            graphs=Graphs(decode=decode, prefill=prefill),
+            max_running=max((load.concurrency for load in loads), default=1),
+            max_model_len=longest,
+            # An engine takes two pages or more.
+            kv_pages=max(2, pages(longest), *(load.concurrency * pages(load.longest) for load in loads)),
+            prefix_cache=False,
+        )
+    return Plan(engines, points)
+
+
+def _points_that_fit(base: EngineConfig, options: BenchOptions, plain: list[str], log: Log | None) -> list[Point]:
+    """The points in the order of the run, without those that defaults alone make too long for the model."""
+    from specbatch.weights import open_checkpoint
+
+    decoding = [name for name in plain if PLAIN[name][1] == "off"] or plain  # prompt graphs do not change a step
+    compared = {"decode": decoding, "closed": plain, "ttft": plain, "verify": ["v2", VERIFY]}  # in the order of the run
+    sections = [name for name in compared if name in options.sections]
+    if not sections:
+        return []
+    checkpoint = open_checkpoint(base.model, base.load_format, seed=base.seed, tokenizer=base.tokenizer, log=log)
+    points, left_out = [], []
+    for section in sections:
+        for size in options.sizes(section):
+            load = options.load(section, size)
+            refused = _too_long(section, load, checkpoint.config.max_position)
+            if refused and not options.asked & set(LENGTHS[section]):
+                left_out.append(refused)
+            else:
+                points.append(Point(section, size, load, compared[section], refused))
+    if left_out:
+        line = f"left out: {'; '.join(dict.fromkeys(left_out))}"
+        if not points and "machine" not in options.sections:
+            raise SpecbatchError(f"nothing to measure: {line}")
+        if log is not None:
+            log(line)
+    return points
+
+
+def _too_long(section: str, load: Load, most: int) -> str | None:
+    """Why requests of this length do not fit a model made for `most` tokens."""
+    if load.longest <= most:
+        return None
+    works = f"with {max(load.new_tokens)} new tokens that is more than the model's {most}"
+    return str(refuse(LENGTHS[section][0], load.prompt_tokens, works))

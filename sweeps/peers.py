@@ -1,0 +1,68 @@
+"""Figures of other engines, from a CSV: checked before a bench, kept in its folder, shown beside its own.
+
+Columns: model, dtype, gpu (a part of the device's name, empty for any), section, size, column (the number that the
+section is about), peer (what is shown above the figure), value.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+
+from specbatch.errors import refuse
+from specbatch.metrics import RunRecord
+from specbatch.sweeps.summaries import run_on
+
+PEERS = "peers.csv"
+_COLUMNS = ("model", "dtype", "gpu", "section", "size", "column", "peer", "value")
+Peer = dict[str, str]
+Point = tuple[str, int, str]  # section, size, column
+
+
+def read_peers(source: Path) -> str:
+    """The text of the file, checked. A bench keeps it as `peers.csv` beside its records."""
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        header = next(reader, [])
+        if not set(_COLUMNS) <= set(header):
+            raise refuse("peers", str(source), f"needs the columns {', '.join(_COLUMNS)}")
+        for cells in reader:
+            if cells and (wrong := _wrong(header, cells)):
+                raise refuse("peers", str(source), f"line {reader.line_num}: {wrong}")
+    except OSError as error:
+        raise refuse("peers", str(source), f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise refuse("peers", str(source), "is no text in UTF-8; give a CSV") from None
+    except csv.Error as error:
+        raise refuse("peers", str(source), f"is no CSV ({error})") from None
+    return text
+
+
+def _wrong(header: list[str], cells: list[str]) -> str | None:
+    if len(cells) != len(header):
+        return f"{len(cells)} cells under {len(header)} columns"
+    row = dict(zip(header, cells, strict=True))
+    for column, kind in (("size", int), ("value", float)):
+        try:
+            if not math.isfinite(kind(row[column])):
+                raise ValueError
+        except ValueError:
+            return f"{column} {row[column]!r} is no {'whole ' if kind is int else ''}number"
+    return None
+
+
+def comparable(folder: Path, records: list[RunRecord], points: set[Point]) -> dict[Point, Peer]:
+    """Values by peer of each of the `points`, where a figure is for the same model, type and device."""
+    kept = folder / PEERS
+    text = kept.read_text(encoding="utf-8") if kept.exists() else ""
+    model, dtype = records[0].config["model"], run_on(records)["dtype"]
+    gpu = records[0].hardware.get("gpu") or ""
+    found: dict[Point, Peer] = {}
+    for peer in csv.DictReader(io.StringIO(text, newline="")):
+        point = (peer["section"], int(peer["size"]), peer["column"])
+        if (peer["model"], peer["dtype"]) == (model, dtype) and peer["gpu"] in gpu and point in points:
+            found.setdefault(point, {})[peer["peer"]] = peer["value"]
+    return found
