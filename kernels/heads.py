@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specbatch.kernels import dispatch
 from specbatch.kernels.attention import write_kv_ref
 from specbatch.kernels.norm import rms_norm_ref
 from specbatch.kernels.rope import apply_rope_ref
@@ -54,7 +55,7 @@ def split_heads(
     v_cache: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`split_heads_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device."""
-    if qkv.is_cuda:
+    if dispatch.runs_kernels(qkv):
         from specbatch.kernels import elementwise
 
         k = qkv.new_empty(len(qkv), heads.kv, heads.dim)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from specbatch.kernels import dispatch
 from specbatch.kernels.gate import silu_product
 from specbatch.kernels.norm import rms_norm
 
@@ -43,7 +44,7 @@ class Linear:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, in] -> [T, out], in the memory of `out` if that is given; that of `residual` may be used up."""
-        if x.is_cuda:
+        if dispatch.runs_kernels(x):
             y = self._on_cuda(x, norm, residual, out)
         else:
             x = x if norm is None else rms_norm(x, *norm)
@@ -72,7 +73,7 @@ class Linear:
 
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
-        if x.is_cuda:
+        if dispatch.runs_kernels(x):
             from specbatch.kernels import skinny_gemm
 
             if skinny_gemm.is_skinny(len(x), self._weight):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from specbatch.kernels import dispatch
+
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension, the flavour of Llama and Qwen2/3.
@@ -18,7 +20,7 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm_ref` of x [T, H], in one kernel on a CUDA device."""
-    if x.is_cuda:
+    if dispatch.runs_kernels(x):
         from specbatch.kernels import elementwise
 
         return elementwise.rms_norm(x, weight, eps)

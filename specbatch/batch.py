@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specbatch.context import chain
+from specbatch.kernels import dispatch
 from specbatch.kernels.sampling import draw_ref, probabilities_ref, uniform_ref
 from specbatch.request import Request
 from specbatch.transfer import upload
@@ -74,7 +75,7 @@ class Sampling:
         """Tokens int64 [B, n] for logits [B, n, V] that stand before `positions` [B, n]: argmax, or a draw."""
         if not self.needs.sampled:
             return logits.argmax(-1)
-        if logits.is_cuda:
+        if dispatch.runs_kernels(logits):
             from specbatch.kernels.draw import draw
 
             return draw(self.law(logits), self.seeds, positions, stream)[0]
@@ -82,7 +83,7 @@ class Sampling:
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [B, n] for logits [B, n, V] before `positions` [B, n], and what they were drawn from."""
-        if logits.is_cuda:
+        if dispatch.runs_kernels(logits):
             from specbatch.kernels.draw import draw
             from specbatch.kernels.law import probabilities
 
@@ -145,7 +146,7 @@ class DeviceBatch:
         self, rows: torch.Tensor, lengths: torch.Tensor, drafts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a verify of drafts [B, N - 1] behind the roots of rows [B] runs: tokens and positions, int64 [B * N]."""
-        if rows.is_cuda:
+        if dispatch.runs_kernels(rows):
             from specbatch.kernels.accept import stage
 
             return stage(self.tokens, self.lengths, rows, drafts)[:2]

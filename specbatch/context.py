@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from specbatch.kernels import dispatch
 from specbatch.kernels.attention import attention_bias, paged_attention_ref, visible, write_kv_ref
 from specbatch.kernels.heads import Heads, split_heads, split_heads_ref
 from specbatch.kernels.spans import Spans
@@ -56,7 +57,7 @@ class Verify:
         self.bound = page_table.shape[1] * page_size if bound is None else bound
 
     def on(self, cache: KVCache) -> Context:
-        return _VerifyKernel(self, cache) if self.lengths.is_cuda else _VerifyRef(self, cache)
+        return _VerifyKernel(self, cache) if dispatch.runs_kernels(self.lengths) else _VerifyRef(self, cache)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 
 from specbatch.batch import DeviceBatch, Sampling
 from specbatch.context import chain
+from specbatch.kernels import dispatch
 from specbatch.kernels.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref, simulated_accept_ref
 
 
@@ -58,7 +59,7 @@ def settle(
     are those of `kernels/accept.py` and `kernels/draw.py`: two launches if greedy, a handful if sampled.
     """
     count = logits.shape[1]
-    if not logits.is_cuda:
+    if not dispatch.runs_kernels(logits):
         tokens, accepted, sound = verify(logits, proposal, chain(lengths + 1, count), sampling, simulate)
         batch.commit(rows, tokens, accepted)
         return torch.cat([tokens, torch.stack([accepted, proposal.drafted, sound.long()], 1)], 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbatch.drafters.base import DraftPlan, NoDraft, Step
+from specbatch.kernels import dispatch
 from specbatch.kernels.ngram import ngram_match_ref
 from specbatch.verification import Proposal
 
@@ -23,7 +24,7 @@ class NGram(NoDraft):
 
     def propose(self, step: Step) -> Proposal:
         batch, sizes = step.batch, (self._longest, self._shortest, self._count)
-        if step.rows.is_cuda:
+        if dispatch.runs_kernels(step.rows):
             from specbatch.kernels.ngram_triton import ngram_match
 
             tokens, found = ngram_match(batch.tokens, step.rows, step.lengths, *sizes)

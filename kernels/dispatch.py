@@ -1,0 +1,10 @@
+"""Which of an operation's twins runs: its Triton kernel or its plain torch reference."""
+
+from __future__ import annotations
+
+import torch
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Do kernels run on this tensor? The one place that decides; tests make it say yes to the interpreter."""
+    return x.is_cuda

@@ -1,0 +1,93 @@
+"""The engine through its Triton kernels, which the interpreter runs on a CPU: where each is called, and with what.
+
+That the kernels are right is the other files' matter; here tokens must be those of naive decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from specbatch.config import Speculation
+from specbatch.kernels import accept, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
+from specbatch.kernels.backends import _Triton
+from specbatch.request import SamplingParams
+
+SPECULATIONS = {
+    "none": Speculation(),
+    "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
+    "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
+}
+
+
+@pytest.fixture
+def kernel_engine(
+    toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[..., Any], set[str]]:
+    """Builds engines whose tensors count as a GPU's, and the names of the kernels that were called."""
+    called: set[str] = set()
+
+    def spy(module: Any, name: str) -> None:
+        kernel = getattr(module, name)
+
+        def run(*args: Any, **settings: Any) -> Any:
+            called.add(name)
+            return kernel(*args, **settings)
+
+        monkeypatch.setattr(module, name, run)
+
+    for module, names in {
+        accept: ["greedy_accept", "commit", "stage"],
+        draw: ["draw", "reject"],
+        elementwise: ["rms_norm", "silu_product", "split_heads"],
+        ngram_triton: ["ngram_match"],
+        skinny_gemm: ["skinny_linear", "skinny_gated"],
+        verify_attention: ["verify_attention"],
+    }.items():
+        for name in names:
+            spy(module, name)
+    monkeypatch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
+    monkeypatch.setattr("specbatch.kernels.linear.is_blocked", lambda dtype, device: False)
+    monkeypatch.setattr("specbatch.models.loader.prefill_backend", lambda *_: _Triton())
+    monkeypatch.setattr(skinny_gemm, "is_skinny", lambda rows, weight: rows <= 8)
+    return toy_engine, called
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_greedy_tokens(toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], name: str) -> None:
+    build, called = kernel_engine
+    prompts = [list(prompt) for prompt in toy.prompts()[4:6]]
+    done = build(speculation=SPECULATIONS[name]).generate(prompts, SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
+    expected = {"stage", "greedy_accept", "rms_norm", "silu_product", "split_heads", "verify_attention"}
+    expected |= {"skinny_linear", "skinny_gated"}
+    assert called == expected | ({"ngram_match"} if name == "ngram" else set())
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_sampled_tokens_of_a_seed(
+    toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
+) -> None:
+    prompt = list(toy.prompts()[5])
+    params = SamplingParams(
+        temperature=0.8, top_k=9, top_p=0.95, seed=4, max_new_tokens=4, ignore_eos=True, logprobs=True
+    )
+    [expected] = toy_engine(speculation=SPECULATIONS[name]).generate([prompt], params)
+    build, called = request.getfixturevalue("kernel_engine")
+    [ours] = build(speculation=SPECULATIONS[name]).generate([prompt], params)
+    assert ours.token_ids == expected.token_ids
+    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert called >= {"draw", "commit"}
+    assert ("reject" in called) == (name == "self")
+    assert "greedy_accept" not in called
+
+
+def test_a_simulated_accept_length(toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]]) -> None:
+    build, _ = kernel_engine
+    speculation = Speculation("ngram", draft_tokens=3, ngram_min=1, simulate_accept_length=1.0)
+    prompts = [list(prompt) for prompt in toy.prompts()[4:6]]
+    done = build(speculation=speculation).generate(prompts, SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
+    assert all(item.metrics.accept_length == 1.0 for item in done)
