@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.config import Speculation
+from specbatch.config import Graphs, Speculation
 from specbatch.kernels import accept, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
 from specbatch.kernels.backends import _Triton
 from specbatch.request import SamplingParams
@@ -91,3 +91,33 @@ def test_a_simulated_accept_length(toy: Any, kernel_engine: tuple[Callable[..., 
     done = build(speculation=speculation).generate(prompts, SamplingParams(max_new_tokens=5, ignore_eos=True))
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
     assert all(item.metrics.accept_length == 1.0 for item in done)
+
+
+class Recorder:
+    """`graphs.Recorder` on a CPU: a recording that runs its program again."""
+
+    def __init__(self, device: Any) -> None:
+        pass
+
+    def warm(self, program: Callable[[], None]) -> None:
+        program()
+
+    def record(self, program: Callable[[], None]) -> Callable[[], None]:
+        return program
+
+
+def test_padding_rows_and_pieces(
+    toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, _ = kernel_engine
+    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    prompts = [list(prompt) for prompt in toy.prompts()[4:7]]
+    drafts = Speculation("standalone", draft="self:skip=1-3", draft_tokens=1)
+    engine = build(speculation=drafts, graphs=Graphs("whole", "piecewise"), max_running=4, prefill_chunk=20)
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:3] for prompt in prompts]
+    graphs = engine.record().counters["graphs"]
+    assert graphs["decode"]["padded"] > 0
+    assert all(item["replays"] and not item["fallbacks"] for item in graphs.values())
+    assert int(engine._runner._batch.lengths[0]) == 1
