@@ -82,7 +82,9 @@ def evaluate(
     chat_template: Annotated[bool, Option("--chat-template/--no-chat-template", help="Ask as a chat message.")] = False,
     max_new_tokens: Annotated[int | None, Option(help="Longest answer. Default: the task's, else 512.")] = None,
     concurrency: Concurrency = None,
-    output: Annotated[Path | None, Option(help="New folder for the results. Default: out/eval-TIME.")] = None,
+    output: Annotated[
+        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/eval-TIME.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer a task's questions, score them with lm-eval, and show acceptance and speed beside the score.

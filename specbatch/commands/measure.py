@@ -36,7 +36,9 @@ def sweep(
         int, Option(help="A point runs this many times its concurrency (4 at least).")
     ] = 4,
     repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
-    output: Annotated[Path | None, Option(help="New folder for the results. Default: out/sweep-TIME.")] = None,
+    output: Annotated[
+        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/sweep-TIME.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare configurations at several concurrencies, in one process, on the same prompts.
