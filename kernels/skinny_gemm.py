@@ -177,10 +177,11 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """
     device = torch.empty(0, device=device).device  # with its number
     if device not in _workspaces:
-        _workspaces[device] = (
-            torch.empty(WORKSPACE, device=device, dtype=torch.float32),
-            torch.zeros(COUNTERS, device=device, dtype=torch.int32),
-        )
+        with torch.inference_mode(False):  # whoever comes first, everybody may write to it
+            _workspaces[device] = (
+                torch.empty(WORKSPACE, device=device, dtype=torch.float32),
+                torch.zeros(COUNTERS, device=device, dtype=torch.int32),
+            )
     return _workspaces[device]
 
 

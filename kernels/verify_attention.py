@@ -279,7 +279,8 @@ class _Workspace:
             if not kept or kept[-1].numel() < size:
                 if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError("verify_attention's workspace is too small for this capture: reserve it before")
-                kept.append(torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device))
+                with torch.inference_mode(False):  # whoever comes first, everybody may write to it
+                    kept.append(torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device))
         return self.partials[-1], self.arrivals[-1]
 
 
