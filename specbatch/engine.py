@@ -172,6 +172,11 @@ class Engine:
         for counters in self._graph_counters.values():
             counters.reset()
 
+    @property
+    def iterations(self) -> int:
+        """Iterations launched in the window; `record` would tell too, at some milliseconds a call."""
+        return self._counters.iterations
+
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
         """All work since the engine was made or `reset_record` was called."""
         window = 0.0

@@ -165,9 +165,9 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
 
 def _advance(engine: Engine, events: Any, steps: int) -> None:
     """Consume events until `steps` more iterations are launched."""
-    goal = engine.record().counters["iterations"] + steps
+    goal = engine.iterations + steps
     for _ in events:
-        if engine.record().counters["iterations"] >= goal:
+        if engine.iterations >= goal:
             return
 
 
