@@ -19,7 +19,7 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
 from specbatch.graphs import Forward, PiecewiseGraphs, Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
-from specbatch.kernels.backends import prefill_backend
+from specbatch.kernels.backends import PrefillAttention, prefill_backend
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory, size_text
@@ -62,23 +62,24 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
         config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
     )
     dtype = _dtype(config.dtype, target.config.dtype, device)
-    prefill_backend(
-        config.attention_backend, device, dtype, target.config.head_dim
-    )  # refused before anything is loaded
+    # Refused, if need be, before anything is loaded.
+    attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
         works = f"the weights are {_name(shared.dtype)} on {shared.device}; ask for the same"
         raise refuse("weights_of", f"{_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
     say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {device}{sharing}; {target.config.rope}")
     draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
-    prefill_backend(config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend")
+    attention["draft"] = prefill_backend(
+        config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
+    )
     plan = _plan(config, target, draft, dtype, device, shared is not None)
     say(f"speculation: {config.speculation}")
     for line in plan.lines():
         say(line)
     try:
         with on_device(device):
-            return _assemble(config, target, shared, draft, plan, dtype, device, say, report, on_tokens)
+            return _assemble(config, target, shared, draft, attention, plan, dtype, device, say, report, on_tokens)
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
 
@@ -118,6 +119,7 @@ def _assemble(
     target: Checkpoint,
     shared: Llama | None,
     draft: DraftPlan,
+    attention: dict[str, PrefillAttention],
     plan: MemoryPlan,
     dtype: torch.dtype,
     device: torch.device,
@@ -135,7 +137,7 @@ def _assemble(
         max_positions=width,
         pages=plan.kv_pages,
         page_size=config.page_size,
-        attention={"target": config.attention_backend, "draft": config.draft_attention_backend},
+        attention=attention,
         chunk=config.prefill_chunk,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )

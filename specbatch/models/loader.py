@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch.graphs import EagerForward, Forward, PiecewiseGraphs, Recorder
-from specbatch.kernels.backends import prefill_backend
+from specbatch.kernels.backends import PrefillAttention
 from specbatch.kernels.linear import is_blocked
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -16,9 +16,6 @@ from specbatch.models.llama import Llama
 
 if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
-
-
-_SETTINGS = {"target": "attention_backend", "draft": "draft_attention_backend"}
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -43,7 +40,7 @@ class Loader:
     max_positions: int
     pages: int
     page_size: int
-    attention: dict[str, str]  # name of the backend, by role
+    attention: dict[str, PrefillAttention]  # by role
     chunk: int
     recorder: Recorder | None = None
     forwards: dict[str, Forward] = field(default_factory=dict)
@@ -73,7 +70,7 @@ class Loader:
             self.page_size,
             self.kv_dtype,
             self.device,
-            prefill_backend(self.attention[role], self.device, self.dtype, model.config.head_dim, _SETTINGS[role]),
+            self.attention[role],
         )
 
     def _forward(self, model: Llama, role: str) -> Forward:

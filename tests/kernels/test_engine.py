@@ -50,7 +50,7 @@ def kernel_engine(
             spy(module, name)
     monkeypatch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
     monkeypatch.setattr("specbatch.kernels.linear.is_blocked", lambda dtype, device: False)
-    monkeypatch.setattr("specbatch.models.loader.prefill_backend", lambda *_: _Triton())
+    monkeypatch.setattr("specbatch.build.prefill_backend", lambda *_: _Triton())
     monkeypatch.setattr(skinny_gemm, "is_skinny", lambda rows, weight: rows <= 8)
     return toy_engine, called
 
