@@ -115,6 +115,16 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
+def _bulk(keys, values, pages, offset, at, head, DIM: tl.constexpr, PAGE: tl.constexpr, SOURCE: tl.constexpr):
+    """Keys and values [KEYS, DIM] from place `at` of a sequence, by one bulk copy each."""
+    if SOURCE == "pages":
+        line = (tl.load(pages + at // PAGE) * PAGE + at % PAGE).to(tl.int32)
+    else:
+        line = offset.to(tl.int32) + at
+    return keys.load([line, head * DIM]), values.load([line, head * DIM])
+
+
+@triton.jit
 def _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW: tl.constexpr):
     """One block of keys: acc [QUERIES, BLOCK_D], top and total [QUERIES] of the softmax so far, base 2."""
     scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee")
@@ -192,23 +202,13 @@ def _attend(
                 k = tl.load(keys + place)
                 v = tl.load(values + place)
         else:
-            if SOURCE == "pages":
-                line = (tl.load(pages + at // PAGE) * PAGE + at % PAGE).to(tl.int32)
-            else:
-                line = offset.to(tl.int32) + at
-            k = keys.load([line, head * DIM])
-            v = values.load([line, head * DIM])
+            k, v = _bulk(keys, values, pages, offset, at, head, DIM, PAGE, SOURCE)
         acc, top, total = _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW)
     if SOURCE != "slots":
         at = tl.maximum(inner, low)
         if at < high:
             key = at + tl.arange(0, KEYS)
-            if SOURCE == "pages":
-                line = (tl.load(pages + at // PAGE) * PAGE + at % PAGE).to(tl.int32)
-            else:
-                line = offset.to(tl.int32) + at
-            k = keys.load([line, head * DIM])
-            v = values.load([line, head * DIM])
+            k, v = _bulk(keys, values, pages, offset, at, head, DIM, PAGE, SOURCE)
             v = tl.where((key < stop)[:, None], v, 0.0)
             acc, top, total = _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW)
 
