@@ -26,22 +26,22 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
-def tile_for(rows: int, programs: int, keys: int, row_bytes: int, device: torch.device) -> Tile:
-    """For `rows` query rows of each of `programs` KV heads in all, with `keys` keys at most of `row_bytes` each.
+def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> Tile:
+    """For `rows` query rows of each of `programs` KV heads in all, whose keys have `row_bytes` each.
 
-    Where registers would not hold more, and where processors would idle unless the keys are so many that reading them
-    is all that counts, the query rows are spread over tiles that read the same keys, from the L2. Where there are more
-    programs than processors, registers are limited so that one of an H200's holds four of 16 query rows, or three of
-    64. To tune: `python -m specbatch.sweeps.attention_speed --sweep`.
+    Where registers would not hold more, and where processors would idle, the query rows are spread over tiles that
+    read the same keys, from the L2. Where there are more programs than processors hold otherwise, registers are limited
+    so that one of an H200's holds four of 16 query rows, or three of 64. Keys play no part: a graph is made for as many
+    as there may ever be. To tune: `python -m specbatch.sweeps.attention_speed --sweep`.
     """
     processors = _processors(device)
     if row_bytes > 256:
         return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
     if rows <= 16:
-        return Tile(16, 32, 4, 3, 128)
-    if programs * triton.cdiv(rows, 16) <= processors and keys <= 8192:
+        return Tile(16, 64, 8, 3, 128) if processors < programs <= 2 * processors else Tile(16, 32, 4, 3, 128)
+    if programs * triton.cdiv(rows, 16) <= processors:
         return Tile(16, 32, 4, 3, 255)
-    return Tile(min(64, triton.next_power_of_2(rows)), 32, 4, 3, 168 if programs > processors else 255)
+    return Tile(min(64, triton.next_power_of_2(rows)), 32, 4, 3, 168 if programs > 2 * processors else 255)
 
 
 def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:

@@ -15,25 +15,25 @@ from specbatch.kernels.heads import Heads
 PROGRAM = 2048  # elements of a program
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
-    """`rms_norm_ref` for x [T, H], weight [H]. `pdl`: programmatic dependent launch, inside a captured graph."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm_ref` for x [T, H], weight [H]."""
     rows, width = x.shape
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     tile = max(1, PROGRAM // block)
     _rms_norm[(triton.cdiv(rows, tile),)](
-        x, weight, y, rows, width, eps, TILE=tile, BLOCK=block, PDL=pdl, num_warps=_warps(tile * block), **_launch(pdl)
+        x, weight, y, rows, width, eps, TILE=tile, BLOCK=block, num_warps=_warps(tile * block), **_pdl(x)
     )
     return y
 
 
-def silu_product(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], computed in float32 and rounded once."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
     block = min(triton.next_power_of_2(width), PROGRAM // 2)
     grid = (rows * triton.cdiv(width, block),)  # one side: the others end at 65535
-    _silu_product[grid](gate_up, y, width, BLOCK=block, PDL=pdl, num_warps=_warps(block), **_launch(pdl))
+    _silu_product[grid](gate_up, y, width, BLOCK=block, num_warps=_warps(block), **_pdl(gate_up))
     return y
 
 
@@ -44,33 +44,32 @@ def split_heads(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    k_new: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+) -> None:
     """`split_heads_ref` and `write_kv_ref` in one pass: qkv [T, (count + 2 kv) * dim] -> q [T, count, dim].
 
     K and V go to flat `slots` int64 [T] of the caches [pages, page_size, kv, dim], cast to their type (float8_e4m3fn
     too). `k_new` [T, kv, dim] also receives the keys, in the type of qkv, for who attends to them outside the cache.
     """
     rows, dim = qkv.shape[0], heads.dim
-    q = qkv.new_empty(rows, heads.count, dim)
     half = triton.next_power_of_2(dim // 2)
     tile = max(1, PROGRAM // (2 * half))
     lines = rows * (heads.count + 2 * heads.kv)
     _split_heads[(triton.cdiv(lines, tile),)](
         qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_new,
         lines, heads.eps, COUNT=heads.count, KV=heads.kv, DIM=dim, NORM=heads.q_norm is not None,
-        KEEP=k_new is not None, TILE=tile, HALF=half, PDL=pdl, num_warps=_warps(tile * 2 * half), **_launch(pdl),
+        TILE=tile, HALF=half, num_warps=_warps(tile * 2 * half), **_pdl(qkv),
     )  # fmt: skip
-    return q
 
 
 def _warps(elements: int) -> int:
     return 4 if elements <= 4096 else 8
 
 
-def _launch(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}
+def _pdl(x: torch.Tensor) -> dict[str, bool]:
+    """Programmatic dependent launch: programs start while the kernel before ends, and wait for what it writes."""
+    return {"PDL": x.is_cuda, "launch_pdl": x.is_cuda}
 
 
 @triton.jit(do_not_specialize=["rows"])  # it changes from pass to pass
@@ -110,7 +109,7 @@ def _silu_product(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
 @triton.jit(do_not_specialize=["lines"])
 def _split_heads(
     qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_new,
-    lines, eps, COUNT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    lines, eps, COUNT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
     TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A line is one head of one token; the two halves of a head are loaded apart, as the rotation pairs them."""
@@ -166,7 +165,6 @@ def _split_heads(
     value = (slot * KV + head - COUNT - KV)[:, None] * DIM + column[None, :]
     tl.store(v_cache + value, y1.to(kept), mask=to_v)
     tl.store(v_cache + value + half, y2.to(kept), mask=to_v)
-    if KEEP:
-        keep = k_new + (token * KV + head - COUNT)[:, None] * DIM + column[None, :]
-        tl.store(keep, y1, mask=to_k)
-        tl.store(keep + half, y2, mask=to_k)
+    keep = k_new + (token * KV + head - COUNT)[:, None] * DIM + column[None, :]
+    tl.store(keep, y1, mask=to_k)
+    tl.store(keep + half, y2, mask=to_k)

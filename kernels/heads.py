@@ -53,14 +53,18 @@ def split_heads(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`split_heads_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device."""
+    """`split_heads_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device.
+
+    q and k are written to the memory of `out`, if given; v is a view of qkv.
+    """
     if dispatch.runs_kernels(qkv):
         from specbatch.kernels import elementwise
 
-        k = qkv.new_empty(len(qkv), heads.kv, heads.dim)
-        q = elementwise.split_heads(qkv, heads, positions, slots, k_cache, v_cache, k)
+        q, k = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.kv))
+        elementwise.split_heads(qkv, heads, positions, slots, k_cache, v_cache, q, k)
         return q, k, qkv.view(len(qkv), -1, heads.dim)[:, -heads.kv :]
     q, k, v = split_heads_ref(qkv, heads, positions)
     write_kv_ref(k, v, k_cache, v_cache, slots)
-    return q, k, v
+    return (q, k, v) if out is None else (out[0].copy_(q), out[1].copy_(k), v)

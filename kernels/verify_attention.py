@@ -22,6 +22,7 @@ from specbatch.kernels.heads import Heads, split_heads_ref
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
 _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
+_LEAST = tl.constexpr(64)  # and no fewer: their partial sums would take longer to merge than they to be read
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def _verify_attention(
     oldest = length * 0
     if window is not None:
         oldest = tl.maximum(length + 1 - window, 0)
-    share = tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN, _LEAST)
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
     last = split == splits - 1  # it has the new keys, too
@@ -331,7 +332,7 @@ def verify_attention(
     group, capacity = heads.count // heads.kv, table_pages * page_size
     half = max(16, triton.next_power_of_2(heads.dim // 2))
     padded = 2 * half
-    tile = tile or tile_for(n * group, batch * heads.kv, capacity, padded * qkv.element_size(), qkv.device)
+    tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
     tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, tile.block_m, capacity, qkv.device)

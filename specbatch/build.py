@@ -17,7 +17,8 @@ from specbatch.config import EngineConfig
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
-from specbatch.graphs import Forward, PiecewiseGraphs, Program, Recorder, Recordings, graph_bytes, token_buckets
+from specbatch.forward import Forward, PiecewiseGraphs
+from specbatch.graphs import Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
 from specbatch.memory.kv_cache import bytes_per_page
@@ -142,7 +143,7 @@ def _assemble(
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
-    forward, cache = loader.target(model)
+    forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
     scheduler = Scheduler(
@@ -155,7 +156,7 @@ def _assemble(
         rows=rows,
     )
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
-    prompt_pass = PromptPass(model, forward, cache, drafter)
+    prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every)
     runner = Runner(
         scheduler,
         batch,

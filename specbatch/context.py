@@ -19,11 +19,9 @@ from specbatch.transfer import upload
 class Context(Protocol):
     """What a layer asks of a forward pass over T tokens."""
 
-    def attend(
-        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         """Split qkv [T, (heads + 2 kv_heads) * head_dim], rotate to `positions` [T], store keys and values, attend ->
-        [T, heads * head_dim], in the memory of `out` if that is given."""
+        [T, heads * head_dim]."""
         ...
 
 
@@ -65,9 +63,7 @@ class _VerifyKernel:
     shape: Verify
     cache: KVCache
 
-    def attend(
-        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         from specbatch.kernels.verify_attention import verify_attention
 
         shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
@@ -86,10 +82,7 @@ class _VerifyRef:
         self._rows = shape.rows
         self._cache = cache
 
-    def attend(
-        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        assert out is None, "only prompt passes are replayed in pieces"
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         q, k, v = split_heads_ref(qkv, heads, positions)
         k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
         write_kv_ref(k, v, k_cache, v_cache, self._places)
@@ -129,21 +122,27 @@ class Prefill:
             page_size,
         )
 
-    def on(self, cache: KVCache) -> Context:
-        return _PrefillOn(self, cache)
+    def on(self, cache: KVCache) -> PromptContext:
+        return PromptContext(self, cache)
 
 
 @dataclass(frozen=True)
-class _PrefillOn:
+class PromptContext:
+    """A prompt pass over one model's cache."""
+
     shape: Prefill
     cache: KVCache
 
-    def attend(
-        self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         # All keys first: a sequence may read a page that another one of this very pass fills.
-        q, k, v = split_heads(qkv, heads, positions, shape.slots, k_cache, v_cache)
-        place = None if out is None else out.view_as(q)
-        attended = self.cache.attention(q, k, v, k_cache, v_cache, shape.spans, out=place)
-        return attended.flatten(1) if out is None or attended is place else out.copy_(attended.flatten(1))
+        q, k, v = split_heads(qkv, heads, positions, self.shape.slots, self.cache.k[layer], self.cache.v[layer])
+        return self.attend_heads(layer, q, k, v).flatten(1)
+
+    def attend_heads(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The second half: q [T, heads, head_dim], k and v [T, kv_heads, head_dim], which are in the cache too -> the
+        shape of q, in the memory of `out` if that is given."""
+        cache = self.cache
+        attended = cache.attention(q, k, v, cache.k[layer], cache.v[layer], self.shape.spans, out=out)
+        return attended if out is None or attended is out else out.copy_(attended)

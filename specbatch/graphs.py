@@ -1,4 +1,4 @@
-"""CUDA graphs: whole iterations, and prompt passes in pieces cut where layers attend.
+"""CUDA graphs of whole iterations, and what they have in common with those of prompt passes (`forward.py`).
 
 A graph is a recording of kernel launches with their addresses: its inputs and outputs are fixed tensors, and sizes
 that change are read from the device. A batch is therefore padded to the next bucket that was recorded.
@@ -6,8 +6,10 @@ that change are read from the device. A batch is therefore padded to the next bu
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,8 +17,6 @@ import torch
 
 from specbatch.batch import Needs
 from specbatch.config import Graphs
-from specbatch.context import Context
-from specbatch.models.llama import Features, Llama
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Program = Callable[[], None]
@@ -62,7 +62,7 @@ class Recorder:
         """The replay of what `program` launches. Not `torch.cuda.graph`, which collects garbage at every entry."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 program()
@@ -71,6 +71,18 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(self._stream)
         replay: Program = graph.replay
         return replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The garbage collector waits: a graph of a forgotten engine, destroyed meanwhile, would spoil a recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int) -> int:
@@ -103,26 +115,6 @@ class Recordings(Protocol):
     def __len__(self) -> int:
         """How often `capture` yields."""
         ...
-
-
-class Forward(Protocol):
-    """A model's forward pass over prompt chunks; see `Llama.forward`."""
-
-    counters: GraphCounters
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> Features: ...
-
-
-class EagerForward:
-    """Without graphs."""
-
-    def __init__(self, model: Llama) -> None:
-        self.counters = GraphCounters()
-        self._model = model
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> Features:
-        self.counters.fall_back("off")
-        return self._model.forward(tokens, positions, context)
 
 
 class WholeGraphs:
@@ -194,76 +186,3 @@ class WholeGraphs:
         self._recorder.warm(program)
         replay = self._graphs[bucket, needs] = self._recorder.record(program)
         return replay
-
-
-class PiecewiseGraphs:
-    """A model's forward pass over prompt chunks: recorded between attention layers, which run eagerly."""
-
-    def __init__(self, model: Llama, recorder: Recorder, most: int) -> None:
-        """most: tokens of the largest pass."""
-        config, layer = model.config, model.layers[0]
-        self.counters = GraphCounters()
-        self._model = model
-        self._recorder = recorder
-        self._buckets = token_buckets(most)
-        self._pieces: dict[int, list[Program]] = {}
-
-        def static(*shape: int) -> torch.Tensor:
-            return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
-
-        self._tokens = torch.zeros(most, dtype=torch.int64, device=model.device)
-        self._qkv = static(layer.qkv.shape[0])
-        self._attended = static(config.num_heads * config.head_dim)
-        self._last = static(config.hidden_size)
-        self._aux = static(len(model.aux) * config.hidden_size) if model.aux else None
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def capture(self) -> Iterator[None]:
-        for bucket in reversed(self._buckets):
-            for piece in self._programs(bucket):
-                self._recorder.warm(piece)
-            self._pieces[bucket] = [self._recorder.record(piece) for piece in self._programs(bucket)]
-            yield
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> Features:
-        """As `Llama.forward`. The result lies in memory that the next call writes to."""
-        count = len(tokens)
-        bucket = self._buckets[bisect_left(self._buckets, count)]
-        enter, *pieces = self._pieces[bucket]
-        self._tokens[:count].copy_(tokens)
-        qkv, attended = self._qkv[:count], self._attended[:count]
-        enter()
-        for index, (layer, piece) in enumerate(zip(self._model.layers, pieces, strict=True)):
-            context.attend(index, qkv, layer.heads, positions, out=attended)
-            piece()
-        self.counters.replays += 1
-        self.counters.padded += bucket - count
-        return Features(self._last[:count], None if self._aux is None else self._aux[:count])
-
-    def _programs(self, bucket: int) -> Iterator[Program]:
-        """The pieces in order. The residual stream goes from one to the next through memory of the pool."""
-        model, qkv, attended = self._model, self._qkv[:bucket], self._attended[:bucket]
-        aux = None if self._aux is None else self._aux[:bucket]
-        residual: list[torch.Tensor] = []
-
-        def enter() -> None:
-            x, _ = model.enter(self._tokens[:bucket], out=qkv)
-            residual[:] = [x]
-
-        def piece(index: int) -> Program:
-            last = index + 1 == len(model.layers)
-
-            def program() -> None:
-                x, _ = model.advance(index, residual[0], attended, out=None if last else qkv, aux=aux)
-                if last:
-                    self._last[:bucket].copy_(x)
-                    residual.clear()
-                else:
-                    residual[:] = [x]
-
-            return program
-
-        yield enter
-        yield from (piece(index) for index in range(len(model.layers)))

@@ -7,9 +7,9 @@ import torch
 from specbatch.batch import DeviceBatch, Needs
 from specbatch.context import Prefill, Span
 from specbatch.drafters.base import Drafter
-from specbatch.graphs import Forward, Result
+from specbatch.forward import Forward
+from specbatch.graphs import Result
 from specbatch.kernels.sampling import TARGET
-from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Llama
 from specbatch.scheduler import Chunk
 from specbatch.transfer import upload
@@ -17,13 +17,15 @@ from specbatch.verification import is_sound, logprobs_of
 
 
 class PromptPass:
-    """Runs planned chunks; knows the same model, cache and drafter as the iteration."""
+    """Runs planned chunks; knows the same model and drafter as the iteration."""
 
-    def __init__(self, model: Llama, forward: Forward, cache: KVCache, drafter: Drafter) -> None:
+    def __init__(self, model: Llama, forward: Forward, page_size: int, drafter: Drafter, *, every: bool) -> None:
+        """every: the drafter wants the features of all tokens."""
         self._model = model
         self._forward = forward
-        self._cache = cache
+        self._page_size = page_size
         self._drafter = drafter
+        self._every = every
 
     def warm(self, batch: DeviceBatch, count: int, prefix: int = 0) -> None:
         """Run `count` tokens of the padding row behind a prefix, both as far as a row holds them, so that whatever is
@@ -43,17 +45,17 @@ class PromptPass:
 
     def _run(self, batch: DeviceBatch, spans: list[Span], ending: list[int], needs: Needs) -> Result | None:
         """ending: the spans whose prompts are then complete."""
-        shape = Prefill(batch.page_table, spans, self._cache.page_size)
-        tokens = batch.tokens[shape.rows, shape.positions]
-        features = self._forward(tokens, shape.positions, shape.on(self._cache))
-        self._drafter.prefill(batch, shape, features)
-        if not ending:
-            return None
+        shape = Prefill(batch.page_table, spans, self._page_size)
         rows, lengths, places = upload(
             [[spans[i].slot for i in ending], [spans[i].end for i in ending], ending], batch.device
         )
+        last = shape.last[places]
+        features = self._forward(batch.tokens[shape.rows, shape.positions], shape, None if self._every else last)
+        self._drafter.prefill(batch, shape, features)
+        if not ending:
+            return None
         sampling = batch.sampling(rows, needs)
-        logits = self._model.logits(features.last[shape.last[places]])[:, None]
+        logits = self._model.logits(features.last[last] if self._every else features.last)[:, None]
         first = sampling.choose(logits, lengths[:, None], TARGET)
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths

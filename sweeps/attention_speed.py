@@ -40,6 +40,9 @@ TILES = [
     Tile(16, 32, 4, 4, 255),
     Tile(16, 32, 2, 4, 168),
     Tile(16, 64, 8, 3, 128),
+    Tile(16, 64, 4, 3, 168),
+    Tile(16, 64, 8, 4, 128),
+    Tile(16, 128, 8, 2, 128),
     *(Tile(16, 64, 4, stages, 128) for stages in (2, 3)),
     *(Tile(64, 32, 4, stages, 168) for stages in (3, 4)),
     *(Tile(64, 32, 4, stages, 255) for stages in (3, 4)),
@@ -69,8 +72,8 @@ class Work:
 
     @property
     def capacity(self) -> int:
-        """Keys of a sequence that the page table has room for."""
-        return max(4096, 2 * self.keys)
+        """Keys of a sequence that the page table has room for: a graph is made for the longest there may be."""
+        return max(16384, self.keys + 64)
 
     @property
     def packed(self) -> int:
@@ -83,7 +86,7 @@ class Work:
 
     def rule(self) -> tuple[Tile, int]:
         device = torch.device("cuda")
-        tile = tile_for(self.packed, self.batch * self.kv, self.capacity, 2 * self.dim, device)
+        tile = tile_for(self.packed, self.batch * self.kv, 2 * self.dim, device)
         return tile, splits_for(self.programs(tile), tile.block_m, self.capacity, device)
 
     def grid(self) -> list[tuple[Tile, int]]:

@@ -135,7 +135,7 @@ def _elementwise(count: int) -> dict[str, object]:
         "rms_norm": (lambda x: rms_norm(x, weight, 1e-6), HIDDEN, 2),
         "F.rms_norm": (lambda x: F.rms_norm(x, (HIDDEN,), weight, 1e-6), HIDDEN, 2),
         "silu_product": (silu_product, 2 * MLP, 1.5),
-        "split_heads": (lambda x: split_heads(x, heads, positions, positions + PAGE, k_cache, v_cache), WIDTH, 2),
+        "split_heads": (lambda x: split_heads(x, heads, positions, positions + PAGE, k_cache, v_cache)[0], WIDTH, 2),
     }
     row: dict[str, object] = {"rows": count}
     for name, (call, width, moved) in work.items():
@@ -182,9 +182,8 @@ class Pass:
         x = hidden.clone()
         for qkv, out, gate_up, down in self.layers:
             split = F.linear(rms_norm(x, self.norm, 1e-6), qkv)
-            q = split_heads(split, self.heads, positions, slots, *caches, k_new=prompt.k)
-            v = split.view(-1, HEADS + 2 * KV, DIM)[:, HEADS + KV :]
-            x.addmm_(backend(q, prompt.k, v, *caches, prompt.spans).flatten(1), out.t())
+            q, k, v = split_heads(split, self.heads, positions, slots, *caches)
+            x.addmm_(backend(q, k, v, *caches, prompt.spans).flatten(1), out.t())
             x.addmm_(silu_product(F.linear(rms_norm(x, self.norm, 1e-6), gate_up)), down.t())
 
 

@@ -17,7 +17,8 @@ import torch
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.context import Prefill, Span
-from specbatch.graphs import RING, PiecewiseGraphs, Program, batch_buckets, token_buckets
+from specbatch.forward import PiecewiseGraphs
+from specbatch.graphs import RING, Program, batch_buckets, token_buckets
 from specbatch.prefill import PromptPass
 from specbatch.request import SamplingParams
 from specbatch.transfer import Lap
@@ -175,7 +176,7 @@ def test_a_closed_engine_leaves_its_memory_at_once(
     monkeypatch.setattr(Recorder, "record", lambda self, program: lambda: None)  # as a graph, which keeps no program
     engine = graph_engine(graphs=BOTH)
     gc.collect()
-    kept = [weakref.ref(item) for item in (engine._runner._prompt_pass._cache, engine._runner._batch, engine._model)]
+    kept = [weakref.ref(item) for item in (engine._runner._iteration._cache, engine._runner._batch, engine._model)]
     gc.disable()
     try:
         engine.close()
@@ -235,24 +236,33 @@ def test_a_cpu_refuses_graphs(toy_engine: Callable[..., Any], graphs: Graphs, me
         toy_engine(graphs=graphs)
 
 
+@pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
-def test_features_of_pieces_are_those_of_a_whole_pass(graph_engine: Callable[..., Any], count: int) -> None:
+def test_features_of_pieces_are_those_of_a_whole_pass(
+    graph_engine: Callable[..., Any], count: int, every: bool
+) -> None:
     """Last and auxiliary ones; what is padded, or left from a longer pass before, is not among them."""
     runner = graph_engine(graphs=Graphs())._runner
-    prompt_pass, batch = runner._prompt_pass, runner._batch
-    model = prompt_pass._model.with_aux((2, 0))
-    pieces = PiecewiseGraphs(model, Recorder(torch.device("cpu")), 48)  # type: ignore[arg-type]
+    batch, page_size = runner._batch, runner._prompt_pass._page_size
+    model, cache = runner._iteration._model, runner._iteration._cache
+    model = model.with_aux((2, 0)) if every else model
+    pieces = PiecewiseGraphs(model, cache, Recorder(torch.device("cpu")), 48, every=every)  # type: ignore[arg-type]
     for _ in pieces.capture():
         pass
+    batch.page_table[1, :12] = torch.arange(1, 13)
     for tokens_count in (48, count):
-        shape = Prefill(batch.page_table, [Span(0, 0, tokens_count)], 4)
+        shape = Prefill(batch.page_table, [Span(1, 0, tokens_count)], page_size)
         tokens = torch.arange(3, 3 + tokens_count) % 37
-        replayed = pieces(tokens, shape.positions, shape.on(prompt_pass._cache))
-        whole = model.forward(tokens, shape.positions, shape.on(prompt_pass._cache))
-        assert replayed.aux is not None
-        assert whole.aux is not None
-        torch.testing.assert_close(replayed.last, whole.last, rtol=0, atol=1e-5)
-        torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
+        rows = torch.tensor([tokens_count - 1, 0])
+        replayed = pieces(tokens, shape, None if every else rows)
+        whole = model.forward(tokens, shape.positions, shape.on(cache))
+        wanted = whole.last if every else whole.last[rows]
+        torch.testing.assert_close(replayed.last, wanted, rtol=0, atol=1e-5)
+        assert (replayed.aux is None) == (whole.aux is None)
+        if replayed.aux is not None:
+            torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
+        if not every:
+            assert pieces(tokens, shape, rows[:0]).last.shape == (0, model.config.hidden_size)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 31, 32, 64, 100, 128, 300])

@@ -42,7 +42,8 @@ class Step:
 class Drafter(Protocol):
     """Shapes are fixed and nothing is read on the host, so that an iteration can run ahead of its results.
 
-    features: the target's, of T tokens in prefill, of B * N after a verify.
+    features: the target's, of B * N tokens after a verify; in prefill of all T if `DraftPlan.every` says so, else
+    of those that end a prompt.
     """
 
     def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
@@ -61,13 +62,15 @@ class DraftPlan:
     """What a drafter takes, known before anything is loaded, and how it is built once the target is.
 
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
-    for it, None if they are the target's or none; aux: layers of the target behind which it wants the residual stream.
+    for it, None if they are the target's or none; every: it wants the target's features of every prompt token; aux: and
+    the residual stream behind these layers.
     """
 
     build: Callable[[Llama, Loader], Drafter]
     config: ModelConfig
     kv_layers: int = 0
     weights: ModelConfig | None = None
+    every: bool = False
     aux: tuple[int, ...] = ()
 
 

@@ -11,7 +11,7 @@ from specbatch.batch import DeviceBatch
 from specbatch.context import Prefill, chain
 from specbatch.drafters.base import DraftPlan, NoDraft, Step
 from specbatch.errors import refuse
-from specbatch.graphs import Forward
+from specbatch.forward import Forward
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Features, Llama
@@ -41,7 +41,7 @@ class Standalone(NoDraft):
 
     def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
         tokens = batch.tokens[shape.rows, shape.positions]
-        self._forward(self._known(tokens), shape.positions, shape.on(self._cache))
+        self._forward(self._known(tokens), shape, rows=shape.last[:0])  # for its keys and values alone
 
     def propose(self, step: Step) -> Proposal:
         start = step.lengths - 1

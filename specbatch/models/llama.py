@@ -123,13 +123,19 @@ class Llama:
         view.__dict__.update(self.__dict__)
         return view
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, context: Context) -> Features:
-        """tokens and positions int64 [T]."""
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, context: Context, rows: torch.Tensor | None = None
+    ) -> Features:
+        """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last features are wanted, in their order;
+        None is all. With auxiliary layers all are."""
+        assert rows is None or not self.aux, "auxiliary features are those of all tokens"
         x, qkv = self.enter(tokens)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
-        for index, layer in enumerate(self.layers):
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers[:-1]):
             x, qkv = self.advance(index, x, context.attend(index, qkv, layer.heads, positions), aux=aux)
-        return Features(x, aux)
+        attended = context.attend(last, qkv, self.layers[last].heads, positions)
+        return Features(self.finish(x, attended, rows, aux), aux)
 
     # A forward pass in pieces, cut where layers attend: what lies between needs no context.
 
@@ -147,18 +153,34 @@ class Llama:
         out: torch.Tensor | None = None,
         aux: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From layer `index`'s attention [T, heads * head_dim] to the next layer's qkv (in `out`, if given) or, behind
-        the last layer, twice the hidden states after the final norm. `aux` gets its share of the features."""
+        """From layer `index`'s attention [T, heads * head_dim] to the residual stream behind it and the next layer's
+        qkv (in `out`, if given). `aux` gets its share of the features."""
+        x = self._leave(index, x, attended, aux)
+        following = self.layers[index + 1]
+        return x, following.qkv(x, norm=following.attention_norm, out=out)
+
+    def finish(
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        aux: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """From the last layer's attention to the hidden states after the final norm, of `rows` only if given."""
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+        if not len(x):
+            return x
+        return rms_norm(self._leave(len(self.layers) - 1, x, attended, aux), *self.norm)
+
+    def _leave(self, index: int, x: torch.Tensor, attended: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        """The residual stream behind layer `index`."""
         layer = self.layers[index]
         x = layer.out(attended, residual=x)
         x = layer.down(layer.gate_up.gated(x, layer.mlp_norm), residual=x)
         if aux is not None and index in self.aux:
             aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(index)].copy_(x)
-        if index + 1 == len(self.layers):
-            x = rms_norm(x, *self.norm)
-            return x, x
-        following = self.layers[index + 1]
-        return x, following.qkv(x, norm=following.attention_norm, out=out)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size], in the model's type."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbatch.graphs import EagerForward, Forward, PiecewiseGraphs, Recorder
+from specbatch.forward import EagerForward, Forward, PiecewiseGraphs
+from specbatch.graphs import Recorder
 from specbatch.kernels.backends import PrefillAttention
 from specbatch.kernels.linear import is_blocked
 from specbatch.memory.kv_cache import KVCache
@@ -54,16 +55,16 @@ class Loader:
             max_positions=self.max_positions,
         )
 
-    def target(self, model: Llama) -> tuple[Forward, KVCache]:
-        """The target's way through a prompt, and its cache."""
-        return self._forward(model, "target"), self._cache(model, "target")
+    def target(self, model: Llama, *, every: bool) -> tuple[Forward, KVCache]:
+        """The target's way through a prompt, and its cache. every: the features of all tokens are wanted."""
+        return self._way(model, "target", every)
 
     def draft(self, model: Llama) -> tuple[Forward, KVCache]:
         """The same for a model that drafts."""
-        return self._forward(model, "draft"), self._cache(model, "draft")
+        return self._way(model, "draft", False)
 
-    def _cache(self, model: Llama, role: str) -> KVCache:
-        return KVCache(
+    def _way(self, model: Llama, role: str, every: bool) -> tuple[Forward, KVCache]:
+        cache = KVCache(
             model.config,
             len(model.layers),
             self.pages,
@@ -72,10 +73,8 @@ class Loader:
             self.device,
             self.attention[role],
         )
-
-    def _forward(self, model: Llama, role: str) -> Forward:
-        made: Forward = (
-            EagerForward(model) if self.recorder is None else PiecewiseGraphs(model, self.recorder, self.chunk)
-        )
-        self.forwards[role] = made
-        return made
+        forward: Forward = EagerForward(model, cache)
+        if self.recorder is not None:
+            forward = PiecewiseGraphs(model, cache, self.recorder, self.chunk, every=every)
+        self.forwards[role] = forward
+        return forward, cache

@@ -12,6 +12,7 @@ import torch
 from specbatch.batch import DeviceBatch, Needs, Sampling
 from specbatch.context import Prefill, Span
 from specbatch.drafters.base import Drafter, Step
+from specbatch.forward import EagerForward
 from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -73,6 +74,11 @@ class Bench:
             CPU,
             prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
         )
+
+    def way_of(self, model: Llama) -> tuple[EagerForward, KVCache]:
+        """Its way through a prompt, and its cache."""
+        cache = self.cache_for(model)
+        return EagerForward(model, cache), cache
 
     def prefill(self, drafter: Drafter, chunk: int = 1000) -> None:
         """All positions before the root, in chunks."""

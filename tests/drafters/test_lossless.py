@@ -12,6 +12,7 @@ from scipy import stats
 from specbatch.drafters.base import Drafter, NoDraft
 from specbatch.drafters.ngram import NGram
 from specbatch.drafters.standalone import Standalone
+from specbatch.forward import EagerForward
 from specbatch.iteration import Iteration
 from specbatch.models.llama import Llama
 
@@ -27,9 +28,11 @@ class Run:
         drafters: dict[str, Drafter] = {"none": NoDraft(), "ngram": NGram(DRAFTS, 1, 3)}
         if drafter == "standalone":
             draft = tiny(VOCABULARY, layers=1)
-            drafters[drafter] = Standalone(draft, draft.forward, here.cache_for(draft), DRAFTS, VOCABULARY)
+            drafters[drafter] = Standalone(draft, *here.way_of(draft), DRAFTS, VOCABULARY)
         cache = here.cache_for(target)
-        here.prefill(Standalone(target, target.forward, cache, 0, VOCABULARY))  # the target's own prompt pass
+        here.prefill(
+            Standalone(target, EagerForward(target, cache), cache, 0, VOCABULARY)
+        )  # the target's own prompt pass
         here.prefill(drafters[drafter])
         iteration = Iteration(target, cache, drafters[drafter])
         drafts = 0 if drafter == "none" else DRAFTS

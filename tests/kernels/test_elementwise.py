@@ -67,9 +67,9 @@ def test_split_heads(
     caches = [torch.full((10, 4, kv, dim), torch.nan, dtype=dtype, device=device) for _ in range(4)]
     q, k, v = split_heads_ref(qkv, heads, positions)
     write_kv_ref(k.contiguous(), v.contiguous(), caches[2], caches[3], slots)
-    k_new = torch.full((rows, kv, dim), torch.nan, dtype=dtype, device=device)
-    found = split_heads(qkv, heads, positions, slots, caches[0], caches[1], k_new)
-    close(found, q)
+    q_new, k_new = (torch.full((rows, n, dim), torch.nan, dtype=dtype, device=device) for n in (count, kv))
+    split_heads(qkv, heads, positions, slots, caches[0], caches[1], q_new, k_new)
+    close(q_new, q)
     close(k_new, k)
     written = caches[2].flatten(0, 1)[slots]
     close(caches[0].flatten(0, 1)[slots], written)
@@ -87,7 +87,8 @@ def test_split_heads_into_an_fp8_cache(device: torch.device) -> None:
     positions = torch.arange(rows, device=device) + 5
     slots = torch.randperm(16, device=device)[:rows]
     k_cache, v_cache = (torch.zeros(4, 4, kv, dim, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    split_heads(qkv, heads, positions, slots, k_cache, v_cache)
+    q_new, k_new = (torch.empty(rows, n, dim, device=device, dtype=torch.float16) for n in (count, kv))
+    split_heads(qkv, heads, positions, slots, k_cache, v_cache, q_new, k_new)
     _, k, v = split_heads_ref(qkv, heads, positions)
     found = k_cache.float().flatten(0, 1)[slots]
     torch.testing.assert_close(found, k.float(), rtol=2**-4 + 1e-3, atol=2**-9)  # three bits of mantissa

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from specbatch.config import Graphs, Speculation
 from specbatch.kernels import accept, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
 from specbatch.kernels.backends import _Triton
 from specbatch.request import SamplingParams
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
 
 SPECULATIONS = {
     "none": Speculation(),

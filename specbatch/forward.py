@@ -1,0 +1,140 @@
+"""A model's way through prompt chunks: launch by launch, or from graphs of the pieces between its attention layers."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from specbatch.context import Prefill
+from specbatch.graphs import GraphCounters, Program, Recorder, token_buckets
+from specbatch.kernels.heads import split_heads
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.llama import Features, Llama
+
+
+class Forward(Protocol):
+    """Fills the model's cache with the keys and values of a prompt pass."""
+
+    counters: GraphCounters
+
+    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+        """tokens int64 [T]; rows int64 [n]: those whose last features are wanted, None is all (see `Llama.forward`)."""
+        ...
+
+
+class EagerForward:
+    """Without graphs."""
+
+    def __init__(self, model: Llama, cache: KVCache) -> None:
+        self.counters = GraphCounters()
+        self._model = model
+        self._cache = cache
+
+    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+        self.counters.fall_back("off")
+        return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows)
+
+
+class PiecewiseGraphs:
+    """Recorded between attention layers, which run eagerly: from one's output to the queries, keys and values of the
+    next, the latter in the cache. Behind the last one few rows are wanted as a rule, and they run eagerly."""
+
+    def __init__(self, model: Llama, cache: KVCache, recorder: Recorder, most: int, *, every: bool) -> None:
+        """most: tokens of the largest pass. every: all rows are wanted of each pass, so that what lies behind the last
+        attention is recorded too."""
+        config, layer = model.config, model.layers[0]
+        self.counters = GraphCounters()
+        self._model = model
+        self._cache = cache
+        self._recorder = recorder
+        self._every = every
+        self._buckets = token_buckets(most)
+        self._pieces: dict[int, list[Program]] = {}
+
+        def static(*shape: int) -> torch.Tensor:
+            return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
+
+        self._tokens, self._positions, self._slots = (
+            torch.zeros(most, dtype=torch.int64, device=model.device) for _ in range(3)
+        )
+        self._residual = static(config.hidden_size)
+        self._qkv = static(layer.qkv.shape[0])
+        self._q = static(config.num_heads, config.head_dim)
+        self._k = static(config.num_kv_heads, config.head_dim)
+        self._attended = static(config.num_heads * config.head_dim)
+        self._last = static(config.hidden_size) if every else None
+        self._aux = static(len(model.aux) * config.hidden_size) if model.aux else None
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def capture(self) -> Iterator[None]:
+        for bucket in reversed(self._buckets):
+            for piece in self._programs(bucket):
+                self._recorder.warm(piece)
+            self._pieces[bucket] = [self._recorder.record(piece) for piece in self._programs(bucket)]
+            yield
+
+    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+        """As `Llama.forward`. The result may lie in memory that the next call writes to."""
+        assert (rows is None) == self._every, "which rows are wanted is recorded"
+        count = len(tokens)
+        bucket = self._buckets[bisect_left(self._buckets, count)]
+        pieces = self._pieces[bucket]
+        for static, given in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
+            static[:count].copy_(given)
+        self._slots[count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
+        context, q, k, attended = shape.on(self._cache), self._q[:count], self._k[:count], self._attended[:count]
+        v = self._qkv[:count].unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
+        pieces[0]()
+        for index in range(len(self._model.layers)):
+            context.attend_heads(index, q, k, v, out=attended.view_as(q))
+            if index + 1 < len(pieces):
+                pieces[index + 1]()
+        self.counters.replays += 1
+        self.counters.padded += bucket - count
+        if self._last is None:
+            return Features(self._model.finish(self._residual[:count], attended, rows), None)
+        return Features(self._last[:count], None if self._aux is None else self._aux[:count])
+
+    def _programs(self, bucket: int) -> Iterator[Program]:
+        """The pieces in order. The residual stream goes from one to the next through memory of the pool."""
+        model, layers = self._model, self._model.layers
+        tokens, positions, slots, qkv, q, k, attended, last_input = (
+            static[:bucket]
+            for static in (
+                self._tokens, self._positions, self._slots, self._qkv, self._q, self._k, self._attended, self._residual
+            )
+        )  # fmt: skip
+        aux = None if self._aux is None else self._aux[:bucket]
+        residual: list[torch.Tensor] = []
+
+        def hand_over(index: int, x: torch.Tensor) -> None:
+            """To layer `index`, whose qkv is there."""
+            k_cache, v_cache = self._cache.k[index], self._cache.v[index]
+            split_heads(qkv, layers[index].heads, positions, slots, k_cache, v_cache, out=(q, k))
+            residual[:] = [x] if index + 1 < len(layers) else [last_input.copy_(x)]
+
+        def enter() -> None:
+            x, _ = model.enter(tokens, out=qkv)
+            hand_over(0, x)
+
+        def piece(index: int) -> Program:
+            def program() -> None:
+                x, _ = model.advance(index, residual[0], attended, out=qkv, aux=aux)
+                hand_over(index + 1, x)
+
+            return program
+
+        def finish() -> None:
+            assert self._last is not None
+            self._last[:bucket].copy_(model.finish(residual[0], attended, aux=aux))
+            residual.clear()
+
+        yield enter
+        yield from (piece(index) for index in range(len(layers) - 1))
+        if self._every:
+            yield finish
