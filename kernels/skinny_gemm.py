@@ -26,22 +26,6 @@ _workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 @triton.jit
-def _prefetch(weight, row, N, K, k_from, k_to, STEPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Into the L2: BN rows of the weight, STEPS x BK columns of them as far as they are below k_to."""
-    i = tl.arange(0, STEPS * BN)
-    k = k_from + i // BN * BK
-    tl.inline_asm_elementwise(
-        """{ .reg .pred exists; setp.ne.b32 exists, $2, 0;
-        @exists cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }""",
-        "=r,l,r",
-        [(weight + tl.minimum(row + i % BN, N - 1).to(tl.int64) * K + k).to(tl.int64), tl.where(k < k_to, BK * 2, 0)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _skinny_kernel(
     x,
     weight,
@@ -67,8 +51,6 @@ def _skinny_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
-    FETCHED: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
@@ -101,10 +83,6 @@ def _skinny_kernel(
         a = a_next
         if k == k_from:
             if PDL:
-                if AHEAD > 0:
-                    _prefetch(weight, tile * BN, N, K, k + FETCHED * BK, k_to, AHEAD, BN, BK)
-                    if GATED:
-                        _prefetch(weight + up_offset, tile * BN, N, K, k + FETCHED * BK, k_to, AHEAD, BN, BK)
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
@@ -227,10 +205,7 @@ def skinny_gated(
     return _product(x, weight, bias, norm_weight, eps, None, gated=True)
 
 
-def _product(
-    x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile | None = None, pdl=None, ahead: int = 0
-) -> torch.Tensor:
-    """ahead: a trial; so many steps of 16-bit weights behind the first are brought into the L2 before the wait."""
+def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile | None = None, pdl=None) -> torch.Tensor:
     (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     assert m <= 128, f"{m} rows are not few"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
@@ -272,8 +247,6 @@ def _product(
         BN=tile.n,
         BK=tile.k,
         PDL=pdl,
-        FETCHED=tile.stages - 1,
-        AHEAD=ahead if k % tile.k == 0 else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=pdl,

@@ -56,6 +56,19 @@ def test_greedy_tokens_are_those_of_naive_decoding(
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_prompts_in_chunks(toy: Any, toy_engine: Callable[..., Any], name: str, graphs: str) -> None:
+    """Passes in which no prompt ends, one, or several."""
+    prompts = [list(prompt) for prompt in toy.prompts()]
+    engine = toy_engine(
+        device="cuda", dtype="float32", speculation=SPECULATIONS[name], graphs=GRAPHS[graphs], prefill_chunk=8
+    )
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in completions] == [toy.greedy(tuple(prompt))[:8] for prompt in prompts]
+    assert engine.record().counters["prefill_passes"] > len(prompts)
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_v2_waits_for_nothing_but_its_tickets(
