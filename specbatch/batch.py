@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from specbatch.context import chain
@@ -115,14 +116,20 @@ class DeviceBatch:
 
     def admit(self, requests: list[Request], seeds: list[int]) -> None:
         """Write the rows of requests that were given a slot."""
+        slots = []
         for request in requests:
             assert request.slot is not None
-            self.tokens[request.slot, : len(request.tokens)] = upload(request.tokens, self.device)
-            self.page_table[request.slot, : len(request.pages)] = upload(request.pages, self.device)
-        slots = upload([request.slot for request in requests], self.device)
-        values = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (request.params for request in requests)]
-        self._parameters[slots] = upload(values, self.device, torch.float64)
-        self._seeds[slots] = upload(seeds, self.device)
+            slots.append(request.slot)
+            count = len(request.tokens)
+            line = upload([*request.tokens, *request.pages], self.device)
+            self.tokens[request.slot, :count] = line[:count]
+            self.page_table[request.slot, : len(request.pages)] = line[count:]
+        params = [request.params for request in requests]
+        values = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], np.float64)
+        # In one upload, as each delays the first token: floats travel as their bits.
+        table = upload(np.column_stack([slots, np.array(seeds), values.view(np.int64)]), self.device)
+        self._seeds[table[:, 0]] = table[:, 1]
+        self._parameters[table[:, 0]] = table[:, 2:].view(torch.float64)
 
     def add_pages(self, cells: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index, page) each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from specbatch.kernels import dispatch
@@ -104,16 +105,6 @@ class Prefill:
 
     def __init__(self, page_table: torch.Tensor, spans: list[Span], page_size: int) -> None:
         """page_table int64 [R, P]: of all device rows, one of which each span names."""
-        device = page_table.device
-        counts = torch.tensor([span.end - span.start for span in spans])
-        starts = torch.tensor([span.start for span in spans])
-        rows = torch.tensor([span.slot for span in spans])
-        ends = counts.cumsum(0)
-        owner = torch.repeat_interleave(torch.arange(len(spans)), counts)
-        positions = starts[owner] + torch.arange(len(owner)) - (ends - counts)[owner]
-        self.rows, self.positions = upload(torch.stack([rows[owner], positions]), device)  # of each of the T tokens
-        self.last = upload(ends - 1, device)  # where each span's last token is among the T
-        self.slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
         self.spans = Spans(
             [span.start for span in spans],
             [span.end for span in spans],
@@ -121,6 +112,13 @@ class Prefill:
             page_table,
             page_size,
         )
+        counts = self.spans.counts
+        shift = np.subtract(self.spans.starts, self.spans.offsets[:-1])  # from a token's place here to its position
+        positions = np.arange(self.spans.offsets[-1]) + np.repeat(shift, counts)
+        # of each of the T tokens
+        self.rows, self.positions = upload(np.stack([np.repeat(self.spans.rows, counts), positions]), page_table.device)
+        self.slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
+        self.last = self.spans.table[3, 1:] - 1  # where each span's last token is among the T
 
     def on(self, cache: KVCache) -> PromptContext:
         return PromptContext(self, cache)

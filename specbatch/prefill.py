@@ -46,14 +46,13 @@ class PromptPass:
     def _run(self, batch: DeviceBatch, spans: list[Span], ending: list[int], needs: Needs) -> Result | None:
         """ending: the spans whose prompts are then complete."""
         shape = Prefill(batch.page_table, spans, self._page_size)
-        rows, lengths, places = upload(
-            [[spans[i].slot for i in ending], [spans[i].end for i in ending], ending], batch.device
-        )
-        last = shape.last[places]
+        ends = upload(ending, batch.device)
+        last = shape.last[ends]
         features = self._forward(batch.tokens[shape.rows, shape.positions], shape, None if self._every else last)
         self._drafter.prefill(batch, shape, features)
         if not ending:
             return None
+        _, lengths, rows, _ = shape.spans.table[:, ends]
         sampling = batch.sampling(rows, needs)
         logits = self._model.logits(features.last[last] if self._every else features.last)[:, None]
         first = sampling.choose(logits, lengths[:, None], TARGET)

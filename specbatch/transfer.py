@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def upload(
-    values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[Any] | np.ndarray | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """A small table for the device, sent through pinned memory in stream order."""
     host = torch.as_tensor(values, dtype=dtype)

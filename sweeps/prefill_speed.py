@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from tabulate import tabulate
 
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
-from specbatch.kernels.elementwise import rms_norm, silu_product, split_heads
-from specbatch.kernels.heads import Heads
+from specbatch.kernels.elementwise import rms_norm, silu_product
+from specbatch.kernels.heads import Heads, split_heads
 from specbatch.kernels.spans import Spans
 from specbatch.sweeps.machine import require_cuda
 
