@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from specbatch import acceptance
 from specbatch.config import Speculation
 from specbatch.metrics import RunRecord, write_atomic
 
@@ -115,7 +116,8 @@ class EvalReport:
         if "abort" in self.finish_reasons:
             notes.append(f"{self.finish_reasons['abort']} answers were aborted and are scored as they stand.")
         parts = [tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True) for rows in (scores, [speed])]
-        return "\n\n".join([*parts, "\n".join(notes)])
+        parts.append(acceptance.table({(): [self.record.counters]}))
+        return "\n\n".join([*filter(None, parts), "\n".join(notes)])
 
     def save(self, folder: Path) -> None:
         """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder."""

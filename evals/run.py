@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 PARTIAL = "answers.partial.jsonl"
-_LONG = ("itl_s", "emitted_histogram")  # per-token detail; requests.jsonl has it under the same index
+_LONG = ("itl_s", "emitted_histogram", "acceptance")  # per-token detail; requests.jsonl has it under the same index
 
 
 @dataclass(frozen=True)

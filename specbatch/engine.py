@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from specbatch.acceptance import Watch
 from specbatch.build import Say, build
 from specbatch.config import EngineConfig
+from specbatch.drafters import suspects
 from specbatch.errors import SpecbatchError, at_least, refuse
-from specbatch.metrics import RunRecord, device_numbers, emitted_histogram, summarize
+from specbatch.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
 from specbatch.progress import Report
@@ -55,11 +57,12 @@ class Engine:
         weights_of: Engine | None = None,
     ) -> None:
         self.config = config
+        log = log or (lambda line: None)
         if weights_of is not None:
             weights_of._check_sharing(config)
         parts = build(
             config,
-            log or (lambda line: None),
+            log,
             report or (lambda done, total: None),
             self._on_tokens,
             shared=None if weights_of is None else weights_of._model,
@@ -79,6 +82,9 @@ class Engine:
         self._events: list[StreamEvent] = []
         self._state = "ready"  # or "busy" while a stream is open, or "closed"
         self._trusted = True
+        speculation = config.speculation
+        judged = speculation.drafted and speculation.simulate_accept_length is None
+        self._watch = Watch(suspects(speculation.algorithm, config.load_format), log) if judged else None
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
 
@@ -186,6 +192,7 @@ class Engine:
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
         counters: dict[str, Any] = asdict(self._counters)
         counters["emitted_histogram"] = emitted_histogram(self._completions)
+        counters["acceptance"] = acceptance(self._completions).as_counters()
         counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
         metrics |= device_numbers(counters)
         return RunRecord(
@@ -301,6 +308,8 @@ class Engine:
         self._closed = now
         self._active.pop(request.index, None)
         self._completions.append(completion)
+        if self._watch is not None and completion.finish_reason != "abort":
+            self._watch.see(completion.metrics.acceptance)
         self._events.append(StreamEvent(request.index, tokens, completion))
 
     def _end(self, request: Request, reason: str) -> None:

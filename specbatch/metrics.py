@@ -3,6 +3,11 @@
 * accept length: tokens emitted per verify, bonus included = sum of emitted / sum of verifies over the run. The first
   token (made by prefill), tokens trimmed past a stop and verifies that left nothing count in neither.
 * accept rate: correct drafts / drafted tokens.
+* draft j (the first is 1) of a verify is reached where it and all before it are accepted, and tried where all before it
+  are. Share reached: of the verifies that drafted it; share accepted where tried: of those that tried it, so that the
+  shares reached of equally long drafts are products of these. Drafts cut off behind a stop or the length limit count
+  as not drafted. first_draft_accept_rate is draft 1's, where both are the same.
+* accept length by context: of the verifies behind 2^k to 2^(k+1) - 1 tokens (prompt and output, the root included).
 * TTFT: first token ready on the host - request submitted; queue: the part of it before the request was admitted.
 * TPOT: (last - first token) / (tokens - 1). ITL: gap between arrivals / tokens in the arrival, once per token.
 * E2E: last token - submitted. Times are seconds.
@@ -11,6 +16,10 @@
 * device step: time between the device's clocks before and behind an iteration; device idle share: gaps between
   iterations that follow each other without a prefill, over gaps and iterations; where the device had run dry, the
   launch call itself counts as busy. None without a CUDA device.
+* step time: from one iteration to the next, if no prefill lies between: device step and gap; without a CUDA device the
+  host's `iteration_s / iterations`.
+* break-even: the accept length at which drafting is as fast as plain decoding = step time of the run that drafts / step
+  time of plain decoding at the same concurrency. Drafting pays above it, by accept length / break-even - 1.
 * launch lead: from the end of a launch to the result of the iteration before it, which is how far the host is ahead;
   0 where that result was there already (a late launch). Iterations behind a prefill have none: the device was busy
   with that. None where nothing overlaps (v1).
@@ -34,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch import __version__
+from specbatch.acceptance import Acceptance
 from specbatch.request import Completion
 
 SCHEMA = 1
@@ -73,6 +83,7 @@ def summarize(
     verifies = sum(row.verify_steps for row in rows)
     emitted = sum(row.emitted for row in rows)
     drafted = sum(row.drafted for row in rows)
+    first_drafts, first_right = acceptance(done).first
     outputs = sum(row.output_tokens for row in rows)
     inputs = sum(row.prompt_tokens for row in rows)
     window = duration_s if duration_s > 0 else None
@@ -93,6 +104,7 @@ def summarize(
         "per_user_throughput": outputs / window / concurrency if window and concurrency else None,
         "accept_length": emitted / verifies if verifies else None,
         "accept_rate": sum(row.accepted for row in rows) / drafted if drafted else None,
+        "first_draft_accept_rate": first_right / first_drafts if first_drafts else None,
         "verify_steps": verifies,
         "drafted_tokens": drafted,
         "accepted_tokens": sum(row.accepted for row in rows),
@@ -118,12 +130,29 @@ def device_numbers(counters: dict[str, Any]) -> dict[str, float | None]:
     overlapped = counters["overlapped"]
     return {
         "device_step_s": busy / steps if steps else None,
+        "step_time_s": _step_time(counters),
         "device_idle_share": idle / (idle + busy) if idle is not None else None,
         "launch_lead_s": counters["launch_lead_s"] / overlapped if overlapped else None,
         "late_launch_share": counters["late_launches"] / overlapped if overlapped else None,
         "host_waits_per_step": counters["host_waits"] / steps if steps else None,
         "graph_coverage": replays / passes if passes else None,
     }
+
+
+def _step_time(counters: dict[str, Any]) -> float | None:
+    steps, gaps, iterations = counters["device_steps"], counters["device_gaps"], counters["iterations"]
+    if steps:
+        return float(counters["device_s"] / steps + (counters["device_idle_s"] / gaps if gaps else 0.0))
+    return float(counters["iteration_s"] / iterations) if iterations else None
+
+
+def acceptance(completions: Iterable[Completion]) -> Acceptance:
+    """Counts of all verifies by draft and by context; aborted requests count nowhere."""
+    total = Acceptance()
+    for item in completions:
+        if item.finish_reason != "abort":
+            total += item.metrics.acceptance
+    return total
 
 
 def emitted_histogram(completions: Iterable[Completion]) -> list[int]:
@@ -175,6 +204,13 @@ class RunRecord:
         text = rows.read_text(encoding="utf-8") if rows.exists() else ""
         body["requests"] = [json.loads(line) for line in text.splitlines()]
         return cls(**body)
+
+
+def break_even(drafting: RunRecord, plain: Iterable[RunRecord]) -> float | None:
+    """The accept length that `drafting` needs to be as fast as the fastest of `plain`; None where a time is missing."""
+    time = drafting.metrics.get("step_time_s")
+    others = [other for record in plain if (other := record.metrics.get("step_time_s"))]
+    return time / min(others) if time and others else None
 
 
 def write_atomic(path: Path, text: str) -> None:

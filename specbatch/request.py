@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from specbatch.acceptance import Acceptance
 from specbatch.errors import refuse
 
 Decode = Callable[[list[int]], str]
@@ -94,6 +95,7 @@ class RequestMetrics:
     accepted: int = 0
     accept_length: float | None = None
     emitted_histogram: list[int] = field(default_factory=list)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     itl_s: list[float] = field(default_factory=list)
     retractions: int = 0
 
@@ -231,6 +233,9 @@ class Request:
         metrics.drafted += drafted
         metrics.accepted += min(accepted, kept)
         metrics.emitted_histogram[kept] += 1
+        before = len(self.tokens) - kept
+        room = self.prompt_len + self.params.max_new_tokens - before
+        metrics.acceptance.count(context=before, room=room, kept=kept, drafted=drafted, accepted=accepted)
 
     def _hits_stop_string(self, token: int) -> bool:
         if self._text is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from specbatch import acceptance
 from specbatch.config import Speculation
 from specbatch.request import Completion, IncrementalText, SamplingParams
 
@@ -66,7 +67,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     shown = tabulate([row], headers=list(HEADERS.values()), tablefmt="github", disable_numparse=True)
     speculation = Speculation(**result["record"]["config"]["speculation"])
-    return shown if speculation.simulate_accept_length is None else f"{shown}\n\n{speculation}"
+    parts = [shown, acceptance.table({(): [result["record"]["counters"]]})]
+    parts += [] if speculation.simulate_accept_length is None else [str(speculation)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _stream(engine: Engine, prompt: str, params: SamplingParams, write: Callable[[str], None]) -> Completion:

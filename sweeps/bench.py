@@ -30,7 +30,7 @@ from specbatch.metrics import RunRecord, write_atomic
 from specbatch.progress import Report
 from specbatch.request import SamplingParams
 from specbatch.sweeps.bench_plan import BenchOptions, Load, Log, Plan, plan_engines
-from specbatch.sweeps.bench_tables import POINT, load_records, peers_of, write_table
+from specbatch.sweeps.bench_tables import POINT, load_records, losses_of, peers_of, write_table
 from specbatch.sweeps.peers import PEERS
 from specbatch.sweeps.runner import WARM_UP_TOKENS, load_engine
 from specbatch.sweeps.workloads import Workload
@@ -78,6 +78,8 @@ def run_bench(
     finally:
         if finished:
             text = write_table(folder)
+    if log is not None and (below := losses_of(load_records(folder))):
+        log(below)
     if peers and log is not None and not peers_of(folder, load_records(folder)):
         log("peers: none of the figures is for this model, type and device and one of these points")
     return text

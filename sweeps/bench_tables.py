@@ -1,7 +1,8 @@
 """The table of `specbatch bench`, made from nothing but the records in its folder.
 
 A number is the median over repeats; what a section is about also has its smallest and largest. A ratio is over the
-section's base configuration in the same repeat. Figures of other engines stand beside ours where the folder holds a
+section's base configuration in the same repeat; break-even is over the fastest plain decoding of the same section and
+size. Figures of other engines stand beside ours where the folder holds a
 `peers.csv` with rows for the same model, type and device.
 """
 
@@ -17,10 +18,24 @@ from typing import Any
 
 from specbatch.config import Graphs, Speculation
 from specbatch.errors import refuse
-from specbatch.metrics import RunRecord, write_atomic
+from specbatch.metrics import RunRecord, break_even, write_atomic
 from specbatch.sweeps.machine import data_sheet_bandwidth
 from specbatch.sweeps.peers import Peer, Point, comparable
-from specbatch.sweeps.summaries import CAPS, caps_text, graphs_of, heading, number, replay_notes, run_on, with_spread
+from specbatch.sweeps.summaries import (
+    BREAK_EVEN,
+    CAPS,
+    caps_text,
+    drafts,
+    graphs_of,
+    heading,
+    losses,
+    number,
+    replay_notes,
+    run_on,
+    simulated,
+    verdict,
+    with_spread,
+)
 
 SECTIONS = ("machine", "decode", "closed", "ttft", "verify")
 POINT = ("section", "configuration", "size")  # the folders of a point, those that it has
@@ -87,6 +102,7 @@ MEASURED = {
     "mean_tpot_ms": Column("mean TPOT (ms)", 2, _metric("mean_tpot_s", 1e3)),
     "mean_ttft_ms": Column("mean TTFT (ms)", 1, _metric("mean_ttft_s", 1e3)),
     "median_ttft_ms": Column("median TTFT (ms)", 2, _metric("median_ttft_s", 1e3)),
+    "accept_length": Column("accept length", 3, lambda r: r.metrics["accept_length"] if drafts(r) else None),
     "decode_replays": Column("decode replays", 0, _graphs("replays", "decode")),
     "prefill_replays": Column("prefill replays", 0, _graphs("replays", "prefill")),
     "fallbacks": Column("fallbacks", 0, _graphs("fallbacks", "decode", "prefill")),
@@ -112,7 +128,7 @@ DERIVED = {
     ),
 }
 COLUMNS = MEASURED | DERIVED
-_COUNTERS = tuple(MEASURED)[list(MEASURED).index("decode_replays") :]
+_COUNTERS = tuple(MEASURED)[list(MEASURED).index("accept_length") :]
 _PRODUCTS = ("products_ms", "over_products")
 _STEP = (
     *("decode_tok_s", "step_gb", "step_gb_s", "sheet_percent", "read_percent", "floor_ms"),
@@ -211,9 +227,29 @@ def _row(key: tuple[Any, ...], groups: dict[tuple[Any, ...], list[RunRecord]], b
         ratios = [ours / base[repeat] for repeat, ours in values[primary].items() if repeat in base]
     row["ratio"] = median(ratios) if ratios else None
     row |= _spread("ratio", ratios)
+    plain = [record for (*point, _), others in groups.items() if point == [section, size] for record in others]
+    needed = [even for record in records if (even := _break_even(record, plain)) is not None]
+    row["break_even"] = median(needed) if needed else None
+    row["speculation"] = verdict(row["accept_length"], row["break_even"], simulated(records[0]))
     row["not_measured"] = next((why for record in records if (why := unmeasured(record))), None)
     row["failed"] = next((work["error"] for record in records if "error" in (work := record.workload)), None)
     return row
+
+
+def _break_even(record: RunRecord, beside: list[RunRecord]) -> float | None:
+    """Over the plain decoding of the same repeat."""
+    repeat = record.workload["repeat"]
+    plain = [other for other in beside if not drafts(other) and other.workload["repeat"] == repeat]
+    return break_even(record, plain) if drafts(record) else None
+
+
+def losses_of(records: list[RunRecord]) -> str | None:
+    """What to say of the points at which drafting did not pay; None if it did."""
+    points = {tuple(record.workload.get(key) for key in POINT): record for record in records}
+    rows = (row for row in table(records) if row["speculation"])
+    return losses(
+        (_where(r), r["accept_length"], r["break_even"], points[tuple(r[key] for key in POINT)]) for r in rows
+    )
 
 
 def _values(column: str, records: list[RunRecord]) -> dict[int, float]:
@@ -271,6 +307,7 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
     from tabulate import tabulate
 
     columns = [column for column in section.columns if any(row[column] is not None for row in rows)]
+    drafting = any(row["break_even"] is not None for row in rows)
     beside = [peers.get((row["section"], row["size"], section.primary), {}) for row in rows]
     named = list(dict.fromkeys(name for figures in beside for name in figures))
     body = [
@@ -280,12 +317,14 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
             _with_spread(row, section.primary, COLUMNS[section.primary].decimals),
             _with_spread(row, "ratio", 2),
             *(number(row[column], COLUMNS[column].decimals) for column in columns),
+            *((number(row["break_even"], 3), row["speculation"] or "-") if drafting else ()),
             *(figures.get(name, "-") for name in named),
         ]
         for row, figures in zip(rows, beside, strict=True)
     ]
     titles = [COLUMNS[column].title for column in (section.primary, *columns)]
-    headers = [section.size, "configuration", titles[0], f"ratio to {section.base}", *titles[1:], *named]
+    headers = [section.size, "configuration", titles[0], f"ratio to {section.base}", *titles[1:]]
+    headers += [*(("break-even accept length", "speculation") if drafting else ()), *named]
     return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -328,6 +367,8 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
     for name, text in _METHODS.items():
         if name in first:
             yield text.format(**first[name], tokens=" and ".join(map(str, first[name]["new_tokens"])))
+    if any(row["break_even"] is not None for row in rows):
+        yield BREAK_EVEN
     for row in rows:
         if row["failed"]:
             yield f"FAILED: {_where(row)}: {row['failed']}"

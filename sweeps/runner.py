@@ -22,7 +22,7 @@ from specbatch.memory.pages import held_at_once
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
-from specbatch.sweeps.tables import write_summary
+from specbatch.sweeps.tables import load_records, losses_of, write_summary
 from specbatch.sweeps.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ def run_sweep(
         raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}") from None
     finally:
         summary = write_summary(folder) if finished else ""
+    if log is not None and (below := losses_of(load_records(folder))):
+        log(below)
     return summary
 
 

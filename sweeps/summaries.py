@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from specbatch.drafters import suspects
 from specbatch.metrics import RunRecord
 
+BREAK_EVEN = (
+    "Break-even: the accept length at which steps that draft are as fast as plain decoding's beside them (step time "
+    "over step time, the same number of requests, prompts left out); drafting pays above it."
+)
 CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk")
 
 
@@ -51,6 +56,39 @@ def with_spread(values: tuple[float | None, float | None, float | None], decimal
     """Middle, smallest and largest of several repeats."""
     middle, low, high = (number(value, decimals) for value in values)
     return middle if middle == "-" or repeats < 2 else f"{middle} ({low}-{high})"
+
+
+def drafts(record: RunRecord) -> bool:
+    return bool(record.config["speculation"]["algorithm"] != "none")
+
+
+def simulated(record: RunRecord) -> float | None:
+    mean: float | None = record.config["speculation"].get("simulate_accept_length")
+    return mean
+
+
+def verdict(accept_length: float | None, needed: float | None, simulated: float | None = None) -> str | None:
+    """Does drafting pay? None where that is not known. simulated: the mean that a coin was given; at 1 nothing is
+    accepted, so that a step can be measured."""
+    if accept_length is None or needed is None or math.isnan(accept_length) or math.isnan(needed):
+        return None
+    if simulated == 1:
+        return f"pays above {needed:.2f}"
+    gain = accept_length / needed - 1
+    return f"pays, {gain:+.1%}" if gain >= 0 else f"loses by {-gain:.1%}"
+
+
+def losses(points: Iterable[tuple[str, float | None, float | None, RunRecord]]) -> str | None:
+    """What to say of points at which drafting loses: where, accept length, break-even, and the record of each; None if
+    there are none."""
+    below = [point for point in points if (verdict(*point[1:3], simulated(point[3])) or "").startswith("loses")]
+    if not below:
+        return None
+    places = "; ".join(f"{where} (accept length {mean:.2f}, {needed:.2f} needed)" for where, mean, needed, _ in below)
+    real = [record.config for *_, record in below if simulated(record) is None]
+    causes = dict.fromkeys(suspects(config["speculation"]["algorithm"], config["load_format"]) for config in real)
+    expected = f"; if more was to be accepted, likely causes: {'; '.join(causes)}" if causes else ""
+    return f"low acceptance: below break-even: {places}\n  fewer drafts or requests at once need less of it{expected}"
 
 
 def graphs_of(record: RunRecord, kind: str) -> list[dict[str, Any]]:

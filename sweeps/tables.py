@@ -1,7 +1,8 @@
 """The table of a sweep, made from nothing but the records on disk.
 
 A number is the median over repeats. `ratio` is output tok/s over the baseline's in the same repeat: the
-median over the repeats, with the smallest and the largest where there are several.
+median over the repeats, with the smallest and the largest where there are several. `break_even` is over the baseline
+in the same repeat, too.
 """
 
 from __future__ import annotations
@@ -10,10 +11,23 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch import acceptance
 from specbatch.config import Graphs, Speculation
 from specbatch.errors import refuse
-from specbatch.metrics import RunRecord, write_atomic
-from specbatch.sweeps.summaries import caps_text, heading, number, replay_notes, run_on, with_spread
+from specbatch.metrics import RunRecord, break_even, write_atomic
+from specbatch.sweeps.summaries import (
+    BREAK_EVEN,
+    caps_text,
+    drafts,
+    heading,
+    losses,
+    number,
+    replay_notes,
+    run_on,
+    simulated,
+    verdict,
+    with_spread,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,8 +67,8 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
 
     runs = pd.DataFrame(
         {
-            **{key: record.workload[key] for key in ("concurrency", "configuration", "repeat")},
-            "simulated_accept_length": _simulated(record),
+            **{key: record.workload[key] for key in (*_POINT, "repeat")},
+            "simulated_accept_length": simulated(record),
             **{
                 column: factor * (math.nan if (value := record.metrics.get(metric)) is None else value)
                 for column, (metric, factor, _, _) in COLUMNS.items()
@@ -62,19 +76,48 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
         }
         for record in records
     )
+    runs["break_even"] = [_break_even(record, records) for record in records]
     baseline = runs[runs.configuration == "baseline"].set_index(["concurrency", "repeat"]).output_tok_s
     places = pd.MultiIndex.from_frame(runs[["concurrency", "repeat"]])
     runs["ratio"] = runs.output_tok_s / baseline.reindex(places).to_numpy()
     groups = runs.groupby(_POINT, sort=False)
-    rows = groups[list(COLUMNS)].median()
+    rows = groups[[*COLUMNS, "break_even"]].median()
     rows.insert(0, "repeats", groups.size())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
+    rows["speculation"] = [_said(row) for row in rows.itertuples()]
     rows["ratio"], rows["ratio_min"], rows["ratio_max"] = (
         groups.ratio.median(),
         groups.ratio.min(),
         groups.ratio.max(),
     )
     return rows.reset_index()
+
+
+def _break_even(record: RunRecord, records: list[RunRecord]) -> float:
+    """NaN for plain decoding, or where there is none beside it."""
+    place = ("concurrency", "repeat")
+    plain = [
+        other
+        for other in records
+        if not drafts(other) and all(other.workload[key] == record.workload[key] for key in place)
+    ]
+    needed = break_even(record, plain) if drafts(record) else None
+    return math.nan if needed is None else needed
+
+
+def losses_of(records: list[RunRecord]) -> str | None:
+    """What to say of the points at which drafting did not pay; None if it did."""
+    points = {tuple(record.workload[key] for key in _POINT): record for record in records}
+    rows: list[Any] = list(table(records).itertuples())
+    return losses(
+        (
+            f"{row.configuration} at concurrency {row.concurrency}",
+            row.accept_length,
+            row.break_even,
+            points[row.concurrency, row.configuration],
+        )
+        for row in rows
+    )
 
 
 def write_summary(folder: Path) -> str:
@@ -92,16 +135,49 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame) -> str:
     from tabulate import tabulate
 
     body = [_cells(row) for row in rows.itertuples()]
-    headers = [*_POINT, *(title for _, _, _, title in COLUMNS.values()), "ratio to baseline"]
+    titles = (title for _, _, _, title in COLUMNS.values())
+    headers = [*_POINT, *titles, "break-even accept length", "speculation", "ratio to baseline"]
     shown = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
-    notes = "".join(f"* {note}\n" for note in _notes(records))
-    return f"{_heading(records)}\n{shown}\n\n{notes}"
+    notes = "".join(f"* {note}\n" for note in [*_notes(records), *filter(None, map(_disagreement, rows.itertuples()))])
+    return f"{_heading(records)}\n{shown}\n\n{_acceptance(records)}{notes}"
+
+
+def _disagreement(row: Any) -> str | None:
+    """Where steps pay and the run does not, or the other way round."""
+    said = _said(row)
+    pays = row.accept_length >= row.break_even
+    if not said or "above" in said or math.isnan(row.ratio) or pays == (row.ratio >= 1):
+        return None
+    return (
+        f"NOT BY STEPS ALONE: {row.configuration} at concurrency {row.concurrency}: by its steps drafting {said}, and "
+        f"the ratio is {row.ratio:.2f}: prompts count there too, and the ends at which fewer requests run."
+    )
+
+
+def _acceptance(records: list[RunRecord]) -> str:
+    """The table of where drafts were accepted, all repeats together; nothing where none were made."""
+    points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        points.setdefault(tuple(record.workload[key] for key in _POINT), []).append(record.counters)
+    found = acceptance.table(points, tuple(_POINT))
+    return f"{found}\n\n" if found else ""
 
 
 def _cells(row: Any) -> list[Any]:
     numbers = (number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS)
     ratio = with_spread((row.ratio, row.ratio_min, row.ratio_max), 2, row.repeats)
-    return [row.concurrency, row.configuration, *numbers, ratio]
+    return [
+        row.concurrency,
+        row.configuration,
+        *numbers,
+        number(row.break_even, 3),
+        verdict(row.accept_length, row.break_even) or "-",
+        ratio,
+    ]
+
+
+def _said(row: Any) -> str | None:
+    return verdict(row.accept_length, row.break_even, row.simulated_accept_length)
 
 
 def _heading(records: list[RunRecord]) -> str:
@@ -131,21 +207,23 @@ def _caps(records: dict[str, RunRecord]) -> list[str]:
 
 def _notes(records: list[RunRecord]) -> list[str]:
     notes = ["Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."]
+    if any(map(drafts, records)) and not all(map(drafts, records)):
+        notes.append(BREAK_EVEN)
     tokens: dict[tuple[int, int], dict[str, str]] = {}
     for record in records:
         work = record.workload
         where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
-        if _simulated(record) is None:  # a simulated text is no model's: nothing to compare
+        if simulated(record) is None:  # a simulated text is no model's: nothing to compare
             tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
         if record.metrics["requests"] != work["prompts"]:
             notes.append(f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished.")
-        if record.config["speculation"]["algorithm"] != "none" and not record.metrics.get("drafted_tokens"):
+        if drafts(record) and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         notes += replay_notes(record, where)
         if record.metrics.get("cached_tokens"):
             notes.append(f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache.")
-    simulated = {record.workload["configuration"]: mean for record in records if (mean := _simulated(record))}
-    for name, mean in simulated.items():
+    means = {record.workload["configuration"]: mean for record in records if (mean := simulated(record))}
+    for name, mean in means.items():
         notes.append(
             f"SIMULATED: {name}: an accept length of {mean:g} was drawn by a coin; the text is no model's. "
             "Rows without a draft (ngram without a match) accept none, so the mean reached may be lower."
@@ -158,8 +236,3 @@ def _notes(records: list[RunRecord]) -> list[str]:
     elif compared:
         notes.append("All configurations produced the same output tokens at every point.")
     return notes
-
-
-def _simulated(record: RunRecord) -> float | None:
-    mean: float | None = record.config["speculation"].get("simulate_accept_length")
-    return mean
