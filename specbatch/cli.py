@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
 from specbatch.commands import measure
+from specbatch.commands.check import check
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, rows_table, say, show
 from specbatch.errors import refuse
@@ -55,6 +56,8 @@ def specbatch(
     Does it still answer correctly?  specbatch eval one_digit_sums --spec v2
 
     What do v1 and v2 give me?       specbatch sweep --concurrency 1,8,32,128
+
+    Are the tokens plain decoding's? specbatch check --spec v2
 
     Run these prompts.               specbatch generate in.jsonl -o out.jsonl
 
@@ -126,6 +129,7 @@ def evaluate(
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
 
 
+app.command()(check)
 app.command()(measure.sweep)
 app.command()(measure.bench)
 app.command("trace")(measure.trace_steps)

@@ -155,6 +155,17 @@ class Engine:
             if self._state == "busy":
                 self._state = "ready"
 
+    def next_logits(self, tokens: list[int]) -> torch.Tensor:
+        """float32 [V] on the host: what the model says behind `tokens`, in a prompt pass like any other."""
+        seen: list[torch.Tensor] = []
+        prompts = self._runner.prompt_pass
+        prompts.watch = lambda logits: seen.append(logits[0].float().cpu())
+        try:
+            self.generate([tokens], SamplingParams(max_new_tokens=1))
+        finally:
+            prompts.watch = None
+        return seen[0]
+
     def abort(self, index: int) -> None:
         """End the request of that prompt; its completion so far follows with finish_reason "abort"."""
         request = self._active.get(index)

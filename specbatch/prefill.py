@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from specbatch.batch import DeviceBatch, Needs
@@ -26,6 +28,7 @@ class PromptPass:
         self._page_size = page_size
         self._drafter = drafter
         self._every = every
+        self.watch: Callable[[torch.Tensor], None] | None = None  # is shown logits [B, V] behind prompts
 
     def warm(self, batch: DeviceBatch, count: int, prefix: int = 0) -> None:
         """Run `count` tokens of the padding row behind a prefix, both as far as a row holds them, so that whatever is
@@ -55,6 +58,8 @@ class PromptPass:
         _, lengths, rows, _ = shape.spans.table[:, ends]
         sampling = batch.sampling(rows, needs)
         logits = self._model.logits(features.last[last] if self._every else features.last)[:, None]
+        if self.watch is not None:
+            self.watch(logits[:, 0])
         first = sampling.choose(logits, lengths[:, None], TARGET)
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths

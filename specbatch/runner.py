@@ -72,7 +72,7 @@ class Runner:
         self.counters = Counters()
         self._batch = batch
         self._iteration = iteration
-        self._prompt_pass = prompt_pass
+        self.prompt_pass = prompt_pass
         self._page_size = page_size
         self._seed = seed
         self._on_tokens = on_tokens
@@ -95,7 +95,7 @@ class Runner:
             return None
         if plan.admitted:
             self._batch.admit(plan.admitted, [self._seed_of(request) for request in plan.admitted])
-        result = self._prompt_pass(self._batch, plan.chunks)
+        result = self.prompt_pass(self._batch, plan.chunks)
         self._lap = None
         self.counters.prefill_passes += 1
         self.counters.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import at_least, refuse
 from specbatch.memory.pages import held_at_once
+from specbatch.memory.plan import shared_fraction
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
@@ -128,13 +129,11 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
     if base.speculation.algorithm == "none" and set(options.configs) - {"baseline"}:
         raise refuse("algorithm", "none", "only the configuration baseline drafts nothing; use ngram or standalone")
     configs = {}
-    count = len(options.configs)
     for place, name in enumerate(options.configs):
         configs[name] = replace(
             CONFIGURATIONS[name](base),
             max_model_len=base.max_model_len or options.workload.max_model_len,
-            # The fraction is of what the engines before it have left free.
-            memory_fraction=base.memory_fraction / (count - place * base.memory_fraction),
+            memory_fraction=shared_fraction(base.memory_fraction, place, len(options.configs)),
         )
     return configs
 

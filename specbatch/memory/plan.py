@@ -63,6 +63,12 @@ class MemoryPlan:
         )
 
 
+def shared_fraction(fraction: float, place: int, count: int) -> float:
+    """The memory_fraction that gives the engine at `place` of `count` side by side an equal share of `fraction`: it is
+    of what those before have left free."""
+    return fraction / (count - place * fraction)
+
+
 def available_memory(device: torch.device) -> int:
     """Free bytes of the device now."""
     if device.type == "cuda":

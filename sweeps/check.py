@@ -1,0 +1,289 @@
+"""`specbatch check`: does an algorithm leave plain decoding's tokens as they are?
+
+Both engines stand side by side on one copy of the weights and continue the same prompts, greedy. Plain decoding runs
+eagerly under schedule v1 and without a prefix cache, so that it is the simplest thing that the engine can do. Where the
+tokens part for the first time, one more prompt pass of the plain engine over what both agree on says how near the two
+choices were; what follows is another text and is not compared.
+
+* margin: logit of the likeliest token - that of the second.
+* gap: logit of the likeliest token - the lower one of the two that were chosen. A parting is a near tie where the gap
+  is at most what the user allows: as the gap is never below the margin of two different tokens, a token out of nowhere
+  is no near tie just because two others are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch import acceptance
+from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.errors import at_least, refuse
+from specbatch.memory.plan import shared_fraction
+from specbatch.metrics import RunRecord, write_atomic
+from specbatch.progress import Report
+from specbatch.prompts import Prompt, read_prompts
+from specbatch.request import Completion, SamplingParams
+from specbatch.sweeps.runner import load_engine
+from specbatch.sweeps.summaries import drafts, heading, replay_notes, run_on
+from specbatch.sweeps.workloads import Workload, sha256_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbatch.tokenizer import Tokenizer
+
+MARGIN = 0.1
+RANDOM_PROMPTS = 32
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is compared.
+
+    source          JSONL as in `specbatch.prompts`; None: random ids, in every second prompt the first half twice, so
+                    that there is something to look up
+    prompts         how many; None: all of the file, or 32
+    input_len       tokens of a random prompt
+    max_new_tokens  tokens of an answer; random prompts go on past the model's end tokens
+    margin          the largest gap, in logits, of a near tie
+    """
+
+    source: Path | None = None
+    prompts: int | None = None
+    input_len: int = 64
+    max_new_tokens: int = 64
+    margin: float = MARGIN
+    concurrency: int = 8
+    chat_template: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "max_new_tokens", "concurrency"):
+            at_least(name, getattr(self, name), 1)
+        if self.prompts is not None:
+            at_least("prompts", self.prompts, 1)
+        if not (math.isfinite(self.margin) and self.margin >= 0):
+            raise refuse("margin", self.margin, "use 0 or a positive number of logits")
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_new_tokens=self.max_new_tokens, ignore_eos=self.source is None)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """What random prompts need; None where it takes the tokenizer to know."""
+        return self.input_len + self.max_new_tokens if self.source is None else None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One prompt: the `equal` tokens that both chose first, then, where they part, what each chose next (None: it had
+    ended) and how near that was. None of these where all tokens are equal."""
+
+    index: int
+    id: str | int | None
+    equal: int
+    plain: int | None = None
+    checked: int | None = None
+    margin: float | None = None
+    gap: float | None = None
+    verdict: str = "equal"  # or "near tie", or "differs"
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What was found. `record`: of the engine that was checked."""
+
+    options: CheckOptions
+    findings: list[Finding]
+    record: RunRecord
+
+    def count(self, verdict: str) -> int:
+        return sum(item.verdict == verdict for item in self.findings)
+
+    @property
+    def differs(self) -> bool:
+        return self.count("differs") > 0
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "prompts": len(self.findings),
+            "equal": self.count("equal"),
+            "near_ties": self.count("near tie"),
+            "differing": self.count("differs"),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        rows = [asdict(item) for item in self.findings]
+        return {**self.counts(), "margin": self.options.margin, "rows": rows, "metrics": self.record.metrics}
+
+    def markdown(self) -> str:
+        """What was compared on what, the answer, and every prompt that is not equal."""
+        from tabulate import tabulate
+
+        record, parted = self.record, [item for item in self.findings if item.verdict != "equal"]
+        lines = run_on([record]) | {
+            "checked": f"{Speculation(**record.config['speculation'])}, {Graphs(**record.config['graphs'])}",
+            "against": "plain decoding, schedule v1, eager",
+            "prompts": self._prompts(),
+        }
+        parts = [heading(lines), self._answer()]
+        if parted:
+            headers = ["prompt", "equal tokens", "then plain", "then checked", "margin", "gap", "verdict"]
+            numbers = ("equal", "plain", "checked", "margin", "gap", "verdict")
+            body = [[_name(item), *(_shown(getattr(item, name)) for name in numbers)] for item in parted]
+            parts.append(tabulate(body, headers=headers, tablefmt="github", disable_numparse=True))
+        parts.append(acceptance.table({(): [record.counters]}))
+        parts.append("\n".join(f"* {note}" for note in self._notes()))
+        return "\n\n".join(part.rstrip("\n") for part in parts if part)
+
+    def save(self, folder: Path) -> None:
+        """Write record.json, requests.jsonl, prompts.jsonl (a row per prompt) and summary.md."""
+        self.record.save(folder)
+        write_atomic(folder / "prompts.jsonl", "".join(json.dumps(asdict(item)) + "\n" for item in self.findings))
+        write_atomic(folder / "summary.md", self.markdown() + "\n")
+
+    def _prompts(self) -> str:
+        options, work = self.options, self.record.workload
+        text = f"random, {options.input_len} tokens each, seed {work['seed']}" if not options.source else options.source
+        bound = "exactly" if options.source is None else "at most"
+        return f"{text}; {bound} {options.max_new_tokens} tokens each, greedy, {options.concurrency} at once"
+
+    def _answer(self) -> str:
+        found = self.counts()
+        text = f"{found['equal']} of {found['prompts']} prompts have plain decoding's tokens"
+        more = {
+            f"part at a near tie (gap of {self.options.margin:g} logits at most)": found["near_ties"],
+            "DIFFER": found["differing"],
+        }
+        return ", ".join([text, *(f"{count} {what}" for what, count in more.items() if count)]) + "."
+
+    def _notes(self) -> list[str]:
+        record, notes = self.record, []
+        if any(item.verdict != "equal" for item in self.findings):
+            notes.append(
+                "Margin: the plain model's likeliest token over its second. Gap: the likeliest over the lower of the "
+                "two that were chosen; it decides what a near tie is."
+            )
+        if record.caps["dtype"] == "float32" and self.count("near tie"):
+            notes.append("NEAR TIES IN FLOAT32, where none are expected; --margin 0 takes them for differences.")
+        if drafts(record) and not record.metrics["drafted_tokens"]:
+            notes.append("NO DRAFTS: nothing was drafted, so this says nothing of drafts.")
+        notes += replay_notes(record, "checked")
+        return notes
+
+
+def run_check(
+    config: EngineConfig,
+    options: CheckOptions,
+    folder: Path,
+    *,
+    log: Callable[[str], None] | None = None,
+    report: Report | None = None,
+) -> CheckReport:
+    """Compare the engine of `config` with plain decoding, and write what was found into `folder`, which exists.
+
+    Refused: a simulated accept length, whose text is no model's.
+    """
+    simulated = config.speculation.simulate_accept_length
+    if simulated is not None:
+        raise refuse("simulate_accept_length", simulated, "such a text is no model's; leave it out")
+    rows = read_prompts(options.source)[: options.prompts] if options.source is not None else None
+    done = 0
+
+    def count(completion: Completion) -> None:
+        nonlocal done
+        done += 1
+        if report is not None:
+            report(done, 2 * len(prompts))
+
+    with ExitStack() as stack:
+        base = replace(config, max_model_len=config.max_model_len or options.max_model_len)
+        plain, checked = (
+            replace(item, memory_fraction=_share(config, place)) for place, item in enumerate(_both(base))
+        )
+        reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None))
+        engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference))
+        prompts = _encode(rows, options, engine.tokenizer, config.seed)
+        wanted, found = (
+            one.generate(prompts, options.params, concurrency=options.concurrency, on_completion=count)
+            for one in (reference, engine)
+        )
+        record = engine.record(concurrency=options.concurrency)
+        findings = [
+            _compare(a, b, None if rows is None else rows[b.index].id, options.margin, reference.next_logits)
+            for a, b in zip(wanted, found, strict=True)
+        ]
+    result = CheckReport(options, findings, record)
+    settings = asdict(options) | {"source": str(options.source) if options.source else None}
+    record.workload = {
+        "command": "check",
+        "seed": config.seed,
+        **settings,
+        "prompts_sha256": sha256_of(prompts),
+        **result.counts(),
+    }
+    result.save(folder)
+    return result
+
+
+def _both(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """Plain decoding, and what is checked against it."""
+    plain = replace(
+        config,
+        speculation=Speculation(schedule="v1"),
+        graphs=Graphs(),
+        prefix_cache=False,
+        draft_attention_backend="auto",
+    )
+    return plain, config
+
+
+def _share(config: EngineConfig, place: int) -> float:
+    return shared_fraction(config.memory_fraction, place, 2)
+
+
+def _encode(rows: list[Prompt] | None, options: CheckOptions, tokenizer: Tokenizer, seed: int) -> list[list[int]]:
+    if rows is not None:
+        return [row.encode(tokenizer, chat_template=options.chat_template) for row in rows]
+    workload = Workload(input_len=options.input_len, output_len=options.max_new_tokens, seed=seed)
+    prompts = workload.prompts(tokenizer, options.prompts or RANDOM_PROMPTS)
+    half = (options.input_len + 1) // 2
+    return [(ids[:half] * 2)[: options.input_len] if index % 2 else ids for index, ids in enumerate(prompts)]
+
+
+def _compare(
+    plain: Completion,
+    checked: Completion,
+    name: str | int | None,
+    margin: float,
+    next_logits: Callable[[list[int]], torch.Tensor],
+) -> Finding:
+    pairs = zip_longest(plain.token_ids, checked.token_ids)
+    for place, (wanted, found) in enumerate(pairs):
+        if wanted == found:
+            continue
+        same = Finding(plain.index, name, place, wanted, found, verdict="differs")
+        if wanted is None or found is None:  # one ended and the other did not: no token was chosen
+            return same
+        logits = next_logits(plain.prompt_token_ids + plain.token_ids[:place])
+        best, second = logits.topk(2).values.tolist()
+        gap = best - min(float(logits[wanted]), float(logits[found]))
+        verdict = "near tie" if gap <= margin else "differs"
+        return replace(same, margin=best - second, gap=gap, verdict=verdict)
+    return Finding(plain.index, name, len(plain.token_ids))
+
+
+def _name(item: Finding) -> str:
+    return str(item.index if item.id is None else item.id)
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
