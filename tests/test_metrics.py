@@ -11,7 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbatch.metrics import RunRecord, emitted_histogram, hardware, percentile, summarize, versions, write_atomic
+from specbatch.acceptance import Acceptance
+from specbatch.metrics import (
+    RunRecord,
+    acceptance,
+    break_even,
+    device_numbers,
+    emitted_histogram,
+    hardware,
+    percentile,
+    summarize,
+    versions,
+    write_atomic,
+)
 from specbatch.request import Completion, RequestMetrics
 
 
@@ -33,6 +45,7 @@ TWO = [
         drafted=8,
         accepted=2,
         emitted_histogram=[0, 1, 0, 1],
+        acceptance=Acceptance(drafted=[1, 0, 3], accepted=[2, 2], exhausted=[1], verifies=[0, 4], emitted=[0, 6]),
         itl_s=[0.1, 0.1, 0.1, 0.7],
         retractions=1,
     ),
@@ -47,6 +60,7 @@ TWO = [
         drafted=24,
         accepted=6,
         emitted_histogram=[0, 2, 2, 2],
+        acceptance=Acceptance(drafted=[0, 1], accepted=[0, 1], exhausted=[0, 1], verifies=[1], emitted=[2]),
         itl_s=[0.5],
     ),
 ]
@@ -85,9 +99,59 @@ def test_what_was_not_measured_is_none() -> None:
 
 
 def test_aborted_requests_count_nowhere() -> None:
-    aborted = completion(reason="abort", output_tokens=99, verify_steps=9, emitted=9, emitted_histogram=[0, 9])
+    counts = Acceptance([0, 9], [9], [], [9], [9])
+    aborted = completion(
+        reason="abort", output_tokens=99, verify_steps=9, emitted=9, emitted_histogram=[0, 9], acceptance=counts
+    )
     assert summarize([*TWO, aborted], 4.0) == summarize(TWO, 4.0)
     assert emitted_histogram([*TWO, aborted]) == emitted_histogram(TWO)
+    assert acceptance([*TWO, aborted]) == acceptance(TWO)
+
+
+def test_acceptance_by_draft_and_context_is_summed_over_requests() -> None:
+    total = acceptance(TWO)
+    assert total.as_counters() == {
+        "drafted": [4, 3],
+        "tried": [4, 2],
+        "accepted": [3, 0],
+        "context": [[1, 1, 2], [2, 4, 6]],
+    }
+    assert summarize(TWO, 1.0)["first_draft_accept_rate"] == 3 / 4
+    assert summarize([], 1.0)["first_draft_accept_rate"] is None
+    assert TWO[0].metrics.acceptance.verifies == [0, 4], "summing leaves the requests' own counts alone"
+
+
+COUNTERS: dict[str, Any] = {
+    "iterations": 8, "iteration_s": 0.8, "host_waits": 0, "overlapped": 0, "launch_lead_s": 0.0, "late_launches": 0,
+    "device_s": 0.4, "device_steps": 8, "device_idle_s": 0.05, "device_gaps": 5, "graphs": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, 0.05 + 0.01),  # from one iteration to the next, on the device
+        ({"device_gaps": 0, "device_idle_s": 0.0}, 0.05),
+        ({"device_steps": 0, "device_s": 0.0, "device_gaps": 0}, 0.1),  # no device clock: the host's
+        ({"device_steps": 0, "device_gaps": 0, "iterations": 0}, None),
+    ],
+)
+def test_the_time_of_a_step(changes: dict[str, Any], wanted: float | None) -> None:
+    found = device_numbers(COUNTERS | changes)["step_time_s"]
+    assert found == (None if wanted is None else pytest.approx(wanted))
+
+
+def timed(seconds: float | None) -> RunRecord:
+    return RunRecord({}, {}, {"step_time_s": seconds}, {}, [])
+
+
+def test_break_even_is_over_the_fastest_plain_step() -> None:
+    plain = [timed(0.02), timed(0.01), timed(None), RunRecord({}, {}, {}, {}, [])]
+    assert break_even(timed(0.015), plain) == pytest.approx(1.5)
+    assert break_even(timed(0.008), plain) == pytest.approx(0.8)
+    assert break_even(timed(None), plain) is None
+    assert break_even(timed(0.015), plain[2:]) is None
+    assert break_even(RunRecord({}, {}, {}, {}, []), plain) is None  # of a point that failed, or an older one
 
 
 def test_histograms_add_up() -> None:
@@ -121,7 +185,9 @@ def test_a_record_survives_a_round_trip(tmp_path: Path) -> None:
         workload={"seed": 1},
     )
     record.save(tmp_path)
-    assert RunRecord.load(tmp_path) == record
+    loaded = RunRecord.load(tmp_path)
+    assert loaded == record
+    assert loaded.requests[0]["acceptance"]["drafted"] == [1, 0, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "requests.jsonl"]
     body = json.loads((tmp_path / "record.json").read_text())
     assert body["schema"] == 1

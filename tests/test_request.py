@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbatch.acceptance import Acceptance
 from specbatch.request import Completion, IncrementalText, Request, SamplingParams
 
 EOS, OTHER_END = 0, 1
@@ -254,6 +255,10 @@ def test_a_verify_counts_what_it_left() -> None:
     assert found.emitted_histogram == [0, 1, 1, 1, 0, 0]
     assert found.accept_length == 2.0
     assert found.emitted == found.output_tokens - 1
+    # Behind 4, 7 and 8 tokens there was room for 6, 3 and 2; what the drafts beyond that were nobody counts.
+    assert found.acceptance == Acceptance(
+        drafted=[0, 0, 1, 1, 1], accepted=[1, 0, 2], exhausted=[0, 0, 1], verifies=[0, 0, 2, 1], emitted=[0, 0, 4, 2]
+    )
 
 
 def test_a_verify_that_left_nothing_counts_nowhere() -> None:
@@ -262,6 +267,16 @@ def test_a_verify_that_left_nothing_counts_nowhere() -> None:
     request.finish_reason = "abort"
     found = request.completion(3.0).metrics
     assert (found.verify_steps, found.drafted, found.accepted, found.emitted_histogram) == (0, 0, 0, [])
+    assert found.acceptance == Acceptance()
+
+
+def test_of_drafts_behind_a_stop_nobody_says_whether_they_were_right() -> None:
+    request = make()
+    request.append([2], 1.0)
+    request.count_verify(request.append([2, EOS, 2, 2], 2.0), drafted=4, accepted=3, rows=5)
+    found = request.completion(3.0).metrics
+    assert found.acceptance.as_counters()["drafted"] == [1, 1]
+    assert found.acceptance.as_counters()["accepted"] == [1, 1]
 
 
 def test_a_completions_row_holds_the_numbers_and_not_the_tokens() -> None:

@@ -43,8 +43,8 @@ def check(
 
     specbatch check --model qwen3-8b --load-format dummy --dtype bfloat16 --decode-graph whole --margin 0.25
 
-    Without --spec it is v2. Each prompt has plain decoding's tokens, or the first place at which they part is shown with
-    the logits of both choices. Other shapes of a product round differently, so a near tie (a gap of --margin at most)
+    Without --spec it is v2. Each prompt has plain decoding's tokens, or it is shown where they part first and how near
+    the two choices were. Other shapes of a product round differently, so that a near tie (a gap of --margin at most)
     may fall either way in bfloat16 and float16; in float32 all prompts should be equal.
 
     Exit status 1 if a prompt differs by more than a near tie.
