@@ -171,7 +171,7 @@ def _cells(row: Any) -> list[Any]:
         row.configuration,
         *numbers,
         number(row.break_even, 3),
-        verdict(row.accept_length, row.break_even) or "-",
+        _said(row) or "-",
         ratio,
     ]
 

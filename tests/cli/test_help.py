@@ -10,7 +10,7 @@ import time
 import pytest
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy")
-COMMANDS = ["eval", "sweep", "bench", "trace", "generate", "send-one", "doctor", "models"]
+COMMANDS = ["eval", "check", "sweep", "bench", "trace", "generate", "send-one", "doctor", "models"]
 
 
 def plain(text: str) -> str:
@@ -20,7 +20,7 @@ def plain(text: str) -> str:
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
-        "pages = (['--help'], ['sweep', '--help'], ['bench', '--help'], ['eval', '--help']);"
+        "pages = (['--help'], ['sweep', '--help'], ['bench', '--help'], ['eval', '--help'], ['check', '--help']);"
         "results = [CliRunner().invoke(app, words) for words in pages];"
         "assert all(result.exit_code == 0 for result in results), results;"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
@@ -43,7 +43,7 @@ def test_help_lists_every_command(run):
     assert all(f" {command} " in shown for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["eval", "sweep", "trace", "generate", "send-one"])
+@pytest.mark.parametrize("command", ["eval", "check", "sweep", "trace", "generate", "send-one"])
 def test_help_of_a_command_has_an_example_and_the_shared_options(run, command):
     result = run(command, "--help")
     shown = plain(result.output)

@@ -40,6 +40,16 @@ REFUSED = [
     ("sweep --dataset {in}", [GOOD, "{"], "in.jsonl:2': not JSON"),
     ("sweep --output {tmp}", [GOOD], "this folder is not empty"),
     ("sweep --output {in}/x", [GOOD], "cannot be written (Not a directory)"),
+    ("check --prompts 0", [], "prompts=0:"),
+    ("check --input-len 0", [], "input_len=0:"),
+    ("check --max-new-tokens 0", [], "max_new_tokens=0:"),
+    ("check --concurrency 0", [], "concurrency=0:"),
+    ("check --margin -0.1", [], "margin=-0.1: use 0 or a positive number"),
+    ("check --margin nan", [], "margin=nan:"),
+    ("check --spec v3", [], "spec='v3':"),
+    ("check {tmp}/none.jsonl", [], "No such file"),
+    ("check {in}", [GOOD, "{"], "in.jsonl:2': not JSON"),
+    ("check --output {tmp}", [GOOD], "this folder is not empty"),
     ("generate {tmp}/none.jsonl -o {tmp}/o.jsonl", [], "No such file"),
     ("generate {in} -o {tmp}/o.jsonl", [], "holds no prompts"),
     ("generate {in} -o {tmp}/o.jsonl", [GOOD, "", "{"], "in.jsonl:3': not JSON"),
@@ -129,7 +139,14 @@ def test_gsm8k_without_data_or_hub_names_both_ways(run, engine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words", [("sweep", "--repeats", "x"), ("nonsense",), ("generate",), ("sweep", "--spec", "v1")]
+    "words",
+    [
+        ("sweep", "--repeats", "x"),
+        ("nonsense",),
+        ("generate",),
+        ("sweep", "--spec", "v1"),
+        ("check", "--simulate-accept-length", "2"),  # its text is no model's
+    ],
 )
 def test_usage_errors_exit_with_2_as_well(run, words):
     assert run(*words).exit_code == 2

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specbatch.config import EngineConfig, Graphs
+from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.metrics import RunRecord, device_numbers
-from specbatch.sweeps.bench_tables import markdown, table, write_table
+from specbatch.sweeps.bench_tables import losses_of, markdown, table, write_table
 
 COUNTERS: dict[str, Any] = {
     "iterations": 10, "iteration_s": 0.02, "host_waits": 1, "overlapped": 8, "launch_lead_s": 0.016, "late_launches": 3,
@@ -118,3 +118,48 @@ def test_a_note_on_the_floor_needs_a_bandwidth(tmp_path):
     rows = list(csv.DictReader((tmp_path / "summary.csv").open()))
     assert float(rows[1]["floor_ms"]) == 1.0
     assert "read bandwidth measured here" not in markdown([step(4.0)], table([step(4.0)]), {})
+
+
+def closed(name: str, step_ms: float, repeat: int = 1, simulated: float | None = None, **more: Any) -> RunRecord:
+    """A closed loop; "spec" drafts and accepts 2 tokens a verify."""
+    record = step(1.0, repeat, section="closed", configuration=name, **more)
+    if name == "spec":
+        speculation = Speculation("ngram", simulate_accept_length=simulated)
+        record.config = asdict(EngineConfig(model="toy", speculation=speculation))
+    accept = 1.0 if name != "spec" or simulated == 1 else 2.0
+    record.metrics = {"step_time_s": step_ms / 1e3, "accept_length": accept, "output_throughput": 1.0}
+    return record
+
+
+def test_break_even_is_over_the_fastest_plain_step_of_the_point_and_repeat():
+    records = [
+        *(closed(name, ms, repeat) for repeat, times in ((1, (10, 8)), (2, (20, 30))) for name, ms in zip("ab", times, strict=True)),
+        closed("spec", 20, 1, simulated=2.0),
+        closed("spec", 50, 2, simulated=2.0),
+        closed("a", 1, size=9),
+        closed("spec", 3, size=9, simulated=2.0),
+        step(0.1),  # another section
+    ]
+    rows = {(row["section"], row["size"], row["configuration"]): row for row in table(records)}
+    assert rows["closed", 2, "spec"]["break_even"] == pytest.approx(2.5)  # 20 / 8 and 50 / 20
+    assert rows["closed", 2, "spec"]["speculation"] == "loses by 20.0%"
+    assert rows["closed", 9, "spec"]["break_even"] == pytest.approx(3.0)
+    assert rows["closed", 2, "a"]["break_even"] is None
+    assert rows["closed", 2, "a"]["accept_length"] is None
+    text = markdown(records, table(records), {})
+    decode, loop = (part for part in text.split("## ")[1:])
+    assert "break-even accept length | speculation" in loop.replace("  ", "")
+    assert "break-even accept length" not in decode
+    assert text.count("Break-even: the accept length at which") == 1
+    said = losses_of(records)
+    assert said is not None
+    assert "closed spec 2 (accept length 2.00, 2.50 needed); closed spec 9 (" in said
+    assert "causes" not in said  # the acceptance was simulated
+
+
+def test_a_verify_that_accepts_nothing_says_what_would_pay():
+    records = [closed("a", 8), closed("spec", 12, simulated=1.0)]
+    (row,) = (row for row in table(records) if row["break_even"])
+    assert row["speculation"] == "pays above 1.50"
+    assert losses_of(records) is None
+    assert "Break-even" not in markdown(records[:1], table(records[:1]), {})

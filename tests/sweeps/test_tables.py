@@ -9,7 +9,8 @@ import pytest
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.metrics import RunRecord, summarize
-from specbatch.sweeps.tables import COLUMNS, load_records, markdown, table, write_summary
+from specbatch.sweeps.summaries import verdict
+from specbatch.sweeps.tables import COLUMNS, load_records, losses_of, markdown, table, write_summary
 
 CAPS = {"max_running": 4, "max_model_len": 64, "kv_pages": 32, "page_size": 16, "prefill_chunk": 64}
 
@@ -151,3 +152,118 @@ def test_the_heading_says_what_was_run_on_what():
 def test_a_folder_without_records_is_refused(tmp_path):
     with pytest.raises(SpecbatchError, match="holds no records"):
         write_summary(tmp_path)
+
+
+# -- where drafts lose ------------------------------------------------------------------------------------------------
+
+
+def timed(name: str, repeat: int, step_ms: float | None, accept: float | None = None, **work: object) -> RunRecord:
+    """A point with a step time; those that draft have an accept length too."""
+    made = record(name, repeat, 10.0, **work)
+    made.metrics |= {"step_time_s": None if step_ms is None else step_ms / 1e3, "accept_length": accept}
+    return made
+
+
+def simulate(made: RunRecord, mean: float) -> RunRecord:
+    spec = Speculation("ngram", "v1", draft_tokens=7, simulate_accept_length=mean)
+    made.config = asdict(EngineConfig(speculation=spec))
+    return made
+
+
+def test_break_even_is_paired_by_repeat_and_concurrency():
+    records = [
+        *(timed("baseline", repeat, step) for repeat, step in enumerate((10, 20, 100), 1)),
+        *(timed("v1", repeat, step, 1.7) for repeat, step in enumerate((20, 30, 110), 1)),
+        timed("baseline", 1, 1, concurrency=1),
+        timed("v1", 1, 8, 1.7, concurrency=1),
+    ]
+    rows = table(records).set_index(["concurrency", "configuration"])
+    assert rows.break_even[4, "v1"] == pytest.approx(1.5)  # unpaired medians would say the same of 30 / 20: see below
+    assert rows.break_even[1, "v1"] == pytest.approx(8.0)
+    assert rows.break_even.isna()[4, "baseline"]
+    unpaired = [*records[:3], timed("v1", 2, 30, 1.7), timed("v1", 3, 300, 1.7)]
+    assert table(unpaired).break_even.dropna().item() == pytest.approx((1.5 + 3.0) / 2)
+
+
+@pytest.mark.parametrize(
+    ("accept", "step", "said"),
+    [
+        (1.8, 15, "pays, +20.0%"),
+        (1.2, 15, "loses by 20.0%"),
+        (1.5, 15, "pays, +0.0%"),
+        (None, 15, "-"),
+        (1.8, None, "-"),
+    ],
+)
+def test_every_row_that_drafts_says_whether_it_pays(accept, step, said):
+    records = [timed("baseline", 1, 10), timed("v1", 1, step, accept)]
+    text = markdown(records, table(records))
+    plain, row = (line for line in text.splitlines() if line.startswith("| 4 "))
+    assert row.split("|")[-3].strip() == said
+    assert row.split("|")[-4].strip() == ("-" if step is None else "1.500")
+    assert [cell.strip() for cell in plain.split("|")[-4:-2]] == ["-", "-"]
+    assert text.count("Break-even: the accept length at which") == 1
+
+
+def test_without_a_baseline_nothing_is_said_of_break_even():
+    records = [timed("v1", 1, 15, 1.2)]
+    text = markdown(records, table(records))
+    assert "Break-even:" not in text
+    assert "loses" not in text
+    assert losses_of(records) is None
+
+
+def test_simulated_acceptance_is_held_against_break_even_too():
+    records = [timed("baseline", 1, 10), simulate(timed("v1", 1, 15, 1.2), 1.2)]
+    assert "loses by 20.0%" in markdown(records, table(records))
+    probe = [timed("baseline", 1, 10), simulate(timed("v1", 1, 15, 1.0), 1.0)]
+    assert "pays above 1.50" in markdown(probe, table(probe))
+    assert losses_of(probe) is None
+
+
+def test_losses_name_their_points_and_likely_causes():
+    records = [
+        timed("baseline", 1, 10),
+        timed("v1", 1, 15, 1.2),
+        timed("v2", 1, 11, 1.2),
+        timed("baseline", 1, 10, concurrency=9),
+        timed("v2", 1, 30, 1.2, concurrency=9),
+    ]
+    said = losses_of(records)
+    assert said is not None
+    assert "v1 at concurrency 4 (accept length 1.20, 1.50 needed); v2 at concurrency 9 (" in said
+    assert "v2 at concurrency 4" not in said
+    assert "likely causes: the output repeats little" in said
+    assert said.count("\n") == 1
+    standalone = Speculation("standalone", "v1", draft="x")
+    records[1].config = records[4].config = asdict(EngineConfig(speculation=standalone))
+    assert "rope theta" in (losses_of(records) or "")
+    coin = [records[0], simulate(timed("v1", 1, 15, 1.2), 1.2)]
+    assert "causes" not in (losses_of(coin) or "causes")
+    assert losses_of([records[0], timed("v1", 1, 15, 1.5)]) is None
+
+
+@pytest.mark.parametrize(("accept", "speed", "noted"), [(1.6, 9.0, True), (1.4, 11.0, True), (1.6, 11.0, False)])
+def test_steps_that_say_another_thing_than_the_run_are_noted(accept, speed, noted):
+    records = [timed("baseline", 1, 10), timed("v1", 1, 15, accept)]
+    records[1].metrics["output_throughput"] = speed
+    assert ("NOT BY STEPS ALONE: v1 at concurrency 4" in markdown(records, table(records))) == noted
+
+
+def test_where_drafts_are_accepted_is_a_table_of_its_own():
+    counts = {"drafted": [10, 10], "tried": [10, 6], "accepted": [6, 3], "context": [[64, 10, 19]]}
+    records = [record("baseline", 1, 10.0), record("v1", 1, 20.0), record("v1", 2, 20.0)]
+    for item in records[1:]:
+        item.counters |= {"acceptance": counts, "emitted_histogram": [0, 4, 3, 3]}
+    lines = markdown(records, table(records)).splitlines()
+    (place,) = (index for index, line in enumerate(lines) if "reached draft 1, 2, ..." in line)
+    shown = [cell.strip() for cell in lines[place + 2].strip("|").split("|")]
+    assert shown == ["4", "v1", "20", "60 30", "60 50", "40 30 30", "64+: 1.90"]
+    assert lines[place + 3] == ""
+    assert "reached draft" not in markdown(records[:1], table(records[:1]))
+
+
+def test_a_verdict_needs_both_numbers():
+    assert verdict(1.0, float("nan")) is None
+    assert verdict(float("nan"), 1.0) is None
+    assert verdict(None, 1.0) is None
