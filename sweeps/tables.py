@@ -134,11 +134,15 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame) -> str:
     """What was run on what, the table, and what a reader must know before believing it."""
     from tabulate import tabulate
 
-    body = [_cells(row) for row in rows.itertuples()]
-    titles = (title for _, _, _, title in COLUMNS.values())
-    headers = [*_POINT, *titles, "break-even accept length", "speculation", "ratio to baseline"]
+    known = bool(rows.break_even.notna().any())
+    body = [_cells(row, known) for row in rows.itertuples()]
+    titles = [title for _, _, _, title in COLUMNS.values()]
+    titles += ["break-even accept length", "speculation"] if known else []
+    headers = [*_POINT, *titles, "ratio to baseline"]
     shown = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
-    notes = "".join(f"* {note}\n" for note in [*_notes(records), *filter(None, map(_disagreement, rows.itertuples()))])
+    remarks = [BREAK_EVEN] if known else []
+    remarks += filter(None, map(_disagreement, rows.itertuples()))
+    notes = "".join(f"* {note}\n" for note in [*_notes(records), *remarks])
     return f"{_heading(records)}\n{shown}\n\n{_acceptance(records)}{notes}"
 
 
@@ -163,17 +167,11 @@ def _acceptance(records: list[RunRecord]) -> str:
     return f"{found}\n\n" if found else ""
 
 
-def _cells(row: Any) -> list[Any]:
-    numbers = (number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS)
+def _cells(row: Any, break_even_known: bool) -> list[Any]:
+    numbers = [number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS]
+    numbers += [number(row.break_even, 3), _said(row) or "-"] if break_even_known else []
     ratio = with_spread((row.ratio, row.ratio_min, row.ratio_max), 2, row.repeats)
-    return [
-        row.concurrency,
-        row.configuration,
-        *numbers,
-        number(row.break_even, 3),
-        _said(row) or "-",
-        ratio,
-    ]
+    return [row.concurrency, row.configuration, *numbers, ratio]
 
 
 def _said(row: Any) -> str | None:
@@ -207,8 +205,6 @@ def _caps(records: dict[str, RunRecord]) -> list[str]:
 
 def _notes(records: list[RunRecord]) -> list[str]:
     notes = ["Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."]
-    if any(map(drafts, records)) and not all(map(drafts, records)):
-        notes.append(BREAK_EVEN)
     tokens: dict[tuple[int, int], dict[str, str]] = {}
     for record in records:
         work = record.workload

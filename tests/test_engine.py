@@ -183,6 +183,16 @@ def test_cached_prefixes_are_counted_and_give_equal_tokens(toy: Any, toy_engine:
     assert sum(item.metrics.cached_tokens for item in first) >= 10 * 20
 
 
+def test_next_logits_are_the_models(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    for settings in ({}, {"prefill_chunk": 7}, {"speculation": SPECULATIONS["self-v2"]}):
+        engine = toy_engine(**settings)
+        for prompt in prompts_of(toy, 14)[-2:] * 2:  # the second time from the prefix cache
+            wanted = toy.logits(prompt)[-1].float()
+            torch.testing.assert_close(engine.next_logits(prompt), wanted, atol=1e-4, rtol=1e-4)
+            assert engine.generate([prompt], LONG)[0].token_ids == list(toy.greedy(tuple(prompt))[:20])
+        assert clean(engine)
+
+
 # -- what callers see -------------------------------------------------------------------------------------------------
 
 

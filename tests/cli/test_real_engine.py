@@ -42,6 +42,35 @@ def test_sweep(run):
     assert record["metrics"]["cached_tokens"] == 0
 
 
+def test_a_sweep_says_where_drafts_lose_and_why(run):
+    # Eight passes of half a model that agrees with the whole one by chance: nothing can pay for that.
+    words = ("--draft", "self:skip=0", "--draft-tokens", 8, "--input-len", 8, "--output-len", 20)
+    result = run("sweep", "--concurrency", "1,3", "--configs", "baseline,v1", *words, "--output", "out")
+    assert "low acceptance: below break-even: v1 at concurrency 1 (accept length " in result.stderr
+    assert "; v1 at concurrency 3 (accept length " in result.stderr
+    assert result.stderr.count("below break-even") == 1
+    assert "likely causes: the weights are random" in result.stderr
+    rows = list(csv.DictReader(Path("out/summary.csv").read_text().splitlines()))
+    for row in rows:
+        drafts = row["configuration"] == "v1"
+        assert bool(row["break_even"]) == drafts
+        assert row["speculation"].startswith("loses by ") == drafts
+        assert not drafts or float(row["break_even"]) > 2
+    assert "| reached draft 1, 2, ... (%)" in Path("out/summary.md").read_text()
+
+
+def test_send_one_and_generate_say_where_drafts_were_accepted(run):
+    words = ("--prompt", "abab", "--max-new-tokens", 30)
+    assert "reached draft 1, 2, ... (%)" in run("send-one", *words, "--draft", "self:skip=0").stdout
+    assert "reached draft" not in run("send-one", *words).stdout
+    Path("in.jsonl").write_text(json.dumps({"prompt": "abab"}) + "\n")
+    run("generate", "in.jsonl", "-o", "out.jsonl", "--max-new-tokens", 30, "--draft", "self:skip=0")
+    record = json.loads(Path("out.jsonl.record.json").read_text())
+    counts = record["counters"]["acceptance"]
+    assert record["metrics"]["first_draft_accept_rate"] == counts["accepted"][0] / counts["drafted"][0]
+    assert sum(verifies for _, verifies, _ in counts["context"]) == record["metrics"]["verify_steps"]
+
+
 @pytest.mark.parametrize("spec", ["off", "v1", "v2"])
 def test_generate_gives_the_same_tokens_under_every_schedule(run, spec):
     Path("in.jsonl").write_text("".join(json.dumps({"prompt": text * 3}) + "\n" for text in ("ab", "xyz", "q")))

@@ -67,3 +67,11 @@ def test_a_simulated_acceptance_is_in_table_and_csv(make_engine: Any, mixed_repl
     report.record.config["speculation"] = asdict(Speculation("ngram", simulate_accept_length=3.5))
     assert "simulated accept length 3.5" in report.table()
     assert report._flat()[0]["simulated_accept_length"] == 3.5
+
+
+def test_where_drafts_were_accepted_is_in_the_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=2))
+    assert "reached draft" not in report.table()
+    counts = {"drafted": [10, 10], "tried": [10, 6], "accepted": [6, 3], "context": [[64, 10, 19]]}
+    report.record.counters = {"acceptance": counts, "emitted_histogram": [0, 4, 3, 3]}
+    assert "| 10         | 60 30 " in report.table()

@@ -133,7 +133,11 @@ def closed(name: str, step_ms: float, repeat: int = 1, simulated: float | None =
 
 def test_break_even_is_over_the_fastest_plain_step_of_the_point_and_repeat():
     records = [
-        *(closed(name, ms, repeat) for repeat, times in ((1, (10, 8)), (2, (20, 30))) for name, ms in zip("ab", times, strict=True)),
+        *(
+            closed(name, ms, repeat)
+            for repeat, times in ((1, (10, 8)), (2, (20, 30)))
+            for name, ms in zip("ab", times, strict=True)
+        ),
         closed("spec", 20, 1, simulated=2.0),
         closed("spec", 50, 2, simulated=2.0),
         closed("a", 1, size=9),
