@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from specbatch import SpecbatchError
-from specbatch.config import Graphs, Speculation
+from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.request import SamplingParams
+from specbatch.sweeps.check import CheckOptions, run_check
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,6 +156,27 @@ def test_keys_and_values_in_float8(toy: Any, toy_engine: Callable[..., Any]) -> 
     done = small.generate(prompts, SamplingParams(max_new_tokens=10, ignore_eos=True))
     same = sum(item.token_ids[0] == toy.greedy(tuple(prompt))[0] for item, prompt in zip(done, prompts, strict=True))
     assert same >= len(prompts) * 0.7
+
+
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_a_check_from_graphs_is_equal(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
+) -> None:
+    checkpoint = type(toy.checkpoint)
+    monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
+    config = EngineConfig(
+        model="toy",
+        device="cuda",
+        dtype="float32",
+        max_model_len=120,
+        speculation=with_schedule(SPECULATIONS[name], schedule),
+        graphs=GRAPHS["graphs"],
+    )
+    report = run_check(config, CheckOptions(input_len=30), tmp_path)
+    assert report.counts() == {"prompts": 32, "equal": 32, "near_ties": 0, "differing": 0}
+    assert "NO REPLAYS" not in report.markdown()
+    assert report.record.metrics["step_time_s"]
 
 
 def test_a_trace_names_every_wait(toy: Any, toy_engine: Callable[..., Any], tmp_path: Any) -> None:

@@ -174,7 +174,7 @@ def test_break_even_is_paired_by_repeat_and_concurrency():
     records = [
         *(timed("baseline", repeat, step) for repeat, step in enumerate((10, 20, 100), 1)),
         *(timed("v1", repeat, step, 1.7) for repeat, step in enumerate((20, 30, 110), 1)),
-        timed("baseline", 1, 1, concurrency=1),
+        *(timed("baseline", repeat, 1, concurrency=1) for repeat in (1, 2, 3)),
         timed("v1", 1, 8, 1.7, concurrency=1),
     ]
     rows = table(records).set_index(["concurrency", "configuration"])
