@@ -162,6 +162,7 @@ def _assemble(
         batch,
         Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
         prompt_pass,
+        depth=config.speculation.depth,
         page_size=config.page_size,
         seed=config.seed,
         on_tokens=on_tokens,

@@ -89,6 +89,11 @@ class Speculation:
         """Tokens drafted per verify; 0 for the baseline."""
         return 0 if self.algorithm == "none" else self.draft_tokens
 
+    @property
+    def depth(self) -> int:
+        """Drafts that a verify can accept: of a chain all."""
+        return self.drafted
+
     def _check_simulation(self) -> None:
         mean = self.simulate_accept_length
         if mean is None:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from specbatch.acceptance import Watch
+from specbatch.acceptance import Watch, suspects
 from specbatch.build import Say, build
 from specbatch.config import EngineConfig
-from specbatch.drafters import suspects
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
@@ -158,12 +157,11 @@ class Engine:
     def next_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [V] on the host: what the model says behind `tokens`, in a prompt pass like any other."""
         seen: list[torch.Tensor] = []
-        prompts = self._runner.prompt_pass
-        prompts.watch = lambda logits: seen.append(logits[0].float().cpu())
+        self._runner.watch_logits(lambda logits: seen.append(logits[0].float().cpu()))
         try:
             self.generate([tokens], SamplingParams(max_new_tokens=1))
         finally:
-            prompts.watch = None
+            self._runner.watch_logits(None)
         return seen[0]
 
     def abort(self, index: int) -> None:

@@ -221,13 +221,14 @@ class Request:
             self.last_token = now
         return kept
 
-    def count_verify(self, kept: int, drafted: int, accepted: int, rows: int) -> None:
-        """Book one verify of `rows` rows that left `kept` tokens; a verify that left none is booked nowhere."""
+    def count_verify(self, kept: int, drafted: int, accepted: int, depth: int) -> None:
+        """Book one verify that left `kept` tokens, and that can accept `depth` drafts at most; one that left no token
+        is booked nowhere."""
         if not kept:
             return
         metrics = self.metrics
         if not metrics.emitted_histogram:
-            metrics.emitted_histogram = [0] * (rows + 1)
+            metrics.emitted_histogram = [0] * (depth + 2)
         metrics.verify_steps += 1
         metrics.emitted += kept
         metrics.drafted += drafted
@@ -235,7 +236,8 @@ class Request:
         metrics.emitted_histogram[kept] += 1
         before = len(self.tokens) - kept
         room = self.prompt_len + self.params.max_new_tokens - before
-        metrics.acceptance.count(context=before, room=room, kept=kept, drafted=drafted, accepted=accepted)
+        deep = min(drafted, depth)
+        metrics.acceptance.count(context=before, room=room, kept=kept, drafted=deep, accepted=accepted)
 
     def _hits_stop_string(self, token: int) -> bool:
         if self._text is None:

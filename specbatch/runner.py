@@ -62,17 +62,19 @@ class Runner:
         iteration: Iteration,
         prompt_pass: PromptPass,
         *,
+        depth: int,
         page_size: int,
         seed: int,
         on_tokens: OnTokens,
         recorder: Recorder | None = None,
     ) -> None:
-        """recorder: for whole-iteration graphs, or None to run eagerly."""
+        """depth: drafts that a verify can accept; recorder: for whole-iteration graphs, or None to run eagerly."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._batch = batch
         self._iteration = iteration
-        self.prompt_pass = prompt_pass
+        self._prompt_pass = prompt_pass
+        self._depth = depth
         self._page_size = page_size
         self._seed = seed
         self._on_tokens = on_tokens
@@ -86,6 +88,10 @@ class Runner:
             self.graphs = WholeGraphs(self._run, recorder, most, rows, batch.device)
             self.decode_counters = self.graphs.counters
 
+    def watch_logits(self, see: Callable[[torch.Tensor], None] | None) -> None:
+        """Show `see` the logits [B, V] behind each prompt that ends from now on; None: nobody."""
+        self._prompt_pass.watch = see
+
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
         """Launch the next prompt chunks. None when there are none, or none completes its prompt."""
@@ -95,7 +101,7 @@ class Runner:
             return None
         if plan.admitted:
             self._batch.admit(plan.admitted, [self._seed_of(request) for request in plan.admitted])
-        result = self.prompt_pass(self._batch, plan.chunks)
+        result = self._prompt_pass(self._batch, plan.chunks)
         self._lap = None
         self.counters.prefill_passes += 1
         self.counters.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
@@ -196,7 +202,7 @@ class Runner:
             )
         kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
         if not first:
-            request.count_verify(kept, drafted, accepted, len(tokens))
+            request.count_verify(kept, drafted, accepted, self._depth)
         if request.finished:
             self.scheduler.release(request)
         self._on_tokens(request, request.tokens[len(request.tokens) - kept :])

@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from specbatch.drafters import suspects
+from specbatch.acceptance import suspects
 from specbatch.metrics import RunRecord
 
 BREAK_EVEN = (

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.acceptance import TITLES, Acceptance, Watch, cells, table
-from specbatch.drafters import ALGORITHMS, suspects
+from specbatch.acceptance import TITLES, Acceptance, Watch, cells, suspects, table
+from specbatch.drafters import ALGORITHMS
 
 
 @st.composite

@@ -190,7 +190,7 @@ def test_next_logits_are_the_models(toy: Any, toy_engine: Callable[..., Engine])
             wanted = toy.logits(prompt)[-1].float()
             torch.testing.assert_close(engine.next_logits(prompt), wanted, atol=1e-4, rtol=1e-4)
             assert engine.generate([prompt], LONG)[0].token_ids == list(toy.greedy(tuple(prompt))[:20])
-        assert engine._runner.prompt_pass.watch is None
+        assert engine._runner._prompt_pass.watch is None
         assert clean(engine)
 
 

@@ -249,7 +249,7 @@ def test_a_verify_counts_what_it_left() -> None:
     request = make(max_new_tokens=7)
     request.append([2], 1.0)
     for tokens, accepted in (([2, 2, 2], 2), ([2], 0), ([2, 2, 2, 2], 3)):  # the last is trimmed to two
-        request.count_verify(request.append(tokens, 2.0), drafted=4, accepted=accepted, rows=5)
+        request.count_verify(request.append(tokens, 2.0), drafted=4, accepted=accepted, depth=4)
     found = request.completion(3.0).metrics
     assert (found.verify_steps, found.emitted, found.drafted, found.accepted) == (3, 6, 12, 4)
     assert found.emitted_histogram == [0, 1, 1, 1, 0, 0]
@@ -263,17 +263,27 @@ def test_a_verify_counts_what_it_left() -> None:
 
 def test_a_verify_that_left_nothing_counts_nowhere() -> None:
     request = make()
-    request.count_verify(0, drafted=4, accepted=2, rows=5)
+    request.count_verify(0, drafted=4, accepted=2, depth=4)
     request.finish_reason = "abort"
     found = request.completion(3.0).metrics
     assert (found.verify_steps, found.drafted, found.accepted, found.emitted_histogram) == (0, 0, 0, [])
     assert found.acceptance == Acceptance()
 
 
+def test_a_draft_counts_at_its_depth() -> None:
+    request = make()
+    request.append([2], 1.0)
+    request.count_verify(request.append([2, 2], 2.0), drafted=12, accepted=1, depth=3)  # a tree of 12
+    found = request.completion(3.0).metrics
+    assert (found.drafted, found.emitted_histogram) == (12, [0, 0, 1, 0, 0])
+    assert found.acceptance.as_counters()["drafted"] == [1, 1, 1]
+    assert found.acceptance.as_counters()["tried"] == [1, 1, 0]
+
+
 def test_of_drafts_behind_a_stop_nobody_says_whether_they_were_right() -> None:
     request = make()
     request.append([2], 1.0)
-    request.count_verify(request.append([2, EOS, 2, 2], 2.0), drafted=4, accepted=3, rows=5)
+    request.count_verify(request.append([2, EOS, 2, 2], 2.0), drafted=4, accepted=3, depth=4)
     found = request.completion(3.0).metrics
     assert found.acceptance.as_counters()["drafted"] == [1, 1]
     assert found.acceptance.as_counters()["accepted"] == [1, 1]
