@@ -170,6 +170,20 @@ def test_what_the_device_does_between_iterations_is_nobodys_lateness(
     assert 0 < counters["overlapped"] == counters["device_gaps"] < counters["device_steps"] - 1
 
 
+def test_a_gap_that_began_before_the_record_is_not_its_own(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbatch.runner.Lap", Clock)
+    engine = graph_engine(graphs=BOTH)
+    events = engine.stream([list(toy.prompts()[0])], SamplingParams(max_new_tokens=20, ignore_eos=True))
+    for _ in range(5):
+        next(events)
+    engine.reset_record()
+    assert len(list(events)) == 15
+    counters = engine.record().counters
+    assert counters["device_gaps"] == counters["device_steps"] - 1 > 10
+
+
 def test_a_closed_engine_leaves_its_memory_at_once(
     graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
