@@ -131,6 +131,7 @@ def _assemble(
     rows = config.speculation.drafted + 1
     width = reach_of(plan.max_model_len, rows) + 1
     recorder = Recorder(device) if config.graphs.any else None
+    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,
         kv_dtype=_kv_dtype(config, dtype),
@@ -140,6 +141,7 @@ def _assemble(
         page_size=config.page_size,
         attention=attention,
         chunk=config.prefill_chunk,
+        page_table=batch.page_table,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
@@ -155,7 +157,6 @@ def _assemble(
         prefill_chunk=config.prefill_chunk,
         rows=rows,
     )
-    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every)
     runner = Runner(
         scheduler,

@@ -260,7 +260,7 @@ def test_features_of_pieces_are_those_of_a_whole_pass(
     batch, page_size = runner._batch, runner._prompt_pass._page_size
     model, cache = runner._iteration._model, runner._iteration._cache
     model = model.with_aux((2, 0)) if every else model
-    pieces = PiecewiseGraphs(model, cache, Recorder(torch.device("cpu")), 48, every=every)  # type: ignore[arg-type]
+    pieces = PiecewiseGraphs(model, cache, Recorder(torch.device("cpu")), 48, batch.page_table, every=every)  # type: ignore[arg-type]
     for _ in pieces.capture():
         pass
     batch.page_table[1, :12] = torch.arange(1, 13)
