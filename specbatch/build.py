@@ -17,7 +17,7 @@ from specbatch.config import EngineConfig
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
-from specbatch.forward import Forward, PiecewiseGraphs
+from specbatch.forward import Forward, PiecewiseGraphs, static_bytes
 from specbatch.graphs import Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
@@ -93,7 +93,13 @@ def _plan(
     device: torch.device,
     is_shared: bool,
 ) -> MemoryPlan:
-    kv_dtype = _kv_dtype(config, dtype)
+    kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
+    graphs = graph_bytes(
+        config.graphs, most=config.max_running, chunk=chunk, layers=target.config.num_layers + draft.kv_layers
+    )
+    if config.graphs.prefill == "piecewise":
+        graphs += static_bytes(target.config, dtype, chunk, every=draft.every, aux=len(draft.aux))
+        graphs += static_bytes(draft.config, dtype, chunk, every=False) if draft.kv_layers else 0
     return plan_memory(
         config,
         free=available_memory(device),
@@ -106,12 +112,7 @@ def _plan(
         vocabulary=target.config.vocab_size,
         rows=config.speculation.drafted + 1,
         token_bytes=token_bytes(target.config, dtype),
-        graphs=graph_bytes(
-            config.graphs,
-            most=config.max_running,
-            chunk=config.prefill_chunk,
-            layers=target.config.num_layers + draft.kv_layers,
-        ),
+        graphs=graphs,
     )
 
 

@@ -18,6 +18,7 @@ from specbatch.graphs import SHORT_TOKENS, GraphCounters, Program, Recorder, tok
 from specbatch.kernels.heads import split_heads
 from specbatch.kernels.spans import RecordedSpans, Spans
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Features, Llama
 
 SHORT_SPANS = 16  # and no more of a pass that is recorded as a whole
@@ -44,6 +45,13 @@ class EagerForward:
     def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
         self.counters.fall_back("off")
         return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows)
+
+
+def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, every: bool, aux: int = 0) -> int:
+    """Memory of the tensors that the pieces of a model with `aux` auxiliary layers share with their surroundings."""
+    heads = 3 * (config.num_heads + config.num_kv_heads) * config.head_dim  # qkv; q, k and what is attended
+    features = (1 + every + aux) * config.hidden_size
+    return most * ((heads + features) * dtype.itemsize + 3 * torch.int64.itemsize)
 
 
 class PiecewiseGraphs:

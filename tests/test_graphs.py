@@ -17,7 +17,7 @@ import torch
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.context import Prefill, Span
-from specbatch.forward import PiecewiseGraphs
+from specbatch.forward import PiecewiseGraphs, static_bytes
 from specbatch.graphs import RING, Program, batch_buckets, token_buckets
 from specbatch.prefill import PromptPass
 from specbatch.request import SamplingParams
@@ -277,6 +277,27 @@ def test_features_of_pieces_are_those_of_a_whole_pass(
             torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
         if not every:
             assert pieces(tokens, shape, rows[:0]).last.shape == (0, model.config.hidden_size)
+
+
+@pytest.mark.parametrize(("every", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
+def test_what_the_pieces_hold_is_known(graph_engine: Callable[..., Any], every: bool, aux: tuple[int, ...]) -> None:
+    runner = graph_engine()._runner
+    model, cache = runner._iteration._model.with_aux(aux), runner._iteration._cache
+    recorder: Any = Recorder(torch.device("cpu"))
+    pieces = PiecewiseGraphs(model, cache, recorder, 48, runner._batch.page_table, every=every)
+    held = sum(item.nbytes for item in vars(pieces).values() if isinstance(item, torch.Tensor))
+    assert static_bytes(model.config, model.dtype, 48, every=every, aux=len(aux)) == held
+
+
+@pytest.mark.parametrize("name", ["none", "self"])
+def test_what_the_pieces_hold_is_planned_for(graph_engine: Callable[..., Any], name: str) -> None:
+    """By each model that reads prompts."""
+    planned = []
+    for chunk in (32, 31):  # as many buckets
+        engine = graph_engine(graphs=BOTH, prefill_chunk=chunk, speculation=SPECULATIONS[name])
+        planned.append(engine.plan.graphs)
+    models = 2 if name == "self" else 1
+    assert planned[0] - planned[1] == models * static_bytes(engine._model.config, torch.float32, 1, every=False)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 31, 32, 64, 100, 128, 300])
