@@ -193,6 +193,9 @@ def _assemble(
             passes = [partial(prompt_pass.warm, batch, size) for size in sizes]
             # Keys of a prefix are read by other kernels; where it is long, several programs share them.
             passes += [partial(prompt_pass.warm, batch, sizes[0], prefix) for prefix in (1, width)]
+            # Behind the last attention a pass has as many rows as prompts end in it: Triton compiles its products for
+            # one row, for 16 and for those between.
+            passes += [partial(prompt_pass.warm, batch, sizes[0], ends=n) for n in (2, 16) if n <= config.max_running]
         caps |= _capture(recordings, passes, device, say, report)
     return Parts(
         device=device,

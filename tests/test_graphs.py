@@ -205,15 +205,21 @@ def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
     seen: list[tuple[int, int]] = []
     run = PromptPass._run
 
-    def spied(self: PromptPass, batch: Any, spans: list[Span], *rest: Any) -> Any:
+    ended: list[int] = []
+
+    def spied(self: PromptPass, batch: Any, spans: list[Span], ending: list[int], *rest: Any) -> Any:
         seen.extend((span.start, span.end) for span in spans)
-        return run(self, batch, spans, *rest)
+        ended.append(len(ending))
+        return run(self, batch, spans, ending, *rest)
 
     monkeypatch.setattr(PromptPass, "_run", spied)
     batch = graph_engine(graphs=BOTH, prefill_chunk=40)._runner._batch
     width = batch.width
     assert int(batch.lengths[0]) == 1
-    assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1)]
+    assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1), (0, 16)]
+    assert ended == [1, 1, 1, 1, 1, 2]  # max_running is 8
+    graph_engine(graphs=BOTH, prefill_chunk=40, max_running=16)
+    assert ended[-2:] == [2, 16]
     seen.clear()
     width = graph_engine(graphs=BOTH, prefill_chunk=40, max_model_len=20)._runner._batch.width
     assert all(0 <= start < end < width for start, end in seen)
