@@ -92,6 +92,12 @@ class Runner:
         """Show `see` the logits [B, V] behind each prompt that ends from now on; None: nobody."""
         self._prompt_pass.watch = see
 
+    def start_record(self) -> Counters:
+        """New counters. What the host did until now left a gap behind the last iteration that is not theirs."""
+        self._lap = None
+        self.counters = Counters()
+        return self.counters
+
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
         """Launch the next prompt chunks. None when there are none, or none completes its prompt."""
