@@ -18,7 +18,7 @@ from specbatch.progress import progress
 def check(
     engine: EngineOptions,
     source: Annotated[
-        Path | None, Argument(metavar="[IN.jsonl]", help="Prompts as for generate. Default: random ids.")
+        Path | None, Argument(metavar="IN.jsonl", help="Prompts as for generate. Default: random ids.")
     ] = None,
     prompts: Annotated[
         int | None, Option(help="How many prompts. Default: all of the file, or 32 random ones.")
