@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from specbatch.context import Prefill
-from specbatch.graphs import GraphCounters, Program, Recorder, token_buckets
+from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.kernels.heads import split_heads
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Features, Llama
 
 
-class Forward(Protocol):
-    """Fills the model's cache with the keys and values of a prompt pass."""
+class PromptWork(Protocol):
+    """Something that prompts pass through, from recordings or not."""
 
     counters: GraphCounters
+
+
+class Forward(PromptWork, Protocol):
+    """Fills the model's cache with the keys and values of a prompt pass."""
 
     def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
         """tokens int64 [T]; rows int64 [n]: those whose last features are wanted, None is all (see `Llama.forward`)."""
@@ -82,7 +85,7 @@ class PiecewiseGraphs:
         """As `Llama.forward`. The result may lie in memory that the next call writes to."""
         assert (rows is None) == self._every, "which rows are wanted is recorded"
         count = len(tokens)
-        bucket = self._buckets[bisect_left(self._buckets, count)]
+        bucket = bucket_of(self._buckets, count)
         pieces = self._pieces[bucket]
         for static, given in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
             static[:count].copy_(given)

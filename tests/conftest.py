@@ -54,6 +54,7 @@ class ToyCheckpoint:
     """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-small" (vocabulary of 31), "toy-nan"."""
 
     origin = "memory"
+    mtp: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
 
     def __init__(self, name: str = "toy", vocabulary: int = len(_PIECES)) -> None:
         self.name = name
