@@ -33,8 +33,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     layer = layer_config(files.config, files.shapes)
     if layer.num_layers != 1:
         raise refuse("num_hidden_layers", layer.num_layers, "EAGLE heads of one layer are run")
-    check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
     layer = fit(layer, layer.hidden_size, files, target, asked, log)
+    check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
 
     def build(model: Llama, loader: Loader) -> FeatureChain:
         read = Reader(files.shapes, files.tensor, model, layer.rms_norm_eps)

@@ -34,9 +34,9 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         files = open_draft(asked.draft)
         expect(files, "eagle3")
     described = Eagle3Config.from_dict(files.config, files.shapes)
+    layer = fit(described.layer, described.target_hidden, files, target, asked, log)
     aux = _aux(described, target, asked, files, log)
     check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
-    layer = fit(described.layer, described.target_hidden, files, target, asked, log)
     d2t = _offsets(files, layer.vocab_size, log)
 
     def build(model: Llama, loader: Loader) -> FeatureChain:

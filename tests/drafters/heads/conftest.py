@@ -16,10 +16,20 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from specbatch.config import EngineConfig, Speculation
+from specbatch.context import Prefill, Span
+from specbatch.drafters import eagle, eagle3, mtp
+from specbatch.drafters.base import Drafter, DraftPlan
+from specbatch.kernels.backends import prefill_backend
+from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Llama
+from specbatch.models.llama import Features, Llama
+from specbatch.models.loader import Loader
+from specbatch.verification import Proposal
 
 VOCABULARY, HIDDEN, HEADS, KV, DIM, MLP = 13, 24, 4, 2, 8, 32
+PLANS = {"eagle": eagle.plan, "eagle3": eagle3.plan, "mtp": mtp.plan}
+CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -102,20 +112,23 @@ class Reference:
         self.__dict__.update(options)
 
     def drafts(
-        self, features: torch.Tensor, text: list[int], chosen: list[int], ids: torch.Tensor | None = None
+        self, features: Features, text: list[int], chosen: list[int], ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [n, V] before each of the chosen drafts, for features [len(text) - 1, F] before the root text[-1]."""
-        hidden = list(self.project(features.double()))
+        """Logits [n, V] before each of the chosen drafts, for the features before the root text[-1]."""
+        hidden = list(self.project(self.take(features).double()))
         tokens, found = text[1:], []
         for token in chosen:
             y = self.run(torch.stack(hidden), self.embedding[tokens])
             logits = self.logits(y[-1])
             if ids is not None:
-                logits = torch.full((VOCABULARY,), -math.inf, dtype=torch.float64).scatter(0, ids, logits)
+                logits = torch.full((len(self.embedding),), -math.inf, dtype=torch.float64).scatter(0, ids, logits)
             found.append(logits)
             hidden.append(y[-1])
             tokens = [*tokens, token]
         return torch.stack(found)
+
+    def take(self, features: Features) -> torch.Tensor:
+        return features.last
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         return features
@@ -172,6 +185,10 @@ class RefEagle(Reference):
 class RefEagle3(Reference):
     norm_before_residual = norm_output = False
 
+    def take(self, features: Features) -> torch.Tensor:
+        assert features.aux is not None
+        return features.aux
+
     def project(self, features: torch.Tensor) -> torch.Tensor:
         if "input_norm.weight" in self.w:
             features = rms(features, self.w["input_norm.weight"])
@@ -225,12 +242,75 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors, stem: str
     return str(folder)
 
 
+def loader_of(here: Any) -> Loader:
+    attention = prefill_backend("torch", CPU, torch.float32, 16)
+    return Loader(
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        device=CPU,
+        max_positions=128,
+        pages=here.pages,
+        page_size=4,
+        attention={"target": attention, "draft": attention},
+        chunk=64,
+    )
+
+
+class Run:
+    """A target and its drafter over the rows of a bench."""
+
+    def __init__(self, here: Any, stub: Any, algorithm: str, count: int, draft: str | None, **asked: Any) -> None:
+        self.here, self.count = here, count
+        self.lines: list[str] = []
+        speculation = Speculation(algorithm, draft=draft, draft_tokens=count, **asked)
+        config = EngineConfig(model="target", max_running=here.batch.slots, speculation=speculation)
+        plan: DraftPlan = PLANS[algorithm](stub, config, self.lines.append)
+        loader = loader_of(here)
+        self.plan = plan
+        self.target = stub.model().with_aux(plan.aux)
+        self.cache = here.cache_for(self.target)
+        self.drafter: Drafter = plan.build(self.target, loader)
+
+    def prefill(self, chunk: int) -> None:
+        """All positions before the root, which is not known yet: something else stands at its place."""
+        here = self.here
+        ends = [len(text) - 1 for text in here.texts]
+        roots = here.batch.tokens[here.rows, torch.tensor(ends)]
+        here.batch.tokens[here.rows, torch.tensor(ends)] = (roots + 1) % self.target.config.vocab_size
+        for start in range(0, max(ends), chunk):
+            spans = [
+                Span(row, start, min(start + chunk, end))
+                for row, end in zip(here.rows.tolist(), ends, strict=True)
+                if start < end
+            ]
+            shape = Prefill(here.batch.page_table, spans, 4)
+            tokens = here.batch.tokens[shape.rows, shape.positions]
+            self.drafter.prefill(here.batch, shape, self.target.forward(tokens, shape.positions, shape.on(self.cache)))
+        here.batch.tokens[here.rows, torch.tensor(ends)] = roots
+
+    def verify(self, step: Any, proposal: Proposal, accepted: list[int], bonus: list[int]) -> None:
+        here = self.here
+        tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens)
+        shape = step.verify(step.lengths, self.count + 1)
+        features = self.target.forward(tokens, positions, shape.on(self.cache))
+        here.commit(proposal.tokens, accepted, bonus)
+        self.drafter.absorb(step, features, torch.tensor(accepted))
+
+
+def features_of(target: Llama, text: list[int]) -> Features:
+    """Of every token, by the target alone."""
+    attention = prefill_backend("torch", CPU, torch.float32, 16)
+    cache = KVCache(target.config, len(target.layers), 1, len(text), torch.float32, CPU, attention)
+    shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
+    return target.forward(torch.tensor(text), shape.positions, shape.on(cache))
+
+
 class Kit:
     """The above for tests, which cannot import it."""
 
     VOCABULARY, HIDDEN, HEADS, KV, DIM = VOCABULARY, HIDDEN, HEADS, KV, DIM
-    TargetStub, RefEagle, RefEagle3, RefMtp = TargetStub, RefEagle, RefEagle3, RefMtp
-    llama, randomise, layer, write = (staticmethod(item) for item in (llama, randomise, layer, write_head))
+    TargetStub, Run, RefEagle, RefEagle3, RefMtp = TargetStub, Run, RefEagle, RefEagle3, RefMtp
+    llama, randomise, layer, features_of = (staticmethod(item) for item in (llama, randomise, layer, features_of))
 
     @staticmethod
     def named(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -247,7 +327,14 @@ class Kit:
         return randomise(shapes, 3)
 
     @classmethod
-    def eagle3(cls, known: int | None = 9, hidden: int = HIDDEN, dim: int = DIM, more: Any = ()) -> Tensors:
+    def eagle3(
+        cls,
+        known: int | None = 9,
+        hidden: int = HIDDEN,
+        dim: int = DIM,
+        more: Any = (),
+        vocabulary: int = VOCABULARY,
+    ) -> Tensors:
         """known: tokens that it drafts, None for all (and the target's head); more: extra vectors, name -> size."""
         shapes = {"fc.weight": (hidden, 3 * HIDDEN), **cls.named(layer(2, hidden=hidden, dim=dim))}
         shapes |= {"layer.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
@@ -255,9 +342,9 @@ class Kit:
         tensors = randomise(shapes, 4)
         if known is not None:
             tensors |= randomise({"lm_head.weight": (known, hidden)}, 5)
-            ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(6))[:known].sort().values
+            ids = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(6))[:known].sort().values
             tensors["d2t"] = ids - torch.arange(known)
-            tensors["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, ids, True)
+            tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
         return tensors
 
     @classmethod
@@ -268,6 +355,11 @@ class Kit:
         shapes |= {f"{n}.weight": (HIDDEN,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
         tensors = randomise(shapes, 7)
         return {name: tensor - 1 if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
+
+    @staticmethod
+    def ids(tensors: Tensors) -> torch.Tensor | None:
+        """The target's id of each token that the head drafts; None if they are the same."""
+        return torch.arange(len(tensors["d2t"])) + tensors["d2t"] if "d2t" in tensors else None
 
     @staticmethod
     def stored(tensors: Tensors) -> Tensors:

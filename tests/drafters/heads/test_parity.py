@@ -13,86 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.config import EngineConfig, Speculation
-from specbatch.context import Prefill, Span
-from specbatch.drafters import eagle, eagle3, mtp
-from specbatch.drafters.base import Drafter, DraftPlan
-from specbatch.kernels.backends import prefill_backend
-from specbatch.models.llama import Features, Llama
-from specbatch.models.loader import Loader
-from specbatch.verification import Proposal
+from specbatch.kernels.sampling import DRAFT, draw_ref, uniform_ref
 
-PLANS = {"eagle": eagle.plan, "eagle3": eagle3.plan, "mtp": mtp.plan}
 LENGTHS = (2, 3, 5, 6, 13, 21)
-CPU = torch.device("cpu")
-
-
-def loader_of(here: Any) -> Loader:
-    attention = prefill_backend("torch", CPU, torch.float32, 16)
-    return Loader(
-        dtype=torch.float32,
-        kv_dtype=torch.float32,
-        device=CPU,
-        max_positions=128,
-        pages=here.pages,
-        page_size=4,
-        attention={"target": attention, "draft": attention},
-        chunk=64,
-    )
-
-
-class Run:
-    """A target and its drafter over the rows of a bench."""
-
-    def __init__(self, here: Any, stub: Any, algorithm: str, count: int, draft: str | None, **asked: Any) -> None:
-        self.here, self.count, self.lines = here, count, list[str]()
-        speculation = Speculation(algorithm, draft=draft, draft_tokens=count, **asked)
-        config = EngineConfig(model="target", max_running=len(LENGTHS) + 2, speculation=speculation)
-        plan: DraftPlan = PLANS[algorithm](stub, config, self.lines.append)
-        loader = loader_of(here)
-        self.plan = plan
-        self.target = stub.model().with_aux(plan.aux)
-        self.cache = here.cache_for(self.target)
-        self.drafter: Drafter = plan.build(self.target, loader)
-
-    def prefill(self, chunk: int) -> None:
-        """All positions before the root, which is not known yet: something else stands at its place."""
-        here = self.here
-        ends = [len(text) - 1 for text in here.texts]
-        roots = here.batch.tokens[here.rows, torch.tensor(ends)]
-        here.batch.tokens[here.rows, torch.tensor(ends)] = (roots + 1) % 13
-        for start in range(0, max(ends), chunk):
-            spans = [
-                Span(row, start, min(start + chunk, end))
-                for row, end in zip(here.rows.tolist(), ends, strict=True)
-                if start < end
-            ]
-            shape = Prefill(here.batch.page_table, spans, 4)
-            tokens = here.batch.tokens[shape.rows, shape.positions]
-            self.drafter.prefill(here.batch, shape, self.target.forward(tokens, shape.positions, shape.on(self.cache)))
-        here.batch.tokens[here.rows, torch.tensor(ends)] = roots
-
-    def verify(self, step: Any, proposal: Proposal, accepted: list[int], bonus: list[int]) -> None:
-        here = self.here
-        tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens)
-        shape = step.verify(step.lengths, self.count + 1)
-        features = self.target.forward(tokens, positions, shape.on(self.cache))
-        here.commit(proposal.tokens, accepted, bonus)
-        self.drafter.absorb(step, features, torch.tensor(accepted))
-
-
-def features_of(target: Llama, text: list[int], aux: bool) -> torch.Tensor:
-    """Of every token, by the target alone."""
-    seen: list[Features] = []
-    from specbatch.memory.kv_cache import KVCache
-
-    attention = prefill_backend("torch", CPU, torch.float32, 16)
-    cache = KVCache(target.config, len(target.layers), 1, len(text), torch.float32, CPU, attention)
-    shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
-    seen.append(target.forward(torch.tensor(text), shape.positions, shape.on(cache)))
-    found = seen[0].aux if aux else seen[0].last
-    assert found is not None
-    return found
 
 
 def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
@@ -101,7 +24,9 @@ def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
     return turns + [[randomness.randint(0, count) for _ in range(rows)] for _ in range(3)]
 
 
-def check(run: Run, reference: Any, boundaries: tuple[int, ...] = (), ids: torch.Tensor | None = None) -> None:
+def check(
+    kit: Any, run: Any, reference: Any, boundaries: tuple[int, ...] = (), ids: torch.Tensor | None = None
+) -> None:
     """boundaries: where the features are read, as the test means it."""
     randomness = random.Random(run.count)
     # A view of its own, so that a wrong layer in the plan shows.
@@ -113,18 +38,18 @@ def check(run: Run, reference: Any, boundaries: tuple[int, ...] = (), ids: torch
         assert proposal.drafted.tolist() == [run.count] * len(LENGTHS)
         for index, text in enumerate(run.here.texts):
             drafts = proposal.tokens[index].tolist()
-            features = features_of(target, text[:-1], bool(boundaries))
+            features = kit.features_of(target, text[:-1])
             logits = reference.drafts(features, text, drafts, ids)
             torch.testing.assert_close(proposal.probabilities[index].double(), logits.softmax(-1), rtol=1e-4, atol=2e-5)
         run.verify(step, proposal, accepted, [randomness.randrange(13) for _ in LENGTHS])
 
 
 @pytest.fixture
-def start(bench: Any) -> Callable[..., Run]:
-    def build(stub: Any, algorithm: str, draft: str | None = None, count: int = 3, chunk: int = 5, **asked: Any) -> Run:
+def start(kit: Any, bench: Any) -> Callable[..., Any]:
+    def build(stub: Any, algorithm: str, draft: str | None = None, count: int = 3, chunk: int = 5, **asked: Any) -> Any:
         randomness = random.Random(count)
         here = bench([[randomness.randrange(13) for _ in range(length)] for length in LENGTHS])
-        run = Run(here, stub, algorithm, count, draft, **asked)
+        run = kit.Run(here, stub, algorithm, count, draft, **asked)
         run.prefill(chunk)
         return run
 
@@ -141,7 +66,7 @@ def test_eagle(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: 
     stub, tensors = kit.TargetStub(2), kit.eagle(bias)
     folder = write(kit.llama(bias=not bias, architectures=["LlamaForCausalLMEagle"]), tensors)
     run = start(stub, "eagle", folder, count, chunk)
-    check(run, kit.RefEagle(tensors, stub))
+    check(kit, run, kit.RefEagle(tensors, stub))
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
 
 
@@ -155,21 +80,17 @@ def test_eagle_in_its_spellings(kit: Any, write: Any, start: Any, spelling: Any,
         {f"layer.self_attn.{part}_proj.bias": (heads * kit.DIM,) for part, heads in (("q", 4), ("k", 2), ("v", 2))}, 9
     )
     run = start(stub, "eagle", write(kit.llama(**spelling), tensors, **stored))
-    check(run, kit.RefEagle(tensors, stub, theta=500.0))
+    check(kit, run, kit.RefEagle(tensors, stub, theta=500.0))
 
 
 def test_a_theta_that_is_asked_for_wins(kit: Any, write: Any, start: Any) -> None:
     stub, tensors = kit.TargetStub(2), kit.eagle()
     run = start(stub, "eagle", write(kit.llama(rope_theta=500.0), tensors), draft_rope_theta=30.0)
-    check(run, kit.RefEagle(tensors, stub, theta=30.0))
+    check(kit, run, kit.RefEagle(tensors, stub, theta=30.0))
     assert any("rope theta 30 (from draft_rope_theta)" in line for line in run.lines)
 
 
 # -- EAGLE-3 -----------------------------------------------------------------------------------------------------
-
-
-def ids_of(tensors: Any) -> torch.Tensor:
-    return torch.arange(len(tensors["d2t"])) + tensors["d2t"]
 
 
 @pytest.mark.parametrize(("count", "chunk"), [(1, 1000), (3, 3), (4, 7), (2, 1)])
@@ -178,7 +99,7 @@ def test_eagle3(kit: Any, write: Any, start: Any, count: int, chunk: int) -> Non
     stub, tensors = kit.TargetStub(8), kit.eagle3()
     config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
     run = start(stub, "eagle3", write(config, tensors, "midlayer"), count, chunk)
-    check(run, kit.RefEagle3(tensors, stub), (2, 4, 5), ids_of(tensors))
+    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
     assert any("inputs of layers 2, 4, 5 of 8 (from default)" in line for line in run.lines)
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
     assert any("drafts 9 of the target's 13 tokens" in line for line in run.lines)
@@ -199,7 +120,7 @@ def test_eagle3_as_specforge_writes_it(
     nested = {"eagle_aux_hidden_state_layer_ids": listed, "use_aux_hidden_state": True}
     config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=None, eagle_config=nested, **rope)
     run = start(stub, "eagle3", write(config, tensors, "midlayer", prefix="model."))
-    check(run, kit.RefEagle3(tensors, stub, theta=500.0), boundaries)
+    check(kit, run, kit.RefEagle3(tensors, stub, theta=500.0), boundaries)
 
 
 @pytest.mark.parametrize("before", [True, False, None])
@@ -219,14 +140,14 @@ def test_eagle3_as_speculators_writes_it(kit: Any, write: Any, start: Any, rope:
     }
     run = start(stub, "eagle3", write(config, tensors))
     reference = kit.RefEagle3(tensors, stub, theta=500.0, norm_before_residual=bool(before))
-    check(run, reference, (1, 3, 6), ids_of(tensors))
+    check(kit, run, reference, (1, 3, 6), kit.ids(tensors))
 
 
 def test_eagle3_with_norms_before_fc_and_behind(kit: Any, write: Any, start: Any) -> None:
     stub, tensors = kit.TargetStub(8), kit.eagle3(more={"input_norm.weight": 3 * kit.HIDDEN})
     config = kit.llama(draft_vocab_size=9, norm_before_fc=True, norm_output=True)
     run = start(stub, "eagle3", write(config, tensors))
-    check(run, kit.RefEagle3(tensors, stub, norm_output=True), (2, 4, 5), ids_of(tensors))
+    check(kit, run, kit.RefEagle3(tensors, stub, norm_output=True), (2, 4, 5), kit.ids(tensors))
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -237,7 +158,7 @@ def test_eagle3_with_a_norm_for_each_feature(kit: Any, write: Any, start: Any, l
     rename = {f"fc_norm.{n}": name for n, name in enumerate(names)} if legacy else {}
     config = kit.llama(draft_vocab_size=9) | ({} if legacy else {"fc_norm": True})
     run = start(stub, "eagle3", write(config, tensors, "midlayer", rename=rename, binary=binary))
-    check(run, kit.RefEagle3(tensors, stub), (2, 4, 5), ids_of(tensors))
+    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
 
 
 def test_eagle3_of_another_width_than_its_target(kit: Any, write: Any, start: Any) -> None:
@@ -246,14 +167,14 @@ def test_eagle3_of_another_width_than_its_target(kit: Any, write: Any, start: An
     tensors |= kit.randomise({"embed_tokens.weight": (13, 16)}, 8)
     config = kit.llama(draft_vocab_size=9, hidden_size=16, target_hidden_size=kit.HIDDEN)
     run = start(stub, "eagle3", write(config, tensors))
-    check(run, kit.RefEagle3(tensors, stub), (2, 4, 5), ids_of(tensors))
+    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
 
 
 def test_layers_that_are_asked_for_win(kit: Any, write: Any, start: Any) -> None:
     stub, tensors = kit.TargetStub(8), kit.eagle3()
     config = kit.llama(draft_vocab_size=9, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     run = start(stub, "eagle3", write(config, tensors), aux_layers=(7, 2, 8))
-    check(run, kit.RefEagle3(tensors, stub), (7, 2, 8), ids_of(tensors))
+    check(kit, run, kit.RefEagle3(tensors, stub), (7, 2, 8), kit.ids(tensors))
 
 
 # -- MTP ---------------------------------------------------------------------------------------------------------
@@ -268,50 +189,63 @@ def test_mtp(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None
     whole, plain = stub.config, stub.model()
     stub.config = replace(whole, rope=replace(whole.rope, rotary_dim=turning))
     stub.model = lambda: plain
-    check(start(stub, "mtp", None, count, chunk), kit.RefMtp(tensors, stub, theta=77.0, turning=turning))
+    check(kit, start(stub, "mtp", None, count, chunk), kit.RefMtp(tensors, stub, theta=77.0, turning=turning))
 
 
 # -- all ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", PLANS)
-def test_greedy_drafts_are_the_likeliest(kit: Any, write: Any, start: Any, algorithm: str) -> None:
-    tensors = getattr(kit, algorithm)()
-    stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
-    folder = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
-    run = start(stub, algorithm, folder)
-    ids = ids_of(tensors) if algorithm == "eagle3" else None
-    reference = {"eagle": kit.RefEagle, "eagle3": kit.RefEagle3, "mtp": kit.RefMtp}[algorithm](tensors, stub)
-    reference.theta = 77.0 if algorithm == "mtp" else 10000.0
-    for accepted in acceptances(3, random.Random(1)):
-        step = run.here.step(3)
-        proposal = run.drafter.propose(step)
-        assert proposal.probabilities is None
-        for index, text in enumerate(run.here.texts):
-            features = features_of(run.target, text[:-1], algorithm == "eagle3")
-            logits = reference.drafts(features, text, proposal.tokens[index].tolist(), ids)
-            assert proposal.tokens[index].tolist() == logits.argmax(-1).tolist()
-        run.verify(step, proposal, accepted, [1] * len(LENGTHS))
+ALGORITHMS = ("eagle", "eagle3", "mtp")
 
 
-@pytest.mark.parametrize("algorithm", PLANS)
-def test_a_batch_may_shrink_and_change_its_order(kit: Any, write: Any, start: Any, algorithm: str) -> None:
-    tensors = getattr(kit, algorithm)()
-    stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
-    folder = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
-    run, randomness = start(stub, algorithm, folder), random.Random(3)
-    ids = ids_of(tensors) if algorithm == "eagle3" else None
-    reference = {"eagle": kit.RefEagle, "eagle3": kit.RefEagle3, "mtp": kit.RefMtp}[algorithm](tensors, stub)
-    reference.theta = 77.0 if algorithm == "mtp" else 10000.0
+@pytest.fixture
+def usual(kit: Any, write: Any, start: Any) -> Callable[[str], tuple[Any, Any, Any]]:
+    """A run of an algorithm's usual head, its reference, and the tokens that it drafts."""
+
+    def build(algorithm: str) -> tuple[Any, Any, Any]:
+        tensors = getattr(kit, algorithm)()
+        stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
+        folder = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
+        reference = {"eagle": kit.RefEagle, "eagle3": kit.RefEagle3, "mtp": kit.RefMtp}[algorithm](tensors, stub)
+        reference.theta = 77.0 if algorithm == "mtp" else 10000.0
+        return start(stub, algorithm, folder), reference, kit.ids(tensors)
+
+    return build
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_greedy_drafts_are_the_likeliest_while_a_batch_shrinks_and_changes_its_order(
+    kit: Any, usual: Any, algorithm: str
+) -> None:
+    (run, reference, ids), randomness = usual(algorithm), random.Random(3)
     here = run.here
     while len(here.texts) > 1:
         step = here.step(3)
         proposal = run.drafter.propose(step)
+        assert proposal.probabilities is None
         for index, text in enumerate(here.texts):
-            features = features_of(run.target, text[:-1], algorithm == "eagle3")
+            features = kit.features_of(run.target, text[:-1])
             logits = reference.drafts(features, text, proposal.tokens[index].tolist(), ids)
             assert proposal.tokens[index].tolist() == logits.argmax(-1).tolist()
         accepted = [randomness.randint(0, 3) for _ in here.texts]
         run.verify(step, proposal, accepted, [1] * len(here.texts))
         order = randomness.sample(range(len(here.texts)), len(here.texts) - 1)
         here.rows, here.texts = here.rows[order], [here.texts[index] for index in order]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_each_draft_is_drawn_with_the_coin_of_its_place(usual: Any, algorithm: str) -> None:
+    run, _, ids = usual(algorithm)
+    step = run.here.step(3, temperature=torch.tensor([1.0, 0.0, 0.7, 1.5, 0.0, 1.0]), top_k=torch.full((6,), 4))
+    proposal = run.drafter.propose(step)
+    assert proposal.probabilities is not None
+    assert proposal.probabilities.dtype == torch.float32
+    assert ((proposal.probabilities > 0).sum(-1) <= 4).all()
+    for index, text in enumerate(run.here.texts):
+        for place in range(3):
+            law = proposal.probabilities[index, place]
+            coin = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+            # Drawn among the tokens that the head knows, in their order.
+            known = law if ids is None else law[ids]
+            drawn = draw_ref(known, coin)
+            assert proposal.tokens[index, place] == (drawn if ids is None else ids[drawn])
