@@ -253,6 +253,7 @@ def loader_of(here: Any) -> Loader:
         page_size=4,
         attention={"target": attention, "draft": attention},
         chunk=64,
+        page_table=here.batch.page_table,
     )
 
 
