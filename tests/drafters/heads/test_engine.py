@@ -90,7 +90,7 @@ def head(kit: Any, kind: str) -> dict[str, torch.Tensor]:
         for part in "qk":
             tensors[f"layer.self_attn.{part}_norm.weight"] = torch.ones(kit.DIM)
         tensors |= {name: tensor - 1 for name, tensor in tensors.items() if tensor.dim() == 1}
-    if kind == "eagle" or kind == "token":
+    if kind in ("eagle", "token"):
         del tensors["layer.input_layernorm.weight"]
     if kind == "token":
         tensors["fc.weight"] = torch.cat([picked, none], 1)
@@ -190,3 +190,21 @@ def test_the_default_is_three_drafts_and_others_may_be_asked_for(
     engine = table_engine(kind, count=7)
     engine.generate([[1, 2]], SamplingParams(max_new_tokens=17, ignore_eos=True))
     assert engine.record().metrics["accept_length"] == 8.0
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
+def test_sampled_tokens_of_a_seed_are_the_same_in_every_schedule(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """With random heads, some of whose drafts are accepted."""
+    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    prompts = [list(prompt) for prompt in toy.prompts()[:6]]
+    params = [SamplingParams(temperature=1.2, seed=n, max_new_tokens=20, ignore_eos=True) for n in range(6)]
+    found = []
+    for schedule, graphs in (("v1", Graphs()), ("v2", Graphs()), ("v2", BOTH)):
+        draft = None if algorithm == "mtp" else "dummy"
+        engine = toy_engine(speculation=Speculation(algorithm, schedule, draft=draft), graphs=graphs)
+        found.append([item.token_ids for item in engine.generate(prompts, params)])
+        assert 1.05 < engine.record().metrics["accept_length"] < 3.5
+    assert found[0] == found[1] == found[2]
