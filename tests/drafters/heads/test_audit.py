@@ -54,6 +54,17 @@ def test_one_kind_of_head_is_not_run_as_another(kit: Any, write: Any, plan: Plan
     assert "has no tensor layers.0.hidden_norm, so it is for algorithm 'eagle'" in message
 
 
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+@pytest.mark.parametrize("model", [True, False])
+def test_what_is_no_head_is_run_as_none(kit: Any, write: Any, plan: Plan, algorithm: str, model: bool) -> None:
+    """A whole model, and a draft that has fc but plain layers."""
+    tensors = kit.eagle() | {"layer.input_layernorm.weight": torch.ones(kit.HIDDEN)}
+    if model:
+        del tensors["fc.weight"]
+    message = refusal(plan, algorithm, write(kit.llama(), tensors))
+    assert "its tensors are those of no EAGLE head" in message
+
+
 OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"vocab_size": 14}, "vocabulary is 14 and that of target is 13", "layers.0"),
     ({"target_hidden_size": 36}, "features is 36", "layers.0"),
