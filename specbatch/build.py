@@ -17,7 +17,7 @@ from specbatch.config import EngineConfig
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
-from specbatch.forward import Forward, PiecewiseGraphs, static_bytes
+from specbatch.forward import PromptWork, static_bytes
 from specbatch.graphs import Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
@@ -49,7 +49,7 @@ class Parts:
     caps: dict[str, Any]
     scheduler: Scheduler
     runner: Runner
-    forwards: dict[str, Forward]
+    forwards: dict[str, PromptWork]
 
 
 def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Llama | None = None) -> Parts:
@@ -106,7 +106,8 @@ def _plan(
         on_cpu=device.type == "cpu",
         model_len=min(target.config.max_position, draft.config.max_position),
         weights=0 if is_shared else weight_bytes(target.config, dtype, device),
-        draft_weights=weight_bytes(draft.weights, dtype, device) if draft.weights else 0,
+        draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
+        + draft.parameters * dtype.itemsize,
         page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         vocabulary=target.config.vocab_size,
@@ -184,7 +185,7 @@ def _assemble(
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
     }
-    recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, PiecewiseGraphs)]
+    recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, Recordings)]
     if runner.graphs is not None:
         recordings.append(runner.graphs)
     if recordings:
