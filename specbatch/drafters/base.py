@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specbatch.batch import DeviceBatch, Sampling
-from specbatch.context import Prefill, Verify
+from specbatch.context import Mask, Prefill, Verify
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Features, Llama
 from specbatch.models.loader import Loader
@@ -34,9 +34,9 @@ class Step:
     bound: int
     sampling: Sampling
 
-    def verify(self, lengths: torch.Tensor, rows: int) -> Verify:
-        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]."""
-        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound)
+    def verify(self, lengths: torch.Tensor, rows: int, masks: tuple[Mask, ...] | None = None) -> Verify:
+        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]; `masks`: see `Verify`."""
+        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound, masks)
 
 
 class Drafter(Protocol):
