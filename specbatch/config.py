@@ -14,6 +14,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DECODE_GRAPHS = ("off", "whole")
 PREFILL_GRAPHS = ("off", "piecewise")
+DRAFT_TOKENS = 4  # where nobody says another number
+OF_MODELS = ("standalone", "dflash")  # algorithms with a draft model
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
 KV_DTYPES = ("auto", "fp8")
 
@@ -30,9 +32,11 @@ class Speculation:
     algorithm     "none" is plain decoding: the same iteration with zero drafted tokens
     schedule      "v1" waits for each result before it plans the next iteration, "v2" handles it one step late
     draft         for "standalone": a model of the same vocabulary, or "self:skip=12-15", the target without
-                  those layers (inclusive ranges, comma separated), sharing its weights
-    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows)
-    draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
+                  those layers (inclusive ranges, comma separated), sharing its weights; for "dflash": a draft made
+                  for the target, or "dummy" with load_format "dummy"
+    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows); None is what
+                  the draft was made for, else 4
+    draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens; a block 1
     draft_topk    children per drafted node; 1 is a chain
     ngram_min/max lengths of the suffix that "ngram" looks up, longest first
     simulate_accept_length  for benchmarks: mean tokens per verify, drawn by a seeded coin instead of comparing drafts
@@ -42,7 +46,7 @@ class Speculation:
     algorithm: str = "none"
     schedule: str = "v2"
     draft: str | None = None
-    draft_tokens: int = 4
+    draft_tokens: int | None = None
     draft_steps: int | None = None
     draft_topk: int = 1
     ngram_min: int = 2
@@ -52,22 +56,20 @@ class Speculation:
     def __post_init__(self) -> None:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
         _choice("schedule", self.schedule, SCHEDULES)
-        at_least("draft_tokens", self.draft_tokens, 1)
-        if self.draft_tokens > 63:
+        if self.draft_tokens is not None:
+            at_least("draft_tokens", self.draft_tokens, 1)
+        if self.drafted > 63:
             raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
         if self.draft_topk != 1:
             raise refuse("draft_topk", self.draft_topk, "only chains are drafted by this version; use 1")
-        if self.draft_steps not in (None, self.draft_tokens):
-            raise refuse(
-                "draft_steps",
-                self.draft_steps,
-                f"a chain of draft_tokens={self.draft_tokens} takes {self.draft_tokens} steps (the root is not "
-                "counted); leave it out or set both to the same number",
-            )
+        self._check_steps()
         if self.algorithm == "standalone" and not self.draft:
             raise refuse("draft", self.draft, "algorithm 'standalone' needs a draft model or 'self:skip=FIRST-LAST'")
-        if self.algorithm != "standalone" and self.draft:
-            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft model; use 'standalone'")
+        if self.algorithm == "dflash" and not self.draft:
+            raise refuse("draft", self.draft, "algorithm 'dflash' needs a draft that was made for the model")
+        if self.algorithm not in OF_MODELS and self.draft:
+            works = f"algorithm {self.algorithm!r} takes no draft model; use {' or '.join(map(repr, OF_MODELS))}"
+            raise refuse("draft", self.draft, works)
         at_least("ngram_min", self.ngram_min, 1)
         at_least("ngram_max", self.ngram_max, 1)
         if self.ngram_min > 16:
@@ -82,12 +84,25 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
-        return f"{self.algorithm}{draft}, {self.draft_tokens} drafted, schedule {self.schedule}{note}"
+        return f"{self.algorithm}{draft}, {self.drafted} drafted, schedule {self.schedule}{note}"
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted per verify; 0 for the baseline."""
-        return 0 if self.algorithm == "none" else self.draft_tokens
+        """Tokens drafted per verify; 0 for the baseline. Of "dflash" only the engine knows, where nobody has said."""
+        return 0 if self.algorithm == "none" else self.draft_tokens or DRAFT_TOKENS
+
+    def _check_steps(self) -> None:
+        if self.algorithm == "dflash":
+            if self.draft_steps not in (None, 1):
+                raise refuse("draft_steps", self.draft_steps, "a block is drafted in one step; leave it out")
+        elif self.draft_steps not in (None, self.draft_tokens or DRAFT_TOKENS):
+            count = self.draft_tokens or DRAFT_TOKENS
+            raise refuse(
+                "draft_steps",
+                self.draft_steps,
+                f"a chain of draft_tokens={count} takes {count} steps (the root is not counted); leave it out or set "
+                "both to the same number",
+            )
 
     def _check_simulation(self) -> None:
         mean = self.simulate_accept_length
@@ -96,7 +111,8 @@ class Speculation:
         if self.algorithm == "none":
             raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
         number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
-        if not number or not 1 <= mean <= self.drafted + 1:
+        known = self.algorithm != "dflash" or self.draft_tokens is not None  # else once the draft's config is read
+        if not number or not mean >= 1 or (known and mean > self.drafted + 1):
             raise refuse("simulate_accept_length", mean, f"use 1 to {self.drafted + 1} (draft_tokens + 1)")
 
 

@@ -13,6 +13,7 @@ from typer import Option
 from specbatch.config import (
     ATTENTION_BACKENDS,
     DECODE_GRAPHS,
+    DRAFT_TOKENS,
     DTYPES,
     KV_DTYPES,
     LOAD_FORMATS,
@@ -73,11 +74,19 @@ class EngineOptions:
     ] = None
     draft: Annotated[
         str | None,
-        Option(help="Draft model, or self:skip=12-15 (the target without those layers).", rich_help_panel=_SPEC),
+        Option(
+            help="Draft model, or self:skip=12-15 (the target without those layers); dummy: random weights for dflash.",
+            rich_help_panel=_SPEC,
+        ),
     ] = None
     draft_tokens: Annotated[
-        int, Option(help="Tokens drafted per verify, the root not counted.", rich_help_panel=_SPEC)
-    ] = Speculation.draft_tokens
+        int | None,
+        Option(
+            help=f"Tokens drafted per verify, the root not counted. Default: what the draft was made for, else "
+            f"{DRAFT_TOKENS}.",
+            rich_help_panel=_SPEC,
+        ),
+    ] = None
     draft_steps: Annotated[
         int | None, Option(help="Draft passes; a chain takes --draft-tokens of them.", rich_help_panel=_SPEC)
     ] = None

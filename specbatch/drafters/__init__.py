@@ -9,4 +9,5 @@ ALGORITHMS: dict[str, str] = {
     "none": "specbatch.drafters.base",
     "ngram": "specbatch.drafters.ngram",
     "standalone": "specbatch.drafters.standalone",
+    "dflash": "specbatch.drafters.dflash",
 }

@@ -63,7 +63,7 @@ class DraftPlan:
 
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
     for it, None if they are the target's or none; every: it wants the target's features of every prompt token; aux: and
-    the residual stream behind these layers.
+    the residual stream behind these layers; drafted: tokens drafted per verify, None if what was asked for stands.
     """
 
     build: Callable[[Llama, Loader], Drafter]
@@ -72,6 +72,7 @@ class DraftPlan:
     weights: ModelConfig | None = None
     every: bool = False
     aux: tuple[int, ...] = ()
+    drafted: int | None = None
 
 
 class NoDraft:

@@ -224,6 +224,10 @@ class ModelConfig:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def is_spare(self, name: str) -> bool:
+        """Is this a tensor that a file may hold beside them? Old files carry the rope's frequencies."""
+        return name.endswith("rotary_emb.inv_freq")
+
     def parameter_count(self) -> int:
         """Parameters that lie in memory; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())

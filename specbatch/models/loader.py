@@ -63,16 +63,12 @@ class Loader:
         """The same for a model that drafts."""
         return self._way(model, "draft", False)
 
+    def cache(self, config: ModelConfig, layers: int, role: str) -> KVCache:
+        """A cache alone, for who fills it otherwise than by prompt passes."""
+        return KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, self.attention[role])
+
     def _way(self, model: Llama, role: str, every: bool) -> tuple[Forward, KVCache]:
-        cache = KVCache(
-            model.config,
-            len(model.layers),
-            self.pages,
-            self.page_size,
-            self.kv_dtype,
-            self.device,
-            self.attention[role],
-        )
+        cache = self.cache(model.config, len(model.layers), role)
         forward: Forward = EagerForward(model, cache)
         if self.recorder is not None:
             forward = PiecewiseGraphs(model, cache, self.recorder, self.chunk, every=every)

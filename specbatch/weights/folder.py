@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.tokenizer import Tokenizer
-from specbatch.weights import read_config
+from specbatch.weights import Read, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +22,22 @@ LM_HEAD = "lm_head.weight"
 class FolderCheckpoint:
     """A folder whose headers were read: every tensor is there, in its shape, in files that are whole."""
 
-    def __init__(self, folder: Path, *, name: str, origin: str, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str,
+        origin: str,
+        tokenizer: Tokenizer | None = None,
+        read: Read = ModelConfig.from_dict,
+    ) -> None:
         self.folder = folder
         self.name = name
         self.origin = origin
         self._tokenizer = tokenizer
         if not (folder / "config.json").is_file():
             raise refuse("model", str(folder), "the folder has safetensors but no config.json")
-        self.config = ModelConfig.from_dict(read_config(folder / "config.json"))
+        self.config = read(read_config(folder / "config.json"))
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.bytes = 0
@@ -40,7 +48,7 @@ class FolderCheckpoint:
         check_tensors(self.config, self._shapes, folder)
 
     def names(self) -> list[str]:
-        return [name for name in self._shapes if not _is_table(name)]
+        return [name for name in self._shapes if not self.config.is_spare(name)]
 
     def tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._files[name].get_tensor(name)
@@ -82,14 +90,9 @@ def check_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]], where:
         if found[name] != shape:
             raise _damaged(where, f"tensor {name} is {list(found[name])}; its config asks for {list(shape)}")
     for name in found:
-        if name not in wanted and not _is_table(name):
+        if name not in wanted and not config.is_spare(name):
             # Leaving it out would compute another model.
             raise _damaged(where, f"its config describes no tensor {name}, which is there")
-
-
-def _is_table(name: str) -> bool:
-    """Old files carry the rope's frequencies, which are no weights."""
-    return name.endswith("rotary_emb.inv_freq")
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str]]:
