@@ -58,8 +58,8 @@ class Speculation:
         _choice("schedule", self.schedule, SCHEDULES)
         if self.draft_tokens is not None:
             at_least("draft_tokens", self.draft_tokens, 1)
-        if self.drafted > 63:
-            raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
+            if self.draft_tokens > 63:
+                raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
         if self.draft_topk != 1:
             raise refuse("draft_topk", self.draft_topk, "only chains are drafted by this version; use 1")
         self._check_steps()

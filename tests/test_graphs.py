@@ -28,6 +28,8 @@ SPECULATIONS = {
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1"),
     "other": Speculation("standalone", draft="toy-2", draft_tokens=2),
+    "block": Speculation("dflash", draft="toy-block"),
+    "block-34": Speculation("dflash", draft="toy-block-34", draft_tokens=3),
 }
 BOTH = Graphs(decode="whole", prefill="piecewise")
 

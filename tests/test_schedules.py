@@ -24,6 +24,7 @@ DRAFTERS = {
     "self": {"algorithm": "standalone", "draft": "self:skip=1", "draft_tokens": 3},
     "self-deep": {"algorithm": "standalone", "draft": "self:skip=0,2-3", "draft_tokens": 5},
     "other": {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 2},
+    "block": {"algorithm": "dflash", "draft": "toy-block-34", "draft_tokens": 4},
 }
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "plain": {},

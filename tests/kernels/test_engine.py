@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specbatch.config import Graphs, Speculation
-from specbatch.kernels import accept, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
+from specbatch.kernels import accept, context_kv_triton, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
 from specbatch.kernels.backends import _Triton
 from specbatch.request import SamplingParams
 
@@ -22,6 +22,7 @@ SPECULATIONS = {
     "none": Speculation(),
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
+    "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
 }
 
 
@@ -44,6 +45,7 @@ def kernel_engine(
     for module, names in {
         accept: ["greedy_accept", "commit", "stage"],
         draw: ["draw", "reject"],
+        context_kv_triton: ["write_context", "write_verified"],
         elementwise: ["rms_norm", "silu_product", "split_heads"],
         ngram_triton: ["ngram_match"],
         skinny_gemm: ["skinny_linear", "skinny_gated"],
@@ -66,7 +68,8 @@ def test_greedy_tokens(toy: Any, kernel_engine: tuple[Callable[..., Any], set[st
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
     expected = {"stage", "greedy_accept", "rms_norm", "silu_product", "split_heads", "verify_attention"}
     expected |= {"skinny_linear", "skinny_gated"}
-    assert called == expected | ({"ngram_match"} if name == "ngram" else set())
+    own = {"ngram": {"ngram_match"}, "block": {"write_context", "write_verified"}}
+    assert called == expected | own.get(name, set())
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)
@@ -83,7 +86,7 @@ def test_sampled_tokens_of_a_seed(
     assert ours.token_ids == expected.token_ids
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert called >= {"draw", "commit"}
-    assert ("reject" in called) == (name == "self")
+    assert ("reject" in called) == (name in ("self", "block"))
     assert "greedy_accept" not in called
 
 
