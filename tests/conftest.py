@@ -143,6 +143,7 @@ class Toy:
 
     eos = EOS
     pieces = _PIECES
+    block, block_config = ToyBlock, TOY_BLOCK
 
     def __init__(self) -> None:
         self.checkpoint = ToyCheckpoint()

@@ -117,7 +117,11 @@ def check(toy: Any, engine: Engine, prompts: list[list[int]], params: list[Sampl
     ("drafter", "arrangement"),
     [
         *((drafter, arrangement) for drafter in DRAFTERS for arrangement in ("plain", "crowded")),
-        *((drafter, arrangement) for drafter in ("ngram-7-1", "self") for arrangement in list(ARRANGEMENTS)[2:]),
+        *(
+            (drafter, arrangement)
+            for drafter in ("ngram-7-1", "self", "block")
+            for arrangement in list(ARRANGEMENTS)[2:]
+        ),
     ],
 )
 def test_greedy_tokens_are_those_of_plain_decoding(
