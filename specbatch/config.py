@@ -84,12 +84,18 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
-        return f"{self.algorithm}{draft}, {self.drafted} drafted, schedule {self.schedule}{note}"
+        count = self.drafted if self._knows else "a block"
+        return f"{self.algorithm}{draft}, {count} drafted, schedule {self.schedule}{note}"
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted per verify; 0 for the baseline. Of "dflash" only the engine knows, where nobody has said."""
+        """Tokens drafted per verify; 0 for the baseline. Of "dflash" the engine knows, once it has read the draft's
+        config."""
         return 0 if self.algorithm == "none" else self.draft_tokens or DRAFT_TOKENS
+
+    @property
+    def _knows(self) -> bool:
+        return self.algorithm != "dflash" or self.draft_tokens is not None
 
     def _check_steps(self) -> None:
         if self.algorithm == "dflash":
@@ -111,9 +117,9 @@ class Speculation:
         if self.algorithm == "none":
             raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
         number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
-        known = self.algorithm != "dflash" or self.draft_tokens is not None  # else once the draft's config is read
-        if not number or not mean >= 1 or (known and mean > self.drafted + 1):
-            raise refuse("simulate_accept_length", mean, f"use 1 to {self.drafted + 1} (draft_tokens + 1)")
+        if not number or not mean >= 1 or (self._knows and mean > self.drafted + 1):
+            most = f"{self.drafted + 1} (draft_tokens + 1)" if self._knows else "the draft's block_size"
+            raise refuse("simulate_accept_length", mean, f"use 1 to {most}")
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,12 @@ class Bench:
             self.batch.lengths[row] = len(text) - 1
 
     def cache_for(self, model: Llama) -> KVCache:
+        return self.cache_of(model.config, len(model.layers))
+
+    def cache_of(self, config: ModelConfig, layers: int) -> KVCache:
         return KVCache(
-            model.config,
-            len(model.layers),
+            config,
+            layers,
             self.pages,
             PAGE,
             torch.float32,

@@ -19,7 +19,6 @@ from specbatch.context import Mask
 from specbatch.drafters import dflash
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.kernels import context_kv
-from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.dflash import DFlash, DFlashConfig
 from specbatch.models.llama import Features, Llama
@@ -127,8 +126,7 @@ def random_draft(config: DFlashConfig, seed: int = 5) -> dict[str, torch.Tensor]
 
 
 def cache_of(here: Any, config: DFlashConfig) -> KVCache:
-    backend = prefill_backend("torch", CPU, torch.float32, 16)
-    cache = KVCache(config, config.num_layers, here.pages, 4, torch.float32, CPU, backend)
+    cache: KVCache = here.cache_of(config, config.num_layers)
     cache.keys.fill_(1e4), cache.values.fill_(1e4)  # what is stale must not be seen
     return cache
 
