@@ -22,6 +22,7 @@ SPECULATIONS = {
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1"),
     "other": Speculation("standalone", draft="toy-2", draft_tokens=2),
+    "block": Speculation("dflash", draft="toy-block"),
 }
 
 

@@ -334,7 +334,7 @@ class NoHostRead(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other", "block"])
 def test_launching_reads_nothing_from_the_device(
     toy: Any, toy_engine: Callable[..., Engine], drafter: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
