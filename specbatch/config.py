@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from specbatch.drafters import ALGORITHMS
+from specbatch.drafters import ALGORITHMS, DRAFTS, TOKENS
 from specbatch.errors import at_least, refuse
 
 SCHEDULES = ("v1", "v2")
@@ -14,8 +14,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DECODE_GRAPHS = ("off", "whole")
 PREFILL_GRAPHS = ("off", "piecewise")
-DRAFT_TOKENS = 4  # where nobody says another number
-OF_MODELS = ("standalone", "dflash")  # algorithms with a draft model
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
 KV_DTYPES = ("auto", "fp8")
 
@@ -34,9 +32,9 @@ class Speculation:
     draft         for "standalone": a model of the same vocabulary, or "self:skip=12-15", the target without
                   those layers (inclusive ranges, comma separated), sharing its weights; for "dflash": a draft made
                   for the target, or "dummy" with load_format "dummy"
-    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows); None is what
-                  the draft was made for, else 4
-    draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens; a block 1
+    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows). Default: for
+                  "dflash" as many as the draft's blocks hold, 15 as a rule; else 4
+    draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
     draft_topk    children per drafted node; 1 is a chain
     ngram_min/max lengths of the suffix that "ngram" looks up, longest first
     simulate_accept_length  for benchmarks: mean tokens per verify, drawn by a seeded coin instead of comparing drafts
@@ -62,14 +60,19 @@ class Speculation:
                 raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
         if self.draft_topk != 1:
             raise refuse("draft_topk", self.draft_topk, "only chains are drafted by this version; use 1")
-        self._check_steps()
-        if self.algorithm == "standalone" and not self.draft:
-            raise refuse("draft", self.draft, "algorithm 'standalone' needs a draft model or 'self:skip=FIRST-LAST'")
-        if self.algorithm == "dflash" and not self.draft:
-            raise refuse("draft", self.draft, "algorithm 'dflash' needs a draft that was made for the model")
-        if self.algorithm not in OF_MODELS and self.draft:
-            works = f"algorithm {self.algorithm!r} takes no draft model; use {' or '.join(map(repr, OF_MODELS))}"
-            raise refuse("draft", self.draft, works)
+        tokens = self._tokens
+        if self.draft_steps not in (None, tokens):
+            raise refuse(
+                "draft_steps",
+                self.draft_steps,
+                f"a chain of draft_tokens={tokens} takes {tokens} steps (the root is not counted); leave it out or set "
+                "both to the same number",
+            )
+        if self.algorithm in DRAFTS and not self.draft:
+            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} needs {DRAFTS[self.algorithm]}")
+        if self.algorithm not in DRAFTS and self.draft:
+            takers = ", ".join(map(repr, DRAFTS))
+            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft; those that do: {takers}")
         at_least("ngram_min", self.ngram_min, 1)
         at_least("ngram_max", self.ngram_max, 1)
         if self.ngram_min > 16:
@@ -84,31 +87,16 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
-        count = self.drafted if self._knows else "a block"
-        return f"{self.algorithm}{draft}, {count} drafted, schedule {self.schedule}{note}"
+        return f"{self.algorithm}{draft}, {self.drafted} drafted, schedule {self.schedule}{note}"
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted per verify; 0 for the baseline. Of "dflash" the engine knows, once it has read the draft's
-        config."""
-        return 0 if self.algorithm == "none" else self.draft_tokens or DRAFT_TOKENS
+        """Tokens drafted per verify; 0 for the baseline."""
+        return 0 if self.algorithm == "none" else self._tokens
 
     @property
-    def _knows(self) -> bool:
-        return self.algorithm != "dflash" or self.draft_tokens is not None
-
-    def _check_steps(self) -> None:
-        if self.algorithm == "dflash":
-            if self.draft_steps not in (None, 1):
-                raise refuse("draft_steps", self.draft_steps, "a block is drafted in one step; leave it out")
-        elif self.draft_steps not in (None, self.draft_tokens or DRAFT_TOKENS):
-            count = self.draft_tokens or DRAFT_TOKENS
-            raise refuse(
-                "draft_steps",
-                self.draft_steps,
-                f"a chain of draft_tokens={count} takes {count} steps (the root is not counted); leave it out or set "
-                "both to the same number",
-            )
+    def _tokens(self) -> int:
+        return self.draft_tokens or TOKENS.get(self.algorithm, 4)
 
     def _check_simulation(self) -> None:
         mean = self.simulate_accept_length
@@ -117,9 +105,8 @@ class Speculation:
         if self.algorithm == "none":
             raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
         number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
-        if not number or not mean >= 1 or (self._knows and mean > self.drafted + 1):
-            most = f"{self.drafted + 1} (draft_tokens + 1)" if self._knows else "the draft's block_size"
-            raise refuse("simulate_accept_length", mean, f"use 1 to {most}")
+        if not number or not 1 <= mean <= self.drafted + 1:
+            raise refuse("simulate_accept_length", mean, f"use 1 to {self.drafted + 1} (draft_tokens + 1)")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typer import Option
 from specbatch.config import (
     ATTENTION_BACKENDS,
     DECODE_GRAPHS,
-    DRAFT_TOKENS,
     DTYPES,
     KV_DTYPES,
     LOAD_FORMATS,
@@ -82,8 +81,7 @@ class EngineOptions:
     draft_tokens: Annotated[
         int | None,
         Option(
-            help=f"Tokens drafted per verify, the root not counted. Default: what the draft was made for, else "
-            f"{DRAFT_TOKENS}.",
+            help="Tokens drafted per verify, the root not counted. Default: for dflash what its blocks hold, else 4.",
             rich_help_panel=_SPEC,
         ),
     ] = None

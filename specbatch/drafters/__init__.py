@@ -11,3 +11,10 @@ ALGORITHMS: dict[str, str] = {
     "standalone": "specbatch.drafters.standalone",
     "dflash": "specbatch.drafters.dflash",
 }
+# What `draft` must name; the others take none.
+DRAFTS: dict[str, str] = {
+    "standalone": "a draft model or 'self:skip=FIRST-LAST'",
+    "dflash": "a draft that was made for the model (folder or hub id)",
+}
+# Tokens drafted per verify where neither the user nor the draft says another number, and that is not 4.
+TOKENS: dict[str, int] = {"dflash": 15}

@@ -77,6 +77,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     Raises SpecbatchError where the draft does not fit the target.
     """
     asked = config.speculation
+    if asked.draft_steps is not None:
+        raise refuse("draft_steps", asked.draft_steps, "a block is drafted in one pass; leave it out")
     draft = _open(target, config, log)
     shape = draft.config
     if not isinstance(shape, DFlashConfig):

@@ -205,6 +205,8 @@ def test_the_plan_of_a_dummy_and_what_is_said_of_it() -> None:
     for part in ("layers 1, 9, 17, 25, 33", "block of 16", "151669", "theta 1e+06", "32 heads of 128, 8 for keys"):
         assert part in text
     assert planned("qwen3-8b", draft_tokens=7)[0].drafted == 7
+    with pytest.raises(SpecbatchError, match="draft_steps=7: a block is drafted in one pass"):
+        planned("qwen3-8b", draft_tokens=7, draft_steps=7)
     with pytest.raises(SpecbatchError, match="draft_tokens=16: the draft's blocks are of 16; use at most 15"):
         planned("qwen3-8b", draft_tokens=16)
 
