@@ -6,15 +6,13 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbatch import SamplingParams, Speculation
-from specbatch.config import Graphs
 from specbatch.context import Mask
 from specbatch.drafters import dflash
 from specbatch.drafters.dflash import DFlashDrafter
@@ -26,7 +24,6 @@ from specbatch.models.llama import Features, Llama
 VOCABULARY, HIDDEN, LAYERS = 13, 24, 4
 LENGTHS = (2, 3, 5, 6, 13, 21)
 BLOCK = 6
-CPU = torch.device("cpu")
 BASE: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
@@ -55,66 +52,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Reference:
-    """Laws of a block in float64, by the equations: no cache, nothing fused, the config's raw keys."""
-
-    def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Llama) -> None:
-        self.config = config | config["dflash_config"]
-        self.tensors = {name: value.double() for name, value in tensors.items()}
-        self.embedding = target.embedding.double()
-        self.target = target
-
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
-
-    def project(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
-
-    def hidden(self, features: torch.Tensor, anchor: int, count: int) -> torch.Tensor:
-        """Behind the last norm, of the anchor and `count` masks; features [start, n * H] of all positions before."""
-        config, start = self.config, len(features)
-        heads, dim = config["num_attention_heads"], config["head_dim"]
-        inverse = config["rope_theta"] ** -(torch.arange(0, dim, 2).double() / dim)
-        place = torch.arange(start + count + 1)
-        angle = torch.outer(place.double(), inverse).repeat(1, 2)[:, None]
-
-        def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-            half = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
-            return x * angle.cos() + half * angle.sin()
-
-        context = self.norm(self.project(features.double(), "fc"), "hidden_norm")
-        x = self.embedding[[anchor] + [config["mask_token_id"]] * count]
-        for index in range(config["num_hidden_layers"]):
-            layer = f"layers.{index}"
-            own = self.norm(x, f"{layer}.input_layernorm")
-            given = torch.cat([context, own])
-            q, k, v = (
-                self.project(of, f"{layer}.self_attn.{part}_proj").view(len(of), -1, dim)
-                for part, of in (("q", own), ("k", given), ("v", given))
-            )
-            q = turned(self.norm(q, f"{layer}.self_attn.q_norm"), angle[start:])
-            k = turned(self.norm(k, f"{layer}.self_attn.k_norm"), angle)
-            k, v = (item.repeat_interleave(heads // item.shape[1], 1) for item in (k, v))
-            behind = place[start:, None] - place
-            slides = config.get("layer_types", ["full_attention"] * 9)[index] == "sliding_attention"
-            seen = torch.ones_like(behind, dtype=torch.bool)
-            if config.get("is_causal", slides):
-                seen &= behind >= 0
-            if slides:
-                seen &= behind.abs() < config["sliding_window"]
-            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim)
-            weight = scores.masked_fill(~seen, -math.inf).softmax(-1)
-            x = x + self.project(torch.einsum("hqk,khd->qhd", weight, v).flatten(1), f"{layer}.self_attn.o_proj")
-            own = self.norm(x, f"{layer}.post_attention_layernorm")
-            inner = F.silu(self.project(own, f"{layer}.mlp.gate_proj")) * self.project(own, f"{layer}.mlp.up_proj")
-            x = x + self.project(inner, f"{layer}.mlp.down_proj")
-        return self.norm(x, "norm")
-
-    def logits(self, features: torch.Tensor, anchor: int, count: int) -> torch.Tensor:
-        """[count, V] of the drafts."""
-        return self.target.logits(self.hidden(features, anchor, count)[1:].float()).double()
-
-
 def random_draft(config: DFlashConfig, seed: int = 5) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -135,7 +72,15 @@ class Life:
     """Rows of a batch whose verified positions have random features; a drafter, and the reference beside it."""
 
     def __init__(
-        self, bench: Any, tiny: Any, kind: str, count: int, *, ours: dict[str, Any] | None = None, rows: int = 6
+        self,
+        bench: Any,
+        tiny: Any,
+        reference: Any,
+        kind: str,
+        count: int,
+        *,
+        ours: dict[str, Any] | None = None,
+        rows: int = 6,
     ) -> None:
         """ours: what the drafter's config has in place of the reference's."""
         self.random = random.Random(count)
@@ -144,7 +89,7 @@ class Life:
         target = tiny(VOCABULARY, layers=LAYERS)
         tensors = random_draft(config)
         self.count = count
-        self.reference = Reference(raw, tensors, target)
+        self.reference = reference(raw, tensors, target)
         self.here = bench([[self.random.randrange(VOCABULARY) for _ in range(size)] for size in LENGTHS[:rows]])
         config = replace(config, **ours or {})
         self.drafter = DFlashDrafter(
@@ -196,18 +141,23 @@ class Life:
         return max(self.turn(accepted) for accepted in self.turns())
 
 
+@pytest.fixture
+def make_life(bench: Any, tiny: Any, reference: Any) -> Callable[..., Life]:
+    return partial(Life, bench, tiny, reference)
+
+
 @pytest.mark.parametrize("chunk", [1000, 4, 3])
 @pytest.mark.parametrize("count", [BLOCK - 1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_laws_are_those_of_the_equations(bench: Any, tiny: Any, kind: str, count: int, chunk: int) -> None:
-    life = Life(bench, tiny, kind, count)
+def test_laws_are_those_of_the_equations(make_life: Any, kind: str, count: int, chunk: int) -> None:
+    life = make_life(kind, count)
     life.prefill(chunk)
     assert life.worst() < 2e-5
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding and full"])
-def test_greedy_drafts_are_the_likeliest(bench: Any, tiny: Any, kind: str) -> None:
-    life = Life(bench, tiny, kind, BLOCK - 1)
+def test_greedy_drafts_are_the_likeliest(make_life: Any, kind: str) -> None:
+    life = make_life(kind, BLOCK - 1)
     life.prefill(7)
     for accepted in life.turns():
         proposal = life.drafter.propose(life.here.step(life.count))
@@ -220,8 +170,8 @@ def test_greedy_drafts_are_the_likeliest(bench: Any, tiny: Any, kind: str) -> No
         life.turn(accepted)
 
 
-def test_a_batch_may_shrink_and_change_its_order(bench: Any, tiny: Any) -> None:
-    life = Life(bench, tiny, "sliding and full", 3)
+def test_a_batch_may_shrink_and_change_its_order(make_life: Any) -> None:
+    life = make_life("sliding and full", 3)
     life.prefill(1000)
     while len(life.here.texts) > 1:
         assert life.turn([life.random.randint(0, 3) for _ in life.here.texts]) < 2e-5
@@ -234,7 +184,7 @@ def test_a_batch_may_shrink_and_change_its_order(bench: Any, tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("start", [1, 9, 30])
-def test_the_equations_are_those_of_transformers(tiny: Any, start: int) -> None:
+def test_the_equations_are_those_of_transformers(reference: Any, tiny: Any, start: int) -> None:
     """Its DFlash models differ in names and have no causal layers."""
     muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")
     raw = BASE | KINDS["full"]
@@ -250,22 +200,27 @@ def test_the_equations_are_those_of_transformers(tiny: Any, start: int) -> None:
     )
     names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     theirs.load_state_dict({names.get(name, name): value for name, value in tensors.items()})
-    same_hidden(raw, tensors, tiny(VOCABULARY, layers=LAYERS), start, theirs, "context_hidden_states", "noise_embeds")
+    same_hidden(
+        reference, raw, tensors, tiny(VOCABULARY, layers=LAYERS), start, theirs, "context_hidden_states", "noise_embeds"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_equations_are_those_of_the_authors_package(tiny: Any, kind: str) -> None:
+def test_the_equations_are_those_of_the_authors_package(reference: Any, tiny: Any, kind: str) -> None:
     """pip install --no-deps dflash"""
     authors = pytest.importorskip("dflash.model")
     raw = BASE | KINDS[kind]
     tensors = random_draft(DFlashConfig.from_dict(raw))
     theirs = authors.DFlashDraftModel(authors.Qwen3Config(**raw))
     theirs.load_state_dict(tensors)
-    same_hidden(raw, tensors, tiny(VOCABULARY, layers=LAYERS), 12, theirs, "target_hidden", "noise_embedding")
+    same_hidden(
+        reference, raw, tensors, tiny(VOCABULARY, layers=LAYERS), 12, theirs, "target_hidden", "noise_embedding"
+    )
 
 
 @torch.inference_mode()
 def same_hidden(
+    reference: Any,
     raw: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     target: Llama,
@@ -275,7 +230,7 @@ def same_hidden(
     block: str,
 ) -> None:
     features = torch.randn(start, 2 * HIDDEN, generator=torch.Generator().manual_seed(start))
-    ours = Reference(raw, tensors, target).hidden(features, 3, BLOCK - 1)
+    ours = reference(raw, tensors, target).hidden(features, 3, BLOCK - 1)
     x = target.embedding[[3] + [11] * (BLOCK - 1)]
     found = theirs.eval()(**{context: features[None], block: x[None]}, position_ids=torch.arange(start + BLOCK)[None])
     found = found if isinstance(found, torch.Tensor) else found.last_hidden_state
@@ -327,9 +282,9 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_wrong_context_shows(bench: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_wrong_context_shows(make_life: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(*PATCHES[name])
-    life = Life(bench, tiny, "sliding and full", BLOCK - 1)
+    life = make_life("sliding and full", BLOCK - 1)
     life.prefill(4)
     assert life.worst() > 1e-2
 
@@ -346,7 +301,7 @@ def test_a_wrong_context_shows(bench: Any, tiny: Any, monkeypatch: pytest.Monkey
         ("a window one wider", "narrow"),
     ],
 )
-def test_a_wrong_setting_shows(bench: Any, tiny: Any, name: str, kind: str) -> None:
+def test_a_wrong_setting_shows(make_life: Any, name: str, kind: str) -> None:
     config = DFlashConfig.from_dict(BASE | KINDS[kind])
     ours: dict[str, dict[str, Any]] = {
         "the target's theta": {"rope": replace(config.rope, theta=10000.0)},
@@ -357,121 +312,6 @@ def test_a_wrong_setting_shows(bench: Any, tiny: Any, name: str, kind: str) -> N
         "all causal": {"masks": (Mask(True), Mask(True))},
         "a window one wider": {"masks": (Mask(False), Mask(True, 3))},
     }
-    life = Life(bench, tiny, kind, BLOCK - 1, ours=ours[name])
+    life = make_life(kind, BLOCK - 1, ours=ours[name])
     life.prefill(1000)
     assert life.worst() > 2e-3
-
-
-# Through whole engines.
-
-
-class Recorder:
-    """`graphs.Recorder` on a CPU: a recording that runs its program again."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def warm(self, program: Callable[[], None]) -> None:
-        program()
-
-    def record(self, program: Callable[[], None]) -> Callable[[], None]:
-        return program
-
-
-def transformers_toy(toy: Any) -> Any:
-    config = LlamaConfig(
-        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.load_state_dict(toy.checkpoint.tensors, strict=False)
-    return model
-
-
-class Watch:
-    """Every proposal of an engine over the toy, compared with the equations over transformers' hidden states."""
-
-    def __init__(self, toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.model = transformers_toy(toy)
-        target = Llama(toy.checkpoint.config, toy.checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=8)
-        self.reference = Reference(toy.block_config, toy.block().tensors, target)
-        self.compared = 0
-        propose = DFlashDrafter.propose
-
-        def watched(drafter: DFlashDrafter, step: Any) -> Any:
-            proposal = propose(drafter, step)
-            for row, length, drafts in zip(step.rows.tolist(), step.lengths.tolist(), proposal.tokens, strict=True):
-                if row:
-                    self.compare(step.batch.tokens[row, : length + 1].tolist(), drafts)
-            return proposal
-
-        monkeypatch.setattr(DFlashDrafter, "propose", watched)
-
-    @torch.inference_mode()
-    def compare(self, text: list[int], drafts: torch.Tensor) -> None:
-        states = self.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[3][0], states[1][0]], -1)  # behind layers 2 and 0
-        logits = self.reference.logits(features, text[-1], len(drafts))
-        best = logits.topk(2, -1).values
-        clear = best[:, 0] - best[:, 1] > 1e-3
-        assert torch.equal(drafts[clear], logits.argmax(-1)[clear])
-        self.compared += int(clear.sum())
-
-
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"prefill_chunk": 7, "page_size": 3}, {"prefix_cache": False, "max_running": 3}, {"graphs": "both"}],
-    ids=["plain", "chunks", "no prefix cache", "graphs"],
-)
-def test_an_engine_drafts_what_the_equations_say(
-    toy: Any, toy_engine: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], schedule: str
-) -> None:
-    """Prompts with a prefix in common among them: its context comes from the pages of whoever was first."""
-    if settings.get("graphs"):
-        settings = settings | {"graphs": Graphs("whole", "piecewise")}
-        monkeypatch.setattr("specbatch.build.Recorder", Recorder)
-        monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
-    watch = Watch(toy, monkeypatch)
-    prompts = [list(prompt) for prompt in (*toy.prompts()[6:11], *toy.prompts()[-5:])]
-    engine = toy_engine(speculation=Speculation("dflash", schedule, draft="toy-block"), **settings)
-    for part in (prompts[:4], prompts):  # the second time with pages of the first
-        done = engine.generate(part, SamplingParams(max_new_tokens=8, ignore_eos=True))
-        assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:8] for prompt in part]
-    assert watch.compared > 300
-
-
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-def test_a_draft_that_agrees_is_accepted(toy: Any, toy_engine: Any, schedule: str) -> None:
-    """It drafts 34 and nothing else, so that a prompt's accept length follows from how often the toy repeats it."""
-    prompts = [prompt for prompt in toy.prompts() if toy.greedy(prompt).count(34) > 8]
-    engine = toy_engine(speculation=Speculation("dflash", schedule, draft="toy-block-34"))
-    done = engine.generate([list(prompt) for prompt in prompts], SamplingParams(max_new_tokens=40, ignore_eos=True))
-    assert len(prompts) > 2
-    for prompt, item in zip(prompts, done, strict=True):
-        tokens, at, verifies = toy.greedy(prompt), 1, 0
-        while at < 40:
-            run = next((i for i, token in enumerate(tokens[at : at + 4]) if token != 34), len(tokens[at : at + 4]))
-            at, verifies = at + run + 1, verifies + 1
-        assert tuple(item.token_ids) == tokens
-        assert item.metrics.verify_steps == verifies < 39
-        assert item.metrics.accept_length > 1.05
-
-
-@pytest.mark.parametrize("name", ["toy-block", "toy-block-34"])
-def test_an_engine_accepts_what_the_authors_package_does(
-    toy: Any, toy_engine: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Its own loop, verify by verify, over the same weights."""
-    authors = pytest.importorskip("dflash.model")
-    monkeypatch.setattr(authors, "_cuda_time", lambda: 0.0)
-    draft = authors.DFlashDraftModel(authors.Qwen3Config(**toy.block_config))
-    draft.load_state_dict(toy.block(name).tensors)
-    engine = toy_engine(speculation=Speculation("dflash", "v1", draft=name))
-    for prompt in toy.prompts()[:6]:
-        theirs = authors.dflash_generate(
-            draft.eval(), transformers_toy(toy), torch.tensor([prompt]), 25, None, return_stats=True
-        )
-        [ours] = engine.generate([list(prompt)], SamplingParams(max_new_tokens=25, ignore_eos=True))
-        assert ours.token_ids == theirs.output_ids[0, len(prompt) :].tolist()
-        assert ours.metrics.verify_steps == len(theirs.acceptance_lengths)
