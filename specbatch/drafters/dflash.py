@@ -14,7 +14,7 @@ from specbatch.errors import refuse
 from specbatch.kernels.context_kv import write_context, write_verified
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.dflash import DFlash, DFlashConfig, published_shape
+from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
 from specbatch.models.llama import Features, Llama
 from specbatch.models.loader import Loader
 from specbatch.verification import Proposal
@@ -49,9 +49,10 @@ class DFlashDrafter:
         # Row i stands for the token at its own position: the first, the root, is known.
         logits = model.block.logits(hidden).unflatten(0, (-1, count + 1))[:, 1:]
         drafted = torch.full_like(step.lengths, count)
-        if not step.sampling.needs.sampled:
-            return Proposal(logits.argmax(-1), drafted)
-        return self._draw(step, logits, drafted)
+        if step.sampling.needs.sampled:
+            return self._draw(step, logits, drafted)
+        tokens = logits.argmax(-1)
+        return Proposal(tokens if model.ids is None else model.ids[tokens], drafted)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
         where = (step.batch.page_table, step.rows, step.lengths, accepted)
@@ -60,7 +61,11 @@ class DFlashDrafter:
     def _draw(self, step: Step, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
         """Each draft from the law of its own row: given the context they are independent of each other."""
         tokens, laws = step.sampling.draw(logits, chain(step.lengths + 1, self._count), DRAFT)
-        return Proposal(tokens, drafted, laws)
+        ids, total = self._model.ids, self._model.config.vocab_size
+        if ids is None:
+            return Proposal(tokens, drafted, laws)
+        # What it does not know has probability 0.
+        return Proposal(ids[tokens], drafted, laws.new_zeros(*laws.shape[:2], total).index_copy_(2, ids, laws))
 
     def _context(self, features: Features) -> torch.Tensor:
         assert features.aux is not None
@@ -86,6 +91,11 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     differences = shape.differences(target.config)
     if differences:
         raise refuse("draft", asked.draft, f"it was not made for {target.name}: {'; '.join(differences)}")
+    if shape.draft_vocab is not None:
+        ids = token_ids(draft.tensor("d2t"))
+        if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab_size:
+            works = f"its d2t must hold offsets to {len(ids)} different tokens of {shape.vocab_size}"
+            raise refuse("draft", asked.draft, works)
     most = shape.block_size - 1
     count = most if asked.draft_tokens is None else asked.draft_tokens
     if count > most:

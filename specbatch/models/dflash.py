@@ -44,6 +44,8 @@ class DFlashConfig(ModelConfig):
     target_depth   layers of the target it was made for, where the file says it
     masks          what a block's rows see, one for each layer
     whole_file     the file holds copies of the target's embedding and head, too; they are not read
+    draft_vocab    tokens that it drafts, where they are not all of the target's; the file then has a head of its own
+                   for them, and `d2t`, what is to be added to such a token's place to get its id
     """
 
     block_size: int
@@ -52,6 +54,7 @@ class DFlashConfig(ModelConfig):
     target_depth: int | None
     masks: tuple[Mask, ...]
     whole_file: bool = False
+    draft_vocab: int | None = None
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> DFlashConfig:
@@ -82,10 +85,9 @@ class DFlashConfig(ModelConfig):
             raise refuse("speculators_model_type", config["speculators_model_type"], "a DFlash draft says 'dflash'")
         given = config.get("transformer_layer_config") or {}
         inner = _class_defaults(given.get("model_type", "qwen3")) | given
-        vocabulary = config.get("draft_vocab_size")
-        if vocabulary not in (None, inner.get("vocab_size")):
-            works = f"only drafts of the whole vocabulary ({inner.get('vocab_size')}) run"
-            raise refuse("draft_vocab_size", vocabulary, works)
+        known, total = config.get("draft_vocab_size"), _number(inner, "vocab_size")
+        if known is not None and not 1 <= _number(config, "draft_vocab_size") <= total:
+            raise refuse("draft_vocab_size", known, f"the target's vocabulary has {total}")
         if config.get("target_hidden_size") not in (None, inner.get("hidden_size")):
             works = f"it must be the draft's hidden_size={inner.get('hidden_size')}"
             raise refuse("target_hidden_size", config["target_hidden_size"], works)
@@ -94,7 +96,7 @@ class DFlashConfig(ModelConfig):
             raise refuse("aux_hidden_state_layer_ids", boundaries, "the config must list the layers")
         causal = False if config.get("sliding_window_non_causal") else None
         read = cls._of(inner, config, [boundary - 1 for boundary in boundaries], None, causal)
-        return replace(read, whole_file=True)
+        return replace(read, whole_file=True, draft_vocab=None if known == total else known)
 
     @classmethod
     def _of(
@@ -134,10 +136,15 @@ class DFlashConfig(ModelConfig):
         shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
         shapes["fc.weight"] = (self.hidden_size, len(self.target_layers) * self.hidden_size)
         shapes["hidden_norm.weight"] = (self.hidden_size,)
+        if self.draft_vocab is not None:
+            shapes |= {"lm_head.weight": (self.draft_vocab, self.hidden_size), "d2t": (self.draft_vocab,)}
         return shapes
 
     def is_spare(self, name: str) -> bool:
-        return super().is_spare(name) or (self.whole_file and name in ("embed_tokens.weight", "lm_head.weight"))
+        copies = (
+            ("embed_tokens.weight", "lm_head.weight") if self.draft_vocab is None else ("embed_tokens.weight", "t2d")
+        )
+        return super().is_spare(name) or (self.whole_file and name in copies)
 
     def parameter_count(self) -> int:
         """In memory: the weights of keys and values are there twice, for blocks and, in one matrix, for context."""
@@ -165,18 +172,22 @@ class DFlashConfig(ModelConfig):
         """What matters about the draft, for a person to compare with the target's line."""
         sliding = [f"{mask.window}" for mask in self.masks if mask.window]
         windows = f", {len(sliding)} of them with a window of {sliding[0]}" if sliding else ""
+        known = "" if self.draft_vocab is None else f"; {self.draft_vocab} of {self.vocab_size} tokens drafted"
         causal = sum(mask.causal for mask in self.masks)
         order = "none causal" if not causal else "all causal" if causal == self.num_layers else f"{causal} causal"
         return [
             f"  features of layers {', '.join(map(str, self.target_layers))} (outputs, counted from 0); block of "
-            f"{self.block_size}, mask token {self.mask_token}",
+            f"{self.block_size}, mask token {self.mask_token}{known}",
             f"  {self.num_layers} layers{windows}, {order} in the block; {self.num_heads} heads of {self.head_dim}, "
             f"{self.num_kv_heads} for keys; {self.rope}",
         ]
 
 
 class DFlash:
-    """The draft's weights; embedding and head are the target's. `read` gives a tensor by its name in the file."""
+    """The draft's weights; embedding and head are the target's. `read` gives a tensor by its name in the file.
+
+    ids: int64 [draft_vocab] of the tokens that its logits stand for, None if they are all of the target's.
+    """
 
     def __init__(
         self, config: DFlashConfig, read: Callable[[str], torch.Tensor], target: Llama, max_positions: int
@@ -199,6 +210,10 @@ class DFlash:
             max_positions=max_positions,
             ends=target,
         )
+        self.ids: torch.Tensor | None = None
+        if config.draft_vocab is not None:
+            self.block.head = Linear(fetch("lm_head.weight"))
+            self.ids = token_ids(read("d2t")).to(device)
         self._fc = Linear(fetch("fc.weight"))
         self._norm = Norm(fetch("hidden_norm.weight"), config.rms_norm_eps)
         self._kv = Linear(of_layers("weight"), of_layers("bias") if config.qkv_bias else None)
@@ -212,6 +227,11 @@ class DFlash:
         """features [T, n * hidden_size] of the target -> keys and values of all layers there, not yet normalised and
         rotated: [T, layers * 2 * kv_heads * head_dim], for `ContextHeads`. No layer's input norm is applied."""
         return self._kv(self._fc(features), norm=self._norm)
+
+
+def token_ids(d2t: torch.Tensor) -> torch.Tensor:
+    """int64 [draft_vocab]: `d2t` holds offsets."""
+    return torch.arange(len(d2t)) + d2t.long()
 
 
 def published_layers(depth: int, drafts: int) -> list[int]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 LM_HEAD = "lm_head.weight"
+MAPS = ("d2t", "t2d")  # between the vocabularies of a draft and its target: no weights, and of other types
 
 
 class FolderCheckpoint:
@@ -72,12 +73,12 @@ class FolderCheckpoint:
                 if expected and name not in expected:
                     continue
                 view = file.get_slice(name)
-                if view.get_dtype() not in _BYTES:
+                if view.get_dtype() not in _BYTES and name not in MAPS:
                     works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
                     raise _damaged(path, works)
                 self._files[name] = file
                 self._shapes[name] = tuple(view.get_shape())
-                self.bytes += math.prod(view.get_shape()) * _BYTES[view.get_dtype()]
+                self.bytes += math.prod(view.get_shape()) * _BYTES.get(view.get_dtype(), 8)
 
 
 def check_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]], where: Path) -> None:

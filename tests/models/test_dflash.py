@@ -170,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SLIDING, "sliding_window": None}, "sliding_window=None"),
     ({**SLIDING, "sliding_window": 9, "is_causal": False}, "at least block_size=16"),
     ({"is_causal": 1}, "is_causal=1"),
-    (speculators(draft_vocab_size=32000), "draft_vocab_size=32000"),
+    (speculators(draft_vocab_size=200000), "draft_vocab_size=200000: the target's vocabulary has 151936"),
     (speculators(target_hidden_size=64), "target_hidden_size=64"),
     (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids=None"),
     (speculators(aux_hidden_state_layer_ids=[0, 3]), "counted from 0"),
@@ -277,6 +277,41 @@ def test_a_folder_is_read_and_checked(tmp_path: Path) -> None:
     )
     copied = open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
     assert sorted(copied.names()) == sorted(tensors)
+    assert copied.config.draft_vocab is None  # type: ignore[attr-defined]
     write({"mask_embedding": torch.randn(64)})
     with pytest.raises(SpecbatchError, match="describes no tensor mask_embedding"):
         open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+
+
+def test_a_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:
+    own = {
+        key: value for key, value in SMALL.items() if key not in ("dflash_config", "num_target_layers", "layer_types")
+    }
+    described = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": own,
+        "block_size": 4,
+        "mask_token_id": 9,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "draft_vocab_size": 50,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = DFlashConfig.from_dict(described)
+    tensors = {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}
+    asked = Speculation("dflash", draft=str(tmp_path))
+    engine = EngineConfig(model="toy", device="cpu", speculation=asked)
+    ids = torch.arange(0, 250, 5)
+
+    def planned(ids: torch.Tensor) -> tuple[DraftPlan, str]:
+        extra = {"t2d": torch.zeros(257, dtype=torch.bool), "embed_tokens.weight": torch.randn(257, 64)}
+        extra["d2t"] = ids - torch.arange(50)
+        save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+        lines: list[str] = []
+        return dflash.plan(open_checkpoint("toy", "dummy"), engine, lines.append), "\n".join(lines)
+
+    plan, text = planned(ids)
+    assert plan.config.tensor_shapes()["lm_head.weight"] == (50, 64)
+    assert "50 of 257 tokens drafted" in text
+    for wrong in (ids.clamp(min=7), ids + 200):
+        with pytest.raises(SpecbatchError, match="d2t must hold offsets to 50 different tokens of 257"):
+            planned(wrong)

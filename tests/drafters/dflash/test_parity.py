@@ -80,9 +80,10 @@ class Life:
         count: int,
         *,
         ours: dict[str, Any] | None = None,
+        known: list[int] | None = None,
         rows: int = 6,
     ) -> None:
-        """ours: what the drafter's config has in place of the reference's."""
+        """ours: what the drafter's config has in place of the reference's; known: the tokens it can draft."""
         self.random = random.Random(count)
         raw = BASE | KINDS[kind]
         config = DFlashConfig.from_dict(raw)
@@ -92,6 +93,11 @@ class Life:
         self.reference = reference(raw, tensors, target)
         self.here = bench([[self.random.randrange(VOCABULARY) for _ in range(size)] for size in LENGTHS[:rows]])
         config = replace(config, **ours or {})
+        self.unknown = torch.tensor([known is not None and token not in known for token in range(VOCABULARY)])
+        if known is not None:
+            config = replace(config, draft_vocab=len(known))
+            tensors["d2t"] = torch.tensor(known) - torch.arange(len(known))
+            tensors["lm_head.weight"] = target.logits(torch.eye(HIDDEN)).T[known]
         self.drafter = DFlashDrafter(
             DFlash(config, tensors.__getitem__, target, 256), cache_of(self.here, config), count
         )
@@ -111,7 +117,7 @@ class Life:
     def laws(self) -> list[torch.Tensor]:
         """Logits [count, V] of each row, by the reference."""
         return [
-            self.reference.logits(own[: len(text) - 1], text[-1], self.count)
+            self.reference.logits(own[: len(text) - 1], text[-1], self.count).masked_fill(self.unknown, -math.inf)
             for own, text in zip(self.features, self.here.texts, strict=True)
         ]
 
@@ -155,9 +161,20 @@ def test_laws_are_those_of_the_equations(make_life: Any, kind: str, count: int, 
     assert life.worst() < 2e-5
 
 
+KNOWN = [0, 2, 3, 7, 8, 12]
+
+
+@pytest.mark.parametrize("count", [BLOCK - 1, 2])
+def test_a_reduced_vocabulary(make_life: Any, count: int) -> None:
+    life = make_life("sliding and full", count, known=KNOWN)
+    life.prefill(4)
+    assert life.worst() < 2e-5
+
+
+@pytest.mark.parametrize("known", [None, KNOWN])
 @pytest.mark.parametrize("kind", ["full", "sliding and full"])
-def test_greedy_drafts_are_the_likeliest(make_life: Any, kind: str) -> None:
-    life = make_life(kind, BLOCK - 1)
+def test_greedy_drafts_are_the_likeliest(make_life: Any, kind: str, known: list[int] | None) -> None:
+    life = make_life(kind, BLOCK - 1, known=known)
     life.prefill(7)
     for accepted in life.turns():
         proposal = life.drafter.propose(life.here.step(life.count))
