@@ -18,18 +18,29 @@ def write_kv_ref(
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
-def visible(lengths: torch.Tensor, rows: int, keys: int, ancestors: torch.Tensor | None = None) -> torch.Tensor:
+def visible(
+    lengths: torch.Tensor,
+    rows: int,
+    keys: int,
+    ancestors: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> torch.Tensor:
     """Which keys each query row of a verify sees: bool [B, rows, keys].
 
     lengths [B] is the KV length before the verify; row i stands at key lengths + i. `ancestors` int64 [rows] or
-    [B, rows] holds one 64-bit word per node with the bits of its ancestors and itself; None is a chain.
+    [B, rows] holds one 64-bit word per node with the bits of its ancestors and itself; None is a chain, or with
+    `causal` false a block whose rows all see each other. With `window` a row sees only keys after lengths + i - window.
     """
-    node = torch.arange(keys, device=lengths.device) - lengths[:, None]  # [B, keys]; negative: before the verify
-    if ancestors is None:
-        return node[:, None, :] <= torch.arange(rows, device=lengths.device)[:, None]
-    words = ancestors.expand(lengths.shape[0], rows)[:, :, None]
-    inside = (words >> node.clamp(0, 63)[:, None, :]) & 1 == 1
-    return (node < 0)[:, None, :] | (inside & (node < rows)[:, None, :])
+    row = torch.arange(rows, device=lengths.device)[:, None]
+    node = (torch.arange(keys, device=lengths.device) - lengths[:, None])[:, None]  # negative: before the verify
+    if ancestors is not None:
+        words = ancestors.expand(lengths.shape[0], rows)[:, :, None]
+        seen = (node < 0) | ((words >> node.clamp(0, 63)) & 1 == 1) & (node < rows)
+    else:
+        seen = node <= (row if causal else torch.full_like(row, rows - 1))
+    return seen if window is None else seen & (node > row - window)
 
 
 def attention_bias(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:

@@ -380,11 +380,7 @@ def verify_attention_ref(
     k, v = k.to(k_cache.dtype).view(bits), v.to(v_cache.dtype).view(bits)
     write_kv_ref(k, v, k_cache.view(bits), v_cache.view(bits), slots.flatten())
     keys = table.shape[1] * page_size
-    if not causal:
-        ancestors = torch.full((n,), -1 if n == 64 else (1 << n) - 1, device=qkv.device)
-    seen = visible(lengths, n, keys, ancestors)
-    if window is not None:
-        seen &= torch.arange(keys, device=qkv.device) > (chain - window)[:, :, None]
+    seen = visible(lengths, n, keys, ancestors, causal=causal, window=window)
     bias = attention_bias(seen, heads.count // heads.kv, qkv.dtype)
     q = q.reshape(batch, n, heads.count, heads.dim)
     out = paged_attention_ref(q, k_cache.to(qkv.dtype), v_cache.to(qkv.dtype), table, bias)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -71,6 +71,8 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
     sharing = "" if shared is None else ", weights shared"
     say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {device}{sharing}; {target.config.rope}")
     draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
+    if draft.drafted is not None:
+        config = replace(config, speculation=replace(config.speculation, draft_tokens=draft.drafted))
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
@@ -112,7 +114,7 @@ def _plan(
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         vocabulary=target.config.vocab_size,
         rows=config.speculation.drafted + 1,
-        token_bytes=token_bytes(target.config, dtype),
+        token_bytes=token_bytes(target.config, dtype) + len(draft.aux) * target.config.hidden_size * dtype.itemsize,
         graphs=graphs,
     )
 

@@ -31,10 +31,12 @@ class Speculation:
     algorithm     "none" is plain decoding: the same iteration with zero drafted tokens; "nextn" means "mtp"
     schedule      "v1" waits for each result before it plans the next iteration, "v2" handles it one step late
     draft         for "standalone": a model of the same vocabulary, or "self:skip=12-15", the target without
-                  those layers (inclusive ranges, comma separated), sharing its weights; for "eagle" and "eagle3": the
-                  head, a folder or hub id (with random weights: "dummy" or a config.json); "mtp" lies in the target
+                  those layers (inclusive ranges, comma separated), sharing its weights; for "eagle", "eagle3" and
+                  "dflash": what was made for the target, a folder or hub id (with random weights: "dummy" or a
+                  config.json); "mtp" lies in the target
     draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows). Default: 3 for
-                  "eagle", "eagle3" and "mtp", which SGLang writes as 3 steps, top-k 1, 4 tokens with the root; else 4
+                  "eagle", "eagle3" and "mtp", which SGLang writes as 3 steps, top-k 1, 4 tokens with the root; for
+                  "dflash" as many as the draft's blocks hold, 15 as a rule; else 4
     draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
     draft_topk    children per drafted node; 1 is a chain
     aux_layers    for "eagle3": layers of the target whose inputs (k: the output of layer k - 1) the head reads, in
@@ -61,20 +63,19 @@ class Speculation:
     def __post_init__(self) -> None:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
         _choice("schedule", self.schedule, SCHEDULES)
-        if self.draft_tokens is None:
-            object.__setattr__(self, "draft_tokens", TOKENS.get(self.algorithm, 4))
-        assert self.draft_tokens is not None
-        at_least("draft_tokens", self.draft_tokens, 1)
-        if self.draft_tokens > 63:
-            raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
+        if self.draft_tokens is not None:
+            at_least("draft_tokens", self.draft_tokens, 1)
+            if self.draft_tokens > 63:
+                raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
         if self.draft_topk != 1:
             raise refuse("draft_topk", self.draft_topk, "only chains are drafted by this version; use 1")
-        if self.draft_steps not in (None, self.draft_tokens):
+        tokens = self._tokens
+        if self.draft_steps not in (None, tokens):
             raise refuse(
                 "draft_steps",
                 self.draft_steps,
-                f"a chain of draft_tokens={self.draft_tokens} takes {self.draft_tokens} steps (the root is not "
-                "counted); leave it out or set both to the same number",
+                f"a chain of draft_tokens={tokens} takes {tokens} steps (the root is not counted); leave it out or set "
+                "both to the same number",
             )
         if self.algorithm in DRAFTS and not self.draft:
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} needs {DRAFTS[self.algorithm]}")
@@ -96,12 +97,21 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
-        return f"{self.algorithm}{draft}, {self.draft_tokens} drafted, schedule {self.schedule}{note}"
+        return f"{self.algorithm}{draft}, {self.drafted} drafted, schedule {self.schedule}{note}"
 
     @property
     def drafted(self) -> int:
         """Tokens drafted per verify; 0 for the baseline."""
-        return 0 if self.algorithm == "none" else self.draft_tokens or 0
+        return 0 if self.algorithm == "none" else self._tokens
+
+    @property
+    def depth(self) -> int:
+        """Drafts that a verify can accept: of a chain all."""
+        return self.drafted
+
+    @property
+    def _tokens(self) -> int:
+        return self.draft_tokens or TOKENS.get(self.algorithm, 4)
 
     def _check_heads(self) -> None:
         for setting, takers in TAKERS.items():
@@ -117,11 +127,6 @@ class Speculation:
         number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
         if theta is not None and not (number and 0 < theta < math.inf):
             raise refuse("draft_rope_theta", theta, "use a positive number, such as 10000.0")
-
-    @property
-    def depth(self) -> int:
-        """Drafts that a verify can accept: of a chain all."""
-        return self.drafted
 
     def _check_simulation(self) -> None:
         mean = self.simulate_accept_length

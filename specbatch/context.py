@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,12 +31,21 @@ def chain(lengths: torch.Tensor, rows: int) -> torch.Tensor:
     return lengths[:, None] + torch.arange(rows, device=lengths.device)
 
 
+class Mask(NamedTuple):
+    """What the rows of a pass see in one layer: all keys before the pass, and of its own rows those up to themselves,
+    or all if not `causal`. With a `window` only keys less than so many positions behind them."""
+
+    causal: bool = True
+    window: int | None = None
+
+
 class Verify:
     """A few rows per sequence: decoding is a verify with one row.
 
     page_table int64 [R, P] of all device rows, of which slots int64 [B] names the sequences'; lengths int64 [B]: KV
     length before the pass; `rows` per sequence, a chain: row i at position lengths + i. No KV is longer than `bound`
-    after it (None: than the page table). Rejected rows are computed and never looked at again.
+    after it (None: than the page table). Rejected rows are computed and never looked at again. `masks`: one for each
+    layer, where they are not plain chains.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class Verify:
         rows: int,
         page_size: int,
         bound: int | None = None,
+        masks: tuple[Mask, ...] | None = None,
     ) -> None:
         self.page_table = page_table
         self.slots = slots
@@ -54,6 +64,10 @@ class Verify:
         self.rows = rows
         self.page_size = page_size
         self.bound = page_table.shape[1] * page_size if bound is None else bound
+        self.masks = masks
+
+    def mask(self, layer: int) -> Mask:
+        return Mask() if self.masks is None else self.masks[layer]
 
     def on(self, cache: KVCache) -> Context:
         return _VerifyKernel(self, cache) if dispatch.runs_kernels(self.lengths) else _VerifyRef(self, cache)
@@ -68,8 +82,12 @@ class _VerifyKernel:
         from specbatch.kernels.verify_attention import verify_attention
 
         shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
+        causal, window = shape.mask(layer)
         # A chain's positions follow from the lengths.
-        return verify_attention(qkv, heads, k_cache, v_cache, shape.page_table, shape.slots, shape.lengths, shape.rows)
+        return verify_attention(
+            qkv, heads, k_cache, v_cache, shape.page_table, shape.slots, shape.lengths, shape.rows,
+            causal=causal, window=window,
+        )  # fmt: skip
 
 
 class _VerifyRef:
@@ -78,17 +96,22 @@ class _VerifyRef:
         self._table = shape.page_table[shape.slots, : pages_for(shape.bound, size)]
         places = chain(shape.lengths, shape.rows)
         self._places = (self._table.gather(1, places // size) * size + places % size).flatten()
-        mask = visible(shape.lengths, shape.rows, self._table.shape[1] * size)
-        self._bias = attention_bias(mask, cache.group, cache.dtype)
-        self._rows = shape.rows
+        keys = self._table.shape[1] * size
+
+        def bias(mask: Mask) -> torch.Tensor:
+            seen = visible(shape.lengths, shape.rows, keys, causal=mask.causal, window=mask.window)
+            return attention_bias(seen, cache.group, cache.dtype)
+
+        self._biases = {mask: bias(mask) for mask in set(shape.masks or (Mask(),))}
+        self._shape = shape
         self._cache = cache
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         q, k, v = split_heads_ref(qkv, heads, positions)
         k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
         write_kv_ref(k, v, k_cache, v_cache, self._places)
-        rows = q.unflatten(0, (-1, self._rows))
-        return paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias).flatten(0, 1).flatten(1)
+        rows, bias = q.unflatten(0, (-1, self._shape.rows)), self._biases[self._shape.mask(layer)]
+        return paged_attention_ref(rows, k_cache, v_cache, self._table, bias).flatten(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
+from specbatch.models.dflash import DFlashConfig
 
 settings.register_profile(
     "specbatch",
@@ -76,12 +77,7 @@ class ToyCheckpoint:
             }
         )
         generator = torch.Generator().manual_seed(2 if name == "toy-2" else 1)
-        self.tensors = {
-            key: torch.randn(shape, generator=generator) * (1.2 / math.sqrt(shape[-1]))
-            if len(shape) > 1
-            else torch.rand(shape, generator=generator) + 0.5
-            for key, shape in self.config.tensor_shapes().items()
-        }
+        self.tensors = random_tensors(self.config, generator)
         if name == "toy-nan":  # token 36 poisons whatever reads it
             self.tensors["model.embed_tokens.weight"][36, 0] = torch.nan
             self.config = ModelConfig(**{**self.config.__dict__, "tie_embeddings": False})
@@ -97,11 +93,58 @@ class ToyCheckpoint:
         return ToyTokenizer(self.config.vocab_size)
 
 
+TOY_BLOCK = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 12,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-4,
+    "rope_theta": 3000.0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "num_target_layers": 4,
+    "block_size": 5,
+    "dflash_config": {"mask_token_id": 34, "target_layer_ids": [2, 0]},
+}
+
+
+class ToyBlock(ToyCheckpoint):
+    """A DFlash draft for the toy, random. "toy-block-34" drafts nothing but token 34, which the toy likes to repeat."""
+
+    def __init__(self, name: str = "toy-block") -> None:
+        self.name = name
+        self.config = DFlashConfig.from_dict(TOY_BLOCK)
+        generator = torch.Generator().manual_seed(4)
+        self.tensors = random_tensors(self.config, generator)
+        if name == "toy-block-34":  # layers that add nothing leave a mask's own embedding
+            for key, value in self.tensors.items():
+                if key.endswith(("o_proj.weight", "down_proj.weight")):
+                    value.zero_()
+
+
+def random_tensors(config: ModelConfig, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What a checkpoint of this config holds; norms are random too, so that they matter."""
+    return {
+        key: torch.randn(shape, generator=generator) * (1.2 / math.sqrt(shape[-1]))
+        if len(shape) > 1
+        else torch.rand(shape, generator=generator) + 0.5
+        for key, shape in config.tensor_shapes().items()
+    }
+
+
 class Toy:
     """The toy model and its naive decoding in float64: the whole sequence again for every token, no cache."""
 
     eos = EOS
     pieces = _PIECES
+    block, block_config = ToyBlock, TOY_BLOCK
 
     def __init__(self) -> None:
         self.checkpoint = ToyCheckpoint()
@@ -177,7 +220,7 @@ def toy_engine() -> Callable[..., Any]:
     from specbatch.engine import Engine
 
     def open_toy(model: str, load_format: str = "auto", **_: Any) -> ToyCheckpoint:
-        return ToyCheckpoint(model)
+        return ToyBlock(model) if model.startswith("toy-block") else ToyCheckpoint(model)
 
     def build(
         log: Callable[[str], None] | None = None, report: Callable[[int, int], None] | None = None, **config: Any

@@ -27,6 +27,7 @@ SPECULATIONS = {
     "eagle": Speculation("eagle", draft="dummy"),
     "eagle3": Speculation("eagle3", draft="dummy"),
     "mtp": Speculation("mtp", draft_tokens=2),
+    "block": Speculation("dflash", draft="toy-block"),
 }
 
 

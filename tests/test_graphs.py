@@ -31,6 +31,8 @@ SPECULATIONS = {
     "eagle": Speculation("eagle", draft="dummy"),
     "eagle3": Speculation("eagle3", draft="dummy"),
     "mtp": Speculation("mtp", draft_tokens=2),
+    "block": Speculation("dflash", draft="toy-block"),
+    "block-34": Speculation("dflash", draft="toy-block-34", draft_tokens=3),
 }
 BOTH = Graphs(decode="whole", prefill="piecewise")
 

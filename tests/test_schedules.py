@@ -24,6 +24,7 @@ DRAFTERS = {
     "self": {"algorithm": "standalone", "draft": "self:skip=1", "draft_tokens": 3},
     "self-deep": {"algorithm": "standalone", "draft": "self:skip=0,2-3", "draft_tokens": 5},
     "other": {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 2},
+    "block": {"algorithm": "dflash", "draft": "toy-block-34", "draft_tokens": 4},
 }
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -116,7 +117,11 @@ def check(toy: Any, engine: Engine, prompts: list[list[int]], params: list[Sampl
     ("drafter", "arrangement"),
     [
         *((drafter, arrangement) for drafter in DRAFTERS for arrangement in ("plain", "crowded")),
-        *((drafter, arrangement) for drafter in ("ngram-7-1", "self") for arrangement in list(ARRANGEMENTS)[2:]),
+        *(
+            (drafter, arrangement)
+            for drafter in ("ngram-7-1", "self", "block")
+            for arrangement in list(ARRANGEMENTS)[2:]
+        ),
     ],
 )
 def test_greedy_tokens_are_those_of_plain_decoding(
@@ -329,7 +334,7 @@ class NoHostRead(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other", "block"])
 def test_launching_reads_nothing_from_the_device(
     toy: Any, toy_engine: Callable[..., Engine], drafter: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

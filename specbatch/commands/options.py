@@ -77,7 +77,8 @@ class EngineOptions:
     draft: Annotated[
         str | None,
         Option(
-            help="Draft model, self:skip=12-15 (the target without those layers), or the head of eagle and eagle3.",
+            help="Draft model, self:skip=12-15 (the target without those layers), or what was made for the target "
+            "(eagle, eagle3, dflash; dummy: random weights).",
             rich_help_panel=_SPEC,
         ),
     ] = None
@@ -85,7 +86,7 @@ class EngineOptions:
         int | None,
         Option(
             help="Tokens drafted per verify, the root not counted. Default: 3 for eagle, eagle3 and mtp (SGLang, which "
-            "counts the root, says 3 steps, top-k 1, 4 tokens), else 4.",
+            "counts the root, says 3 steps, top-k 1, 4 tokens), for dflash what its blocks hold, else 4.",
             rich_help_panel=_SPEC,
         ),
     ] = None

@@ -13,14 +13,17 @@ ALGORITHMS: dict[str, str] = {
     "eagle3": "specbatch.drafters.eagle3",
     "mtp": "specbatch.drafters.mtp",
     "nextn": "specbatch.drafters.mtp",
+    "dflash": "specbatch.drafters.dflash",
 }
 # What `draft` must name; the others take none.
 DRAFTS: dict[str, str] = {
     "standalone": "a draft model or 'self:skip=FIRST-LAST'",
     "eagle": "an EAGLE head (folder or hub id)",
     "eagle3": "an EAGLE-3 head (folder or hub id)",
+    "dflash": "a draft that was made for the model (folder or hub id)",
 }
-# Tokens drafted per verify where nothing else is asked for: the published default of three steps for heads.
-TOKENS: dict[str, int] = {"eagle": 3, "eagle3": 3, "mtp": 3, "nextn": 3}
+# Tokens drafted per verify where neither the user nor the draft says another number, and that is not 4: for heads the
+# published three steps, for DFLASH a block of 16.
+TOKENS: dict[str, int] = {"eagle": 3, "eagle3": 3, "mtp": 3, "nextn": 3, "dflash": 15}
 # Settings that not every algorithm has.
 TAKERS: dict[str, tuple[str, ...]] = {"aux_layers": ("eagle3",), "draft_rope_theta": ("eagle", "eagle3")}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specbatch.batch import DeviceBatch, Sampling
-from specbatch.context import Prefill, Verify
+from specbatch.context import Mask, Prefill, Verify
 from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Features, Llama
 from specbatch.models.loader import Loader
@@ -34,9 +34,9 @@ class Step:
     bound: int
     sampling: Sampling
 
-    def verify(self, lengths: torch.Tensor, rows: int) -> Verify:
-        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]."""
-        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound)
+    def verify(self, lengths: torch.Tensor, rows: int, masks: tuple[Mask, ...] | None = None) -> Verify:
+        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]; `masks`: see `Verify`."""
+        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound, masks)
 
 
 class Drafter(Protocol):
@@ -63,7 +63,8 @@ class DraftPlan:
 
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
     for it, None if they are the target's or none; parameters: how many are loaded beside those; every: it wants the
-    target's features of every prompt token; aux: and the residual stream behind these layers.
+    target's features of every prompt token; aux: and the residual stream behind these layers; drafted: tokens drafted
+    per verify, None if what was asked for stands.
     """
 
     build: Callable[[Llama, Loader], Drafter]
@@ -73,6 +74,7 @@ class DraftPlan:
     parameters: int = 0
     every: bool = False
     aux: tuple[int, ...] = ()
+    drafted: int | None = None
 
 
 class NoDraft:

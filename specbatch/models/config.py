@@ -224,6 +224,10 @@ class ModelConfig:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def is_spare(self, name: str) -> bool:
+        """Is this a tensor that a file may hold beside them?"""
+        return False
+
     def parameter_count(self) -> int:
         """Parameters that lie in memory; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())

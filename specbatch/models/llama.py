@@ -54,7 +54,10 @@ class Llama:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        ends: Llama | None = None,
     ) -> None:
+        """ends: a model whose embedding and head are this one's too."""
+
         def fetch(*names: str) -> torch.Tensor:
             parts = [read(name).to(device=device, dtype=dtype) for name in names]
             return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -93,11 +96,13 @@ class Llama:
         self.device = device
         eps = config.rms_norm_eps
         cos, sin = rope_tables(config, max_positions, dtype, device)
-        self.embedding = fetch("model.embed_tokens.weight")
+        self.embedding: torch.Tensor = fetch("model.embed_tokens.weight") if ends is None else ends.embedding
         with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
             self.layers: tuple[Layer, ...] = tuple(pool.map(layer, range(config.num_layers)))
         self.norm = Norm(fetch("model.norm.weight"), eps)
-        self.head = Linear(self.embedding if config.tie_embeddings else fetch("lm_head.weight"))
+        self.head: Linear = (
+            Linear(self.embedding if config.tie_embeddings else fetch("lm_head.weight")) if ends is None else ends.head
+        )
 
     def with_positions(self, count: int) -> Llama:
         """The same model for positions 0..count-1, sharing every weight."""

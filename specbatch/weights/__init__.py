@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 Log = Callable[[str], None]
+Read = Callable[[dict[str, Any]], ModelConfig]
 
 
 class Checkpoint(Protocol):
@@ -48,18 +49,20 @@ def open_checkpoint(
     seed: int = 0,
     tokenizer: str | None = None,
     log: Log | None = None,
+    read: Read = ModelConfig.from_dict,
 ) -> Checkpoint:
     """Find a model and check it.
 
     `model` is, in this order: a bundled name, a .gguf file, a folder (safetensors, or a single .gguf), or a
     hub id `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a
     config.json or a folder with one, and the weights are random from `seed`. `tokenizer` is a folder or hub
-    id to use in place of the model's own. `log` is told of downloads and conversions. Raises SpecbatchError,
-    one line, for everything that cannot be opened.
+    id to use in place of the model's own. `log` is told of downloads and conversions. `read` makes the config
+    of what a `config.json` says; a draft may have its own. Raises SpecbatchError, one line, for everything
+    that cannot be opened.
     """
     override = _open_tokenizer(tokenizer) if tokenizer else None
     if load_format == "dummy":
-        return _open_dummy(model, seed, override)
+        return _open_dummy(model, seed, override, read)
     from specbatch.weights.bundled import MODELS, pull
 
     path = Path(model).expanduser()
@@ -71,11 +74,11 @@ def open_checkpoint(
         _refuse_safetensors(load_format, model)
         return _open_gguf(path, path.stem, str(path), override, log)
     if path.is_dir():
-        return _open_folder(path, path.resolve().name, str(path), load_format, override, log)
+        return _open_folder(path, path.resolve().name, str(path), load_format, override, log, read)
     if _looks_like_a_path(model):
         found = "this file is not a model" if path.exists() else "no such file"
         raise refuse("model", model, f"{found}; give a .gguf file or a folder with config.json and safetensors")
-    return _open_hub(model, load_format, override, log)
+    return _open_hub(model, load_format, override, log, read)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
-def _open_dummy(model: str, seed: int, tokenizer: Tokenizer | None) -> Checkpoint:
+def _open_dummy(model: str, seed: int, tokenizer: Tokenizer | None, read: Read) -> Checkpoint:
     from specbatch.weights.dummy import SHAPES, DummyCheckpoint
 
     path = Path(model).expanduser()
@@ -104,17 +107,23 @@ def _open_dummy(model: str, seed: int, tokenizer: Tokenizer | None) -> Checkpoin
     else:
         works = f"with load_format='dummy' give a config.json, its folder, or one of {', '.join(SHAPES)}"
         raise refuse("model", model, works)
-    return DummyCheckpoint(ModelConfig.from_dict(config), name=name, seed=seed, tokenizer=tokenizer)
+    return DummyCheckpoint(read(config), name=name, seed=seed, tokenizer=tokenizer)
 
 
 def _open_folder(
-    folder: Path, name: str, origin: str, load_format: str, tokenizer: Tokenizer | None, log: Log | None
+    folder: Path,
+    name: str,
+    origin: str,
+    load_format: str,
+    tokenizer: Tokenizer | None,
+    log: Log | None,
+    read: Read,
 ) -> Checkpoint:
     from specbatch.weights.folder import FolderCheckpoint
 
     ggufs = sorted(folder.glob("*.gguf"))
     if any(folder.glob("*.safetensors*")) and load_format != "gguf":
-        return FolderCheckpoint(folder, name=name, origin=origin, tokenizer=tokenizer)
+        return FolderCheckpoint(folder, name=name, origin=origin, tokenizer=tokenizer, read=read)
     if len(ggufs) == 1:
         _refuse_safetensors(load_format, origin)
         return _open_gguf(ggufs[0], ggufs[0].stem, str(ggufs[0]), tokenizer, log)
@@ -132,7 +141,7 @@ def _open_gguf(
     return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log, sha256=sha256)
 
 
-def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Log | None) -> Checkpoint:
+def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Log | None, read: Read) -> Checkpoint:
     from specbatch.weights import hub
     from specbatch.weights.bundled import MODELS
 
@@ -145,7 +154,7 @@ def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Lo
     if load_format == "gguf":
         raise refuse("load_format", load_format, f"from the hub only safetensors are fetched; {works}")
     folder = hub.snapshot("model", model, hub.MODEL_FILES, works=works)
-    return _open_folder(folder, model, model, load_format, tokenizer, log)
+    return _open_folder(folder, model, model, load_format, tokenizer, log, read)
 
 
 def _open_tokenizer(tokenizer: str) -> Tokenizer:

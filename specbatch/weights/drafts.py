@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 HEAD_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin"]
 # Maps between vocabularies, which are no weights: d2t is int64, t2d bool.
-_MAP_TYPES = {"I64": 8, "I32": 4, "BOOL": 1}
 _SPELLINGS = (
     ("model.", ""),
     ("midlayer.", "layers.0."),
@@ -54,7 +53,7 @@ def open_draft(draft: str) -> DraftFiles:
         raise refuse("draft", draft, "the folder has no config.json")
     config = read_config(folder / "config.json")
     if any(folder.glob("*.safetensors*")):
-        files = SafetensorsFiles(folder, _MAP_TYPES)
+        files = SafetensorsFiles(folder)
         names = {_canonical(name): name for name in files.shapes}
         shapes = {name: files.shapes[stored] for name, stored in names.items()}
         return DraftFiles(folder.resolve().name, draft, config, shapes, lambda name: files.tensor(names[name]))

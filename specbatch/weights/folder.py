@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.tokenizer import Tokenizer
-from specbatch.weights import read_config
+from specbatch.weights import Read, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 LM_HEAD = "lm_head.weight"
 MTP = "mtp."  # a draft head beside the model, checked by who runs it
+MAPS = ("d2t", "t2d")  # between the vocabularies of a draft and its target: no weights, and of other types
 
 
 class SafetensorsFiles:
     """The tensors of a folder's safetensors (one file or shards), whose headers were read and whose files are whole.
 
-    shapes: by name, tables of rope aside; bytes: as they are stored. `also` names types that hold no weights.
+    shapes: by name, tables of rope aside; bytes: as they are stored.
     """
 
-    def __init__(self, folder: Path, also: dict[str, int] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes = 0
-        sizes = _BYTES | (also or {})
         for path, expected in _weight_files(folder).items():
             file = _open_file(path)
             held = list(file.keys())
@@ -40,14 +40,14 @@ class SafetensorsFiles:
                 if expected and name not in expected:
                     continue
                 view = file.get_slice(name)
-                if view.get_dtype() not in sizes:
-                    works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(sizes)}"
+                if view.get_dtype() not in _BYTES and name.rpartition(".")[2] not in MAPS:
+                    works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
                     raise _damaged(path, works)
                 if name.endswith("rotary_emb.inv_freq"):
                     continue  # old files carry the rope's frequencies, which are no weights
                 self._files[name] = file
                 self.shapes[name] = tuple(view.get_shape())
-                self.bytes += math.prod(view.get_shape()) * sizes[view.get_dtype()]
+                self.bytes += math.prod(view.get_shape()) * _BYTES.get(view.get_dtype(), 8)
 
     def tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._files[name].get_tensor(name)
@@ -57,18 +57,27 @@ class SafetensorsFiles:
 class FolderCheckpoint:
     """A folder whose headers were read: every tensor is there, in its shape, in files that are whole."""
 
-    def __init__(self, folder: Path, *, name: str, origin: str, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str,
+        origin: str,
+        tokenizer: Tokenizer | None = None,
+        read: Read = ModelConfig.from_dict,
+    ) -> None:
         self.folder = folder
         self.name = name
         self.origin = origin
         self._tokenizer = tokenizer
         if not (folder / "config.json").is_file():
             raise refuse("model", str(folder), "the folder has safetensors but no config.json")
-        self.config = ModelConfig.from_dict(read_config(folder / "config.json"))
+        self.config = read(read_config(folder / "config.json"))
         self._tensors = SafetensorsFiles(folder)
         self.bytes = self._tensors.bytes
-        own = {name: shape for name, shape in self._tensors.shapes.items() if not name.startswith(MTP)}
-        self.mtp = {name: shape for name, shape in self._tensors.shapes.items() if name not in own}
+        found = self._tensors.shapes
+        self.mtp = {name: shape for name, shape in found.items() if name.startswith(MTP)}
+        own = {name: shape for name, shape in found.items() if name not in self.mtp and not self.config.is_spare(name)}
         if LM_HEAD in own and self.config.tie_embeddings:
             # The file says more than the switch: an output matrix of its own is the one to use.
             self.config = replace(self.config, tie_embeddings=False)

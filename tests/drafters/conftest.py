@@ -65,9 +65,12 @@ class Bench:
             self.batch.lengths[row] = len(text) - 1
 
     def cache_for(self, model: Llama) -> KVCache:
+        return self.cache_of(model.config, len(model.layers))
+
+    def cache_of(self, config: ModelConfig, layers: int) -> KVCache:
         return KVCache(
-            model.config,
-            len(model.layers),
+            config,
+            layers,
             self.pages,
             PAGE,
             torch.float32,
@@ -80,8 +83,8 @@ class Bench:
         cache = self.cache_for(model)
         return EagerForward(model, cache), cache
 
-    def prefill(self, drafter: Drafter, chunk: int = 1000) -> None:
-        """All positions before the root, in chunks."""
+    def prefill(self, drafter: Drafter, chunk: int = 1000, target: tuple[Llama, KVCache] | None = None) -> None:
+        """All positions before the root, in chunks; through the target, too, if it is there."""
         ends = [len(text) - 1 for text in self.texts]
         for start in range(0, max(ends), chunk):
             spans = [
@@ -90,7 +93,12 @@ class Bench:
                 if start < end
             ]
             shape = Prefill(self.batch.page_table, spans, PAGE)
-            drafter.prefill(self.batch, shape, Features(torch.empty(len(shape.positions), 0), None))
+            features = Features(torch.empty(len(shape.positions), 0), None)
+            if target is not None:
+                model, cache = target
+                tokens = self.batch.tokens[shape.rows, shape.positions]
+                features = model.forward(tokens, shape.positions, shape.on(cache))
+            drafter.prefill(self.batch, shape, features)
 
     def step(self, drafts: int, *, spare: int = 0, **sampling: Any) -> Step:
         """One iteration over all rows. `spare`: how far the bound lies above what this iteration can reach."""

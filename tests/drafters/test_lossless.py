@@ -10,10 +10,11 @@ import torch
 from scipy import stats
 
 from specbatch.drafters.base import Drafter, NoDraft
+from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.drafters.ngram import NGram
 from specbatch.drafters.standalone import Standalone
-from specbatch.forward import EagerForward
 from specbatch.iteration import Iteration
+from specbatch.models.dflash import DFlash, DFlashConfig
 from specbatch.models.llama import Llama
 
 VOCABULARY, ROWS, DRAFTS = 5, 12_000, 2
@@ -29,11 +30,11 @@ class Run:
         if drafter == "standalone":
             draft = tiny(VOCABULARY, layers=1)
             drafters[drafter] = Standalone(draft, *here.way_of(draft), DRAFTS, VOCABULARY)
+        if drafter == "dflash":
+            drafters[drafter] = block_draft(here, target)
+            target = target.with_aux((0, 1))
         cache = here.cache_for(target)
-        here.prefill(
-            Standalone(target, EagerForward(target, cache), cache, 0, VOCABULARY)
-        )  # the target's own prompt pass
-        here.prefill(drafters[drafter])
+        here.prefill(drafters[drafter], target=(target, cache))
         iteration = Iteration(target, cache, drafters[drafter])
         drafts = 0 if drafter == "none" else DRAFTS
         self.accepted = self.drafted = 0
@@ -44,6 +45,38 @@ class Run:
             self.accepted += int(accepted.sum())
             self.drafted += int(drafted.sum())
         self.tokens = here.batch.tokens[here.rows, len(PROMPT) : len(PROMPT) + 3]
+
+
+def block_draft(here: Any, target: Llama) -> DFlashDrafter:
+    """A random one of two layers, the second of which slides."""
+    config = DFlashConfig.from_dict(
+        {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "vocab_size": VOCABULARY,
+            "hidden_size": target.config.hidden_size,
+            "intermediate_size": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "block_size": DRAFTS + 1,
+            "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1]},
+        }
+    )
+    generator = torch.Generator().manual_seed(6)
+    tensors = {
+        name: 1 + torch.randn(shape, generator=generator) / 4
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        for name, shape in config.tensor_shapes().items()
+    }
+    return DFlashDrafter(DFlash(config, tensors.__getitem__, target, 64), here.cache_of(config, 2), DRAFTS)
 
 
 def target_law(bench: Any, target: Llama, temperature: float) -> torch.Tensor:
@@ -63,7 +96,7 @@ def target_law(bench: Any, target: Llama, temperature: float) -> torch.Tensor:
     return laws.gather(-1, torch.tensor(triples)[..., None]).prod(1).view((VOCABULARY,) * 3)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "standalone"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "standalone", "dflash"])
 def test_tokens_follow_the_target(bench: Any, tiny: Any, drafter: str) -> None:
     target = tiny(VOCABULARY, layers=2)
     run = Run(bench, tiny, target, drafter, temperature=1.3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specbatch.config import Graphs, Speculation
-from specbatch.kernels import accept, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
+from specbatch.kernels import accept, context_kv_triton, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
 from specbatch.kernels.backends import _Triton
 from specbatch.kernels.spans import RecordedSpans, Spans
 from specbatch.request import SamplingParams
@@ -26,6 +26,7 @@ SPECULATIONS = {
     "eagle": Speculation("eagle", draft="dummy"),
     "eagle3": Speculation("eagle3", draft="dummy"),
     "mtp": Speculation("mtp", draft_tokens=2),
+    "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
 }
 
 
@@ -48,6 +49,7 @@ def kernel_engine(
     for module, names in {
         accept: ["greedy_accept", "commit", "stage"],
         draw: ["draw", "reject"],
+        context_kv_triton: ["write_context", "write_verified"],
         elementwise: ["rms_norm", "silu_product", "split_heads"],
         ngram_triton: ["ngram_match"],
         skinny_gemm: ["skinny_linear", "skinny_gated"],
@@ -70,7 +72,8 @@ def test_greedy_tokens(toy: Any, kernel_engine: tuple[Callable[..., Any], set[st
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
     expected = {"stage", "greedy_accept", "rms_norm", "silu_product", "split_heads", "verify_attention"}
     expected |= {"skinny_linear", "skinny_gated"}
-    assert called == expected | ({"ngram_match"} if name == "ngram" else set())
+    own = {"ngram": {"ngram_match"}, "block": {"write_context", "write_verified"}}
+    assert called == expected | own.get(name, set())
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)

@@ -1,0 +1,121 @@
+"""DFLASH: a whole block is drafted in one pass, by a small model that attends to the target's own features."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbatch import weights
+from specbatch.batch import DeviceBatch
+from specbatch.context import Prefill, chain
+from specbatch.drafters.base import DraftPlan, Step
+from specbatch.errors import refuse
+from specbatch.kernels.context_kv import write_context, write_verified
+from specbatch.kernels.sampling import DRAFT
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
+from specbatch.models.llama import Features, Llama
+from specbatch.models.loader import Loader
+from specbatch.verification import Proposal
+from specbatch.weights.dummy import DummyCheckpoint
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+    from specbatch.weights import Checkpoint, Log
+
+
+class DFlashDrafter:
+    """The draft's cache holds context at every verified position, under the target's page numbers; a page that a prefix
+    shares has it too, as it follows from the tokens alone. A block leaves its own keys and values behind the context,
+    where what is verified next, or the next block, overwrites them before anything looks at them.
+    """
+
+    def __init__(self, model: DFlash, cache: KVCache, count: int) -> None:
+        """count: tokens drafted, one less than the rows of a block."""
+        self._model = model
+        self._cache = cache
+        self._count = count
+
+    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
+        write_context(self._context(features), self._model.heads, *self._stores, shape.positions, shape.slots)
+
+    def propose(self, step: Step) -> Proposal:
+        model, count = self._model, self._count
+        masks = step.rows.new_full((len(step.rows), count), model.config.mask_token)
+        tokens, positions = step.batch.stage(step.rows, step.lengths, masks)
+        shape = step.verify(step.lengths, count + 1, model.config.masks)
+        hidden = model.block.forward(tokens, positions, shape.on(self._cache)).last
+        # Row i stands for the token at its own position: the first, the root, is known.
+        logits = model.block.logits(hidden).unflatten(0, (-1, count + 1))[:, 1:]
+        drafted = torch.full_like(step.lengths, count)
+        if step.sampling.needs.sampled:
+            return self._draw(step, logits, drafted)
+        tokens = logits.argmax(-1)
+        return Proposal(tokens if model.ids is None else model.ids[tokens], drafted)
+
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
+        where = (step.batch.page_table, step.rows, step.lengths, accepted)
+        write_verified(self._context(features), self._model.heads, *self._stores, *where)
+
+    def _draw(self, step: Step, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
+        """Each draft from the law of its own row: given the context they are independent of each other."""
+        tokens, laws = step.sampling.draw(logits, chain(step.lengths + 1, self._count), DRAFT)
+        ids, total = self._model.ids, self._model.config.vocab_size
+        if ids is None:
+            return Proposal(tokens, drafted, laws)
+        # What it does not know has probability 0.
+        return Proposal(ids[tokens], drafted, laws.new_zeros(*laws.shape[:2], total).index_copy_(2, ids, laws))
+
+    def _context(self, features: Features) -> torch.Tensor:
+        assert features.aux is not None
+        return self._model.context(features.aux)
+
+    @property
+    def _stores(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.keys, self._cache.values
+
+
+def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
+    """A published draft, or with load_format "dummy" one of random weights: "dummy" in the shape of those published.
+
+    Raises SpecbatchError where the draft does not fit the target.
+    """
+    asked = config.speculation
+    if asked.draft_steps is not None:
+        raise refuse("draft_steps", asked.draft_steps, "a block is drafted in one pass; leave it out")
+    draft = _open(target, config, log)
+    shape = draft.config
+    if not isinstance(shape, DFlashConfig):
+        raise refuse("draft", asked.draft, "a DFlash draft is a folder of safetensors or a hub id")
+    differences = shape.differences(target.config)
+    if differences:
+        raise refuse("draft", asked.draft, f"it was not made for {target.name}: {'; '.join(differences)}")
+    if shape.draft_vocab is not None:
+        ids = token_ids(draft.tensor("d2t"))
+        if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab_size:
+            works = f"its d2t must hold offsets to {len(ids)} different tokens of {shape.vocab_size}"
+            raise refuse("draft", asked.draft, works)
+    most = shape.block_size - 1
+    count = most if asked.draft_tokens is None else asked.draft_tokens
+    if count > most:
+        raise refuse("draft_tokens", count, f"the draft's blocks are of {shape.block_size}; use at most {most}")
+    log(f"draft: {draft.name} ({draft.origin})")
+    for line in shape.lines():
+        log(line)
+
+    def build(model: Llama, loader: Loader) -> DFlashDrafter:
+        own = DFlash(shape, draft.tensor, model, loader.max_positions)
+        return DFlashDrafter(own, loader.cache(shape, shape.num_layers, "draft"), count)
+
+    return DraftPlan(build, shape, shape.num_layers, weights=shape, every=True, aux=shape.target_layers, drafted=count)
+
+
+def _open(target: Checkpoint, config: EngineConfig, log: Log) -> Checkpoint:
+    asked, seed = config.speculation.draft, config.seed + 1
+    assert asked is not None
+    dummy = config.load_format == "dummy"
+    if dummy and asked == "dummy":
+        own = DFlashConfig.from_dict(published_shape(target.config))
+        return DummyCheckpoint(own, name=f"a draft for {target.name}", seed=seed, tokenizer=None)
+    return weights.open_checkpoint(asked, "dummy" if dummy else "auto", seed=seed, log=log, read=DFlashConfig.from_dict)

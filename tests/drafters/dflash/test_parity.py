@@ -1,0 +1,334 @@
+"""A block draft with its paged context against the equations, computed anew from all features at every step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specbatch.context import Mask
+from specbatch.drafters import dflash
+from specbatch.drafters.dflash import DFlashDrafter
+from specbatch.kernels import context_kv
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.dflash import DFlash, DFlashConfig
+from specbatch.models.llama import Features, Llama
+
+VOCABULARY, HIDDEN, LAYERS = 13, 24, 4
+LENGTHS = (2, 3, 5, 6, 13, 21)
+BLOCK = 6
+BASE: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-2,
+    "rope_theta": 70.0,
+    "num_target_layers": LAYERS,
+    "block_size": BLOCK,
+    "dflash_config": {"mask_token_id": 11, "target_layer_ids": [2, 0]},
+}
+SLIDING = {"sliding_window": 7, "use_sliding_window": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sliding and full": {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]},
+    "narrow": {**SLIDING, "sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"]},
+    "sliding, not causal": {**SLIDING, "layer_types": ["sliding_attention"] * 2, "is_causal": False},
+    "causal": {"is_causal": True},
+    "biases": {"attention_bias": True},
+}
+
+
+def random_draft(config: DFlashConfig, seed: int = 5) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 1.5 / math.sqrt(shape[-1])
+        if len(shape) > 1
+        else torch.rand(shape, generator=generator) + 0.5
+        for name, shape in config.tensor_shapes().items()
+    }
+
+
+def cache_of(here: Any, config: DFlashConfig) -> KVCache:
+    cache: KVCache = here.cache_of(config, config.num_layers)
+    cache.keys.fill_(1e4), cache.values.fill_(1e4)  # what is stale must not be seen
+    return cache
+
+
+class Life:
+    """Rows of a batch whose verified positions have random features; a drafter, and the reference beside it."""
+
+    def __init__(
+        self,
+        bench: Any,
+        tiny: Any,
+        reference: Any,
+        kind: str,
+        count: int,
+        *,
+        ours: dict[str, Any] | None = None,
+        known: list[int] | None = None,
+        rows: int = 6,
+    ) -> None:
+        """ours: what the drafter's config has in place of the reference's; known: the tokens it can draft."""
+        self.random = random.Random(count)
+        raw = BASE | KINDS[kind]
+        config = DFlashConfig.from_dict(raw)
+        target = tiny(VOCABULARY, layers=LAYERS)
+        tensors = random_draft(config)
+        self.count = count
+        self.reference = reference(raw, tensors, target)
+        self.here = bench([[self.random.randrange(VOCABULARY) for _ in range(size)] for size in LENGTHS[:rows]])
+        config = replace(config, **ours or {})
+        self.unknown = torch.tensor([known is not None and token not in known for token in range(VOCABULARY)])
+        if known is not None:
+            config = replace(config, draft_vocab=len(known))
+            tensors["d2t"] = torch.tensor(known) - torch.arange(len(known))
+            tensors["lm_head.weight"] = target.logits(torch.eye(HIDDEN)).T[known]
+        self.drafter = DFlashDrafter(
+            DFlash(config, tensors.__getitem__, target, 256), cache_of(self.here, config), count
+        )
+        generator = torch.Generator().manual_seed(9)
+        self.features = torch.randn(rows, 128, 2 * HIDDEN, generator=generator)
+
+    def prefill(self, chunk: int) -> None:
+        drafter, rows = self.drafter, self.here.rows.tolist()
+
+        class Fed:
+            def prefill(_, batch: Any, shape: Any, features: Features) -> None:
+                places = [rows.index(row) for row in shape.rows.tolist()]
+                drafter.prefill(batch, shape, Features(features.last, self.features[places, shape.positions]))
+
+        self.here.prefill(Fed(), chunk)
+
+    def laws(self) -> list[torch.Tensor]:
+        """Logits [count, V] of each row, by the reference."""
+        return [
+            self.reference.logits(own[: len(text) - 1], text[-1], self.count).masked_fill(self.unknown, -math.inf)
+            for own, text in zip(self.features, self.here.texts, strict=True)
+        ]
+
+    def turn(self, accepted: list[int]) -> float:
+        """One iteration; the largest error of a probability."""
+        step = self.here.step(self.count, spare=self.random.choice([0, 5]), temperature=1.0)
+        proposal = self.drafter.propose(step)
+        assert proposal.drafted.tolist() == [self.count] * len(accepted)
+        expected = torch.stack(self.laws()).softmax(-1)
+        error = (proposal.probabilities.double() - expected).abs().max()
+        starts = [len(text) - 1 for text in self.here.texts]
+        shown = torch.stack([own[at : at + self.count + 1] for own, at in zip(self.features, starts, strict=True)])
+        wrong = torch.arange(self.count + 1) > torch.tensor(accepted)[:, None]
+        shown = torch.where(wrong[..., None], torch.full_like(shown, 1e3), shown)  # features of rejected tokens
+        packed = torch.tensor([[7, number] for number in accepted])
+        self.drafter.absorb(step, Features(torch.empty(0), shown.flatten(0, 1)), packed[:, 1])
+        self.here.commit(proposal.tokens, accepted, [self.random.randrange(VOCABULARY) for _ in accepted])
+        return float(error)
+
+    def turns(self) -> list[list[int]]:
+        """Of each row what it accepts: none, all, all again, then anything."""
+        rows, most = len(self.here.texts), self.count
+        turns = [[0] * rows, [most] * rows, [most] * rows]
+        return turns + [[self.random.randint(0, most) for _ in range(rows)] for _ in range(4)]
+
+    def worst(self) -> float:
+        return max(self.turn(accepted) for accepted in self.turns())
+
+
+@pytest.fixture
+def make_life(bench: Any, tiny: Any, reference: Any) -> Callable[..., Life]:
+    return partial(Life, bench, tiny, reference)
+
+
+@pytest.mark.parametrize("chunk", [1000, 4, 3])
+@pytest.mark.parametrize("count", [BLOCK - 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws_are_those_of_the_equations(make_life: Any, kind: str, count: int, chunk: int) -> None:
+    life = make_life(kind, count)
+    life.prefill(chunk)
+    assert life.worst() < 2e-5
+
+
+KNOWN = [0, 2, 3, 7, 8, 12]
+
+
+@pytest.mark.parametrize("count", [BLOCK - 1, 2])
+def test_a_reduced_vocabulary(make_life: Any, count: int) -> None:
+    life = make_life("sliding and full", count, known=KNOWN)
+    life.prefill(4)
+    assert life.worst() < 2e-5
+
+
+@pytest.mark.parametrize("known", [None, KNOWN])
+@pytest.mark.parametrize("kind", ["full", "sliding and full"])
+def test_greedy_drafts_are_the_likeliest(make_life: Any, kind: str, known: list[int] | None) -> None:
+    life = make_life(kind, BLOCK - 1, known=known)
+    life.prefill(7)
+    for accepted in life.turns():
+        proposal = life.drafter.propose(life.here.step(life.count))
+        assert proposal.probabilities is None
+        for drafts, logits in zip(proposal.tokens, life.laws(), strict=True):
+            best = logits.topk(2, -1).values
+            clear = best[:, 0] - best[:, 1] > 1e-4
+            assert clear.double().mean() > 0.5
+            assert torch.equal(drafts[clear], logits.argmax(-1)[clear])
+        life.turn(accepted)
+
+
+def test_a_batch_may_shrink_and_change_its_order(make_life: Any) -> None:
+    life = make_life("sliding and full", 3)
+    life.prefill(1000)
+    while len(life.here.texts) > 1:
+        assert life.turn([life.random.randint(0, 3) for _ in life.here.texts]) < 2e-5
+        order = life.random.sample(range(len(life.here.texts)), len(life.here.texts) - 1)
+        life.here.rows, life.features = life.here.rows[order], life.features[order]
+        life.here.texts = [life.here.texts[index] for index in order]
+
+
+# Others' implementations of the same model against the reference.
+
+
+@pytest.mark.parametrize("start", [1, 9, 30])
+def test_the_equations_are_those_of_transformers(reference: Any, tiny: Any, start: int) -> None:
+    """Its DFlash models differ in names and have no causal layers."""
+    muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")
+    raw = BASE | KINDS["full"]
+    tensors = random_draft(DFlashConfig.from_dict(raw))
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    theirs = muse.MuseGlimmerAssistantModel(
+        muse.MuseGlimmerAssistantConfig(
+            **{key: raw[key] for key in (*keys, "head_dim", "rms_norm_eps", "block_size")},
+            rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]},
+            layer_types=["full_attention"] * 2,
+            target_layer_ids=[2, 0],
+        )
+    )
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    theirs.load_state_dict({names.get(name, name): value for name, value in tensors.items()})
+    same_hidden(
+        reference, raw, tensors, tiny(VOCABULARY, layers=LAYERS), start, theirs, "context_hidden_states", "noise_embeds"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_equations_are_those_of_the_authors_package(reference: Any, tiny: Any, kind: str) -> None:
+    """pip install --no-deps dflash"""
+    authors = pytest.importorskip("dflash.model")
+    raw = BASE | KINDS[kind]
+    tensors = random_draft(DFlashConfig.from_dict(raw))
+    theirs = authors.DFlashDraftModel(authors.Qwen3Config(**raw))
+    theirs.load_state_dict(tensors)
+    same_hidden(
+        reference, raw, tensors, tiny(VOCABULARY, layers=LAYERS), 12, theirs, "target_hidden", "noise_embedding"
+    )
+
+
+@torch.inference_mode()
+def same_hidden(
+    reference: Any,
+    raw: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    target: Llama,
+    start: int,
+    theirs: Any,
+    context: str,
+    block: str,
+) -> None:
+    features = torch.randn(start, 2 * HIDDEN, generator=torch.Generator().manual_seed(start))
+    ours = reference(raw, tensors, target).hidden(features, 3, BLOCK - 1)
+    x = target.embedding[[3] + [11] * (BLOCK - 1)]
+    found = theirs.eval()(**{context: features[None], block: x[None]}, position_ids=torch.arange(start + BLOCK)[None])
+    found = found if isinstance(found, torch.Tensor) else found.last_hidden_state
+    torch.testing.assert_close(found[0].double(), ours, rtol=1e-5, atol=2e-5)
+
+
+# What implementers get wrong: each change to our side must show.
+
+
+def context_with_input_norm(self: DFlash, features: torch.Tensor) -> torch.Tensor:
+    first = self.block.layers[0].attention_norm
+    context = F.rms_norm(self._fc(features), (HIDDEN,), self._norm.weight, self._norm.eps)
+    return self._kv(context, norm=first)
+
+
+def shifted(function: Callable[..., None], place: int, by: int) -> Callable[..., None]:
+    """`function` with one of its arguments moved."""
+
+    def moved(*arguments: Any) -> None:
+        function(*(item + by if index == place else item for index, item in enumerate(arguments)))
+
+    return moved
+
+
+def turned_elsewhere(kv: torch.Tensor, heads: Any, *rest: Any) -> None:
+    heads = replace(heads, cos=heads.cos.roll(5, 0), sin=heads.sin.roll(5, 0))
+    context_kv.write_verified_ref(kv, heads, *rest)
+
+
+def propose_with_the_anchors_row(self: DFlashDrafter, step: Any) -> Any:
+    logits = self._model.block.logits
+    try:
+        self._model.block.logits = lambda hidden: logits(hidden).roll(1, 0)  # type: ignore[method-assign]
+        return ORIGINAL(self, step)
+    finally:
+        del self._model.block.logits
+
+
+ORIGINAL = DFlashDrafter.propose
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "input norm on the context": (DFlash, "context", context_with_input_norm),
+    "prompt keys one position late": (dflash, "write_context", shifted(context_kv.write_context_ref, 4, 1)),
+    "keys at other positions": (dflash, "write_verified", turned_elsewhere),
+    "rows 0 to B-2": (DFlashDrafter, "propose", propose_with_the_anchors_row),
+    "the block left in place of the context": (dflash, "write_verified", lambda *_: None),
+    "the last accepted row left out": (dflash, "write_verified", shifted(context_kv.write_verified_ref, 7, -1)),
+    "context one slot late": (dflash, "write_verified", shifted(context_kv.write_verified_ref, 6, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_wrong_context_shows(make_life: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(*PATCHES[name])
+    life = make_life("sliding and full", BLOCK - 1)
+    life.prefill(4)
+    assert life.worst() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("the target's theta", "full"),
+        ("eps", "full"),
+        ("another mask token", "full"),
+        ("no window", "narrow"),
+        ("sliding sees ahead", "sliding and full"),
+        ("all causal", "full"),
+        ("a window one wider", "narrow"),
+    ],
+)
+def test_a_wrong_setting_shows(make_life: Any, name: str, kind: str) -> None:
+    config = DFlashConfig.from_dict(BASE | KINDS[kind])
+    ours: dict[str, dict[str, Any]] = {
+        "the target's theta": {"rope": replace(config.rope, theta=10000.0)},
+        "eps": {"rms_norm_eps": 1e-5},
+        "another mask token": {"mask_token": 12},
+        "no window": {"masks": (Mask(False), Mask(True))},
+        "sliding sees ahead": {"masks": (Mask(False, 7), Mask(False))},
+        "all causal": {"masks": (Mask(True), Mask(True))},
+        "a window one wider": {"masks": (Mask(False), Mask(True, 3))},
+    }
+    life = make_life(kind, BLOCK - 1, ours=ours[name])
+    life.prefill(1000)
+    assert life.worst() > 2e-3

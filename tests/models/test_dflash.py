@@ -1,0 +1,317 @@
+"""Published DFlash drafts: what their configs say in every spelling, files on disk, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specbatch import EngineConfig, Speculation
+from specbatch.context import Mask
+from specbatch.drafters import dflash
+from specbatch.drafters.base import DraftPlan
+from specbatch.errors import SpecbatchError
+from specbatch.models.dflash import DFlashConfig, published_layers, published_shape
+from specbatch.weights import open_checkpoint
+
+QWEN3_8B_B16: dict[str, Any] = {  # as z-lab publishes it
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "block_size": 16,
+    "bos_token_id": 151643,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SLIDING = {
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+}
+
+
+def read(**changes: Any) -> DFlashConfig:
+    return DFlashConfig.from_dict({**QWEN3_8B_B16, **changes})
+
+
+def without(*keys: str) -> dict[str, Any]:
+    return {key: value for key, value in QWEN3_8B_B16.items() if key not in keys}
+
+
+def test_what_a_published_config_says() -> None:
+    config = read()
+    assert (config.block_size, config.mask_token, config.target_depth) == (16, 151669, 36)
+    assert config.target_layers == (1, 9, 17, 25, 33)
+    assert config.masks == (Mask(causal=False, window=None),) * 5
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.rope.theta) == (32, 8, 128, 1e6)
+    weights = config.parameter_count() - 5 * 2 * 1024 * 4096  # keys and values are there twice
+    assert weights == pytest.approx(1.05e9, rel=0.01)
+
+
+@pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids", "num_target_layers"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_keys_stand_at_the_top_or_inside(key: str, inside: bool) -> None:
+    own = {"block_size": 16, **QWEN3_8B_B16["dflash_config"], "num_target_layers": 36}
+    value = own.pop(key)
+    rest = without("block_size", "dflash_config", "num_target_layers")
+    spelled = (
+        {**rest, key: value, "dflash_config": own} if not inside else {**rest, "dflash_config": {**own, key: value}}
+    )
+    assert DFlashConfig.from_dict(spelled) == read()
+
+
+def test_both_spellings_of_rope() -> None:
+    new = {**without("rope_theta", "rope_scaling"), "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}
+    found = DFlashConfig.from_dict(new).rope
+    assert (found.theta, found.source) == (1e7, "rope_parameters")
+    assert read(rope_theta=1e7).rope.theta == 1e7
+    assert DFlashConfig.from_dict(without("rope_theta")).rope.source == "class default"
+    nested = {kind: {"rope_theta": theta} for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))}
+    with pytest.raises(SpecbatchError, match="share one rope"):
+        read(rope_theta=None, rope_parameters=nested)
+
+
+def test_feature_layers_that_the_config_leaves_out() -> None:
+    assert published_layers(36, 5) == [1, 9, 17, 25, 33]
+    assert published_layers(64, 5) == [1, 16, 31, 46, 61]
+    assert published_layers(32, 5) == [1, 8, 15, 22, 29]
+    assert published_layers(36, 1) == [18]
+    assert read(dflash_config={"mask_token_id": 3}).target_layers == (1, 9, 17, 25, 33)
+
+
+@pytest.mark.parametrize(
+    ("changes", "masks"),
+    [
+        (SLIDING, [Mask(True, 2048)] * 4 + [Mask(False)]),
+        ({**SLIDING, "is_causal": False}, [Mask(False, 2048)] * 4 + [Mask(False)]),
+        ({**SLIDING, "is_causal": True}, [Mask(True, 2048)] * 4 + [Mask(True)]),
+        ({"is_causal": True}, [Mask(True)] * 5),
+        ({**SLIDING, "layer_types": None, "max_window_layers": 3}, [Mask(False)] * 3 + [Mask(True, 2048)] * 2),
+        ({**SLIDING, "layer_types": None, "max_window_layers": 28}, [Mask(False)] * 5),
+        ({"layer_types": None, "sliding_window": 2048}, [Mask(False)] * 5),
+    ],
+)
+def test_what_the_rows_of_a_block_see(changes: dict[str, Any], masks: list[Mask]) -> None:
+    assert read(**changes).masks == tuple(masks)
+    if "is_causal" in changes:
+        inside = {**QWEN3_8B_B16["dflash_config"], "is_causal": changes["is_causal"]}
+        assert read(**{**changes, "is_causal": None}, dflash_config=inside).masks == tuple(masks)
+
+
+def speculators(**changes: Any) -> dict[str, Any]:
+    """The same draft in the format of vllm-project/speculators, which leaves its class's defaults out."""
+    left_out = ("architectures", "block_size", "dflash_config", "num_target_layers", "hidden_size", "head_dim")
+    inner = without(*left_out, "layer_types", "rope_theta", "rope_scaling", "rms_norm_eps", "num_attention_heads")
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {"algorithm": "dflash"},
+        "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+        "block_size": 16,
+        "draft_vocab_size": 151936,
+        "mask_token_id": 151669,
+        "sliding_window_non_causal": False,
+        "target_hidden_size": None,
+        "transformer_layer_config": {**inner, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}},
+    } | changes
+
+
+def test_the_format_of_speculators() -> None:
+    found, same = (vars(config) for config in (DFlashConfig.from_dict(speculators()), read()))
+    differ = {key for key in same if found[key] != same[key]}
+    assert differ == {"rope", "target_depth", "whole_file"}  # rope: where it was read
+    inner = {**speculators()["transformer_layer_config"], **SLIDING}
+    both = [
+        DFlashConfig.from_dict(speculators(transformer_layer_config=inner, sliding_window_non_causal=free)).masks
+        for free in (False, True)
+    ]
+    assert both == [(Mask(causal, 2048),) * 4 + (Mask(False),) for causal in (True, False)]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["Qwen3ForCausalLM"]}, r"architectures=.*DFlashDraftModel"),
+    ({"architectures": ["DFlash2DraftModel"]}, r"architectures="),
+    ({"model_type": "llama"}, "model_type='llama'"),
+    ({"block_size": None}, "block_size=None"),
+    ({"block_size": 1}, "block_size=1: use 2 to 64"),
+    ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id=None"),
+    ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}}, r"each layer may be there once"),
+    ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [-1]}}, r"counted from 0"),
+    ({"dflash_config": {"mask_token_id": 3}, "num_target_layers": None}, "or num_target_layers"),
+    ({"dflash_config": {"mask_token_id": 3, "conv_kernel_size": 3}}, "conv_kernel_size=3"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+    ({"input_embedding_scale": 64.0}, "input_embedding_scale=64.0"),
+    ({"layer_types": ["full_attention"]}, "layer_types='1 entries'"),
+    ({"layer_types": ["linear_attention"] * 5}, "layer_types='linear_attention'"),
+    ({**SLIDING, "use_sliding_window": False}, "use_sliding_window=False"),
+    ({**SLIDING, "sliding_window": None}, "sliding_window=None"),
+    ({**SLIDING, "sliding_window": 9, "is_causal": False}, "at least block_size=16"),
+    ({"is_causal": 1}, "is_causal=1"),
+    (speculators(draft_vocab_size=200000), "draft_vocab_size=200000: the target's vocabulary has 151936"),
+    (speculators(target_hidden_size=64), "target_hidden_size=64"),
+    (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids=None"),
+    (speculators(aux_hidden_state_layer_ids=[0, 3]), "counted from 0"),
+    (speculators(sample_from_anchor=True), "sample_from_anchor=True"),
+    (speculators(speculators_model_type="eagle3"), "speculators_model_type='eagle3'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_cannot_be_run_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecbatchError, match=said):
+        DFlashConfig.from_dict(changes if "speculators_model_type" in changes else {**QWEN3_8B_B16, **changes})
+
+
+def test_a_dummy_has_the_published_shape() -> None:
+    target = open_checkpoint("qwen3-8b", "dummy").config
+    ours, theirs = vars(DFlashConfig.from_dict(published_shape(target))), vars(read())
+    assert {key for key in ours if ours[key] != theirs[key]} <= {"eos_ids", "bos_id", "dtype"}
+
+
+def planned(target: str = "toy", **speculation: Any) -> tuple[DraftPlan, list[str]]:
+    lines: list[str] = []
+    asked = Speculation(**{"algorithm": "dflash", "draft": "dummy"} | speculation)
+    config = EngineConfig(model=target, load_format="dummy", device="cpu", speculation=asked)
+    return dflash.plan(open_checkpoint(target, "dummy"), config, lines.append), lines
+
+
+def test_the_plan_of_a_dummy_and_what_is_said_of_it() -> None:
+    plan, lines = planned("qwen3-8b")
+    assert (plan.drafted, plan.kv_layers, plan.every, plan.aux) == (15, 5, True, (1, 9, 17, 25, 33))
+    text = "\n".join(lines)
+    for part in ("layers 1, 9, 17, 25, 33", "block of 16", "151669", "theta 1e+06", "32 heads of 128, 8 for keys"):
+        assert part in text
+    assert planned("qwen3-8b", draft_tokens=7)[0].drafted == 7
+    with pytest.raises(SpecbatchError, match="draft_steps=7: a block is drafted in one pass"):
+        planned("qwen3-8b", draft_tokens=7, draft_steps=7)
+    with pytest.raises(SpecbatchError, match="draft_tokens=16: the draft's blocks are of 16; use at most 15"):
+        planned("qwen3-8b", draft_tokens=16)
+
+
+def test_a_draft_for_another_target_is_refused_with_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B_B16, "hidden_size": 64, "num_target_layers": 3}))
+    with pytest.raises(SpecbatchError) as caught:
+        planned("toy", draft=str(tmp_path))
+    for part in (
+        "not made for toy",
+        "vocab_size is 151936 and the target has 257",
+        "num_target_layers is 3 and the target has 4",
+        "feature layer 9 is not among the target's 0 to 2",
+        "mask token 151669 is outside the target's vocabulary of 257",
+    ):
+        assert part in str(caught.value)
+    assert "hidden_size" not in str(caught.value)
+    with pytest.raises(SpecbatchError, match="architectures"):
+        planned("toy", draft="toy")
+
+
+SMALL = {
+    **QWEN3_8B_B16,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_hidden_layers": 2,
+    "layer_types": None,
+    "num_target_layers": 4,
+    "vocab_size": 257,
+    "block_size": 4,
+    "dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 2]},
+}
+
+
+def test_a_folder_is_read_and_checked(tmp_path: Path) -> None:
+    config = DFlashConfig.from_dict(SMALL)
+    tensors = {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}
+    assert len(tensors) == 2 * 11 + 3
+    assert tensors["fc.weight"].shape == (64, 128)
+
+    def write(changes: dict[str, torch.Tensor], described: dict[str, Any] = SMALL) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        save_file({**tensors, **changes}, tmp_path / "model.safetensors")
+
+    write({})
+    found = open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+    assert found.config == config
+    assert all(torch.equal(found.tensor(name), value) for name, value in tensors.items())
+    extra = {"embed_tokens.weight": torch.randn(257, 64), "lm_head.weight": torch.randn(257, 64)}
+    write(extra)
+    with pytest.raises(SpecbatchError, match=r"describes no tensor embed_tokens\.weight"):
+        open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+    own = {
+        key: value for key, value in SMALL.items() if key not in ("dflash_config", "num_target_layers", "layer_types")
+    }
+    write(
+        extra,
+        {
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": own,
+            "block_size": 4,
+            "mask_token_id": 9,
+            "aux_hidden_state_layer_ids": [1, 3],
+        },
+    )
+    copied = open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+    assert sorted(copied.names()) == sorted(tensors)
+    assert copied.config.draft_vocab is None  # type: ignore[attr-defined]
+    write({"mask_embedding": torch.randn(64)})
+    with pytest.raises(SpecbatchError, match="describes no tensor mask_embedding"):
+        open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+
+
+def test_a_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:
+    own = {
+        key: value for key, value in SMALL.items() if key not in ("dflash_config", "num_target_layers", "layer_types")
+    }
+    described = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": own,
+        "block_size": 4,
+        "mask_token_id": 9,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "draft_vocab_size": 50,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = DFlashConfig.from_dict(described)
+    tensors = {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}
+    asked = Speculation("dflash", draft=str(tmp_path))
+    engine = EngineConfig(model="toy", device="cpu", speculation=asked)
+    ids = torch.arange(0, 250, 5)
+
+    def planned(ids: torch.Tensor) -> tuple[DraftPlan, str]:
+        extra = {"t2d": torch.zeros(257, dtype=torch.bool), "embed_tokens.weight": torch.randn(257, 64)}
+        extra["d2t"] = ids - torch.arange(50)
+        save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+        lines: list[str] = []
+        return dflash.plan(open_checkpoint("toy", "dummy"), engine, lines.append), "\n".join(lines)
+
+    plan, text = planned(ids)
+    assert plan.config.tensor_shapes()["lm_head.weight"] == (50, 64)
+    assert "50 of 257 tokens drafted" in text
+    for wrong in (ids.clamp(min=7), ids + 200):
+        with pytest.raises(SpecbatchError, match="d2t must hold offsets to 50 different tokens of 257"):
+            planned(wrong)
