@@ -19,6 +19,7 @@ def bytes_per_page(config: ModelConfig, layers: int, page_size: int, dtype: torc
 class KVCache:
     """K and V per layer, each [pages + 1, page_size, kv_heads, head_dim]; page 0 belongs to padding rows.
 
+    The layers' `k` and `v` are views of `keys` and `values` [layers, pages + 1, ...], for who writes to all layers.
     Every model of an engine (target, draft) has its own, with the same page numbers: one page table serves all.
     """
 
@@ -33,13 +34,15 @@ class KVCache:
         attention: PrefillAttention,
     ) -> None:
         """attention: who computes prompts' attention over this cache."""
-        shape = (pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        shape = (layers, pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
         self.dtype = dtype
         self.attention = attention
-        self.k = [_zeros(shape, dtype, device) for _ in range(layers)]
-        self.v = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
+        self.k = self.keys.unbind()
+        self.v = self.values.unbind()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
