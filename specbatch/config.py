@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from specbatch.draft_shape import DraftShape, shape_of
 from specbatch.drafters import ALGORITHMS
 from specbatch.errors import at_least, refuse
 
@@ -32,19 +33,20 @@ class Speculation:
     draft         for "standalone": a model of the same vocabulary, or "self:skip=12-15", the target without
                   those layers (inclusive ranges, comma separated), sharing its weights
     draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows)
-    draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
-    draft_topk    children per drafted node; 1 is a chain
+    draft_steps   draft passes, the depth of a tree; a chain takes draft_tokens of them
+    draft_topk    children per expanded node; 1 is a chain. "ngram": texts merged into a tree
+                  None of the three: the published shape of the algorithm; some: see `draft_shape.shape_of`
     ngram_min/max lengths of the suffix that "ngram" looks up, longest first
     simulate_accept_length  for benchmarks: mean tokens per verify, drawn by a seeded coin instead of comparing drafts
-                  (at most draft_tokens + 1; a row that drafts nothing accepts nothing). The output is no model's text.
+                  (at most draft_steps + 1; a row that drafts nothing accepts nothing). The output is no model's text.
     """
 
     algorithm: str = "none"
     schedule: str = "v2"
     draft: str | None = None
-    draft_tokens: int = 4
+    draft_tokens: int | None = None
     draft_steps: int | None = None
-    draft_topk: int = 1
+    draft_topk: int | None = None
     ngram_min: int = 2
     ngram_max: int = 4
     simulate_accept_length: float | None = None
@@ -52,18 +54,7 @@ class Speculation:
     def __post_init__(self) -> None:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
         _choice("schedule", self.schedule, SCHEDULES)
-        at_least("draft_tokens", self.draft_tokens, 1)
-        if self.draft_tokens > 63:
-            raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
-        if self.draft_topk != 1:
-            raise refuse("draft_topk", self.draft_topk, "only chains are drafted by this version; use 1")
-        if self.draft_steps not in (None, self.draft_tokens):
-            raise refuse(
-                "draft_steps",
-                self.draft_steps,
-                f"a chain of draft_tokens={self.draft_tokens} takes {self.draft_tokens} steps (the root is not "
-                "counted); leave it out or set both to the same number",
-            )
+        _ = self.shape  # refused where it is impossible
         if self.algorithm == "standalone" and not self.draft:
             raise refuse("draft", self.draft, "algorithm 'standalone' needs a draft model or 'self:skip=FIRST-LAST'")
         if self.algorithm != "standalone" and self.draft:
@@ -82,12 +73,19 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
-        return f"{self.algorithm}{draft}, {self.draft_tokens} drafted, schedule {self.schedule}{note}"
+        steps, topk, tokens = self.shape
+        tree = f" as a tree ({steps} steps, top {topk})" if topk > 1 else ""
+        return f"{self.algorithm}{draft}, {tokens} drafted{tree}, schedule {self.schedule}{note}"
+
+    @property
+    def shape(self) -> DraftShape:
+        """Steps, children per node and nodes, all of them known."""
+        return shape_of(self.algorithm, self.draft_steps, self.draft_topk, self.draft_tokens)
 
     @property
     def drafted(self) -> int:
         """Tokens drafted per verify; 0 for the baseline."""
-        return 0 if self.algorithm == "none" else self.draft_tokens
+        return 0 if self.algorithm == "none" else self.shape.tokens
 
     def _check_simulation(self) -> None:
         mean = self.simulate_accept_length
@@ -96,8 +94,9 @@ class Speculation:
         if self.algorithm == "none":
             raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
         number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
-        if not number or not 1 <= mean <= self.drafted + 1:
-            raise refuse("simulate_accept_length", mean, f"use 1 to {self.drafted + 1} (draft_tokens + 1)")
+        most = self.shape.steps + 1
+        if not number or not 1 <= mean <= most:
+            raise refuse("simulate_accept_length", mean, f"use 1 to {most} (draft_steps + 1)")
 
 
 @dataclass(frozen=True)

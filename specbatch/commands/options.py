@@ -76,14 +76,16 @@ class EngineOptions:
         Option(help="Draft model, or self:skip=12-15 (the target without those layers).", rich_help_panel=_SPEC),
     ] = None
     draft_tokens: Annotated[
-        int, Option(help="Tokens drafted per verify, the root not counted.", rich_help_panel=_SPEC)
-    ] = Speculation.draft_tokens
-    draft_steps: Annotated[
-        int | None, Option(help="Draft passes; a chain takes --draft-tokens of them.", rich_help_panel=_SPEC)
+        int | None,
+        Option(help="Nodes drafted per verify, the root not counted. Default: as published.", rich_help_panel=_SPEC),
     ] = None
-    draft_topk: Annotated[int, Option(help="Children per drafted node; 1 is a chain.", rich_help_panel=_SPEC)] = (
-        Speculation.draft_topk
-    )
+    draft_steps: Annotated[
+        int | None,
+        Option(help="Draft passes: the depth of a tree; a chain takes --draft-tokens.", rich_help_panel=_SPEC),
+    ] = None
+    draft_topk: Annotated[
+        int | None, Option(help="Children per expanded node; 1 is a chain.", rich_help_panel=_SPEC)
+    ] = None
     ngram_min: Annotated[int, Option(help="Shortest suffix that ngram looks up.", rich_help_panel=_SPEC)] = (
         Speculation.ngram_min
     )
