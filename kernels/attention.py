@@ -18,18 +18,21 @@ def write_kv_ref(
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
-def visible(lengths: torch.Tensor, rows: int, keys: int, ancestors: torch.Tensor | None = None) -> torch.Tensor:
+def visible(
+    lengths: torch.Tensor, rows: int, keys: int, ancestors: torch.Tensor | None = None, first: int = 0
+) -> torch.Tensor:
     """Which keys each query row of a verify sees: bool [B, rows, keys].
 
-    lengths [B] is the KV length before the verify; row i stands at key lengths + i. `ancestors` int64 [rows] or
-    [B, rows] holds one 64-bit word per node with the bits of its ancestors and itself; None is a chain.
+    lengths [B] is the KV length before the verify; row i stands at key lengths + first + i. `ancestors` int64 [rows] or
+    [B, rows] holds one 64-bit word per node with the bits of its ancestors and itself; None is a chain. Bit j is the
+    key lengths + j: the first `first` of them are nodes that earlier passes left in the cache.
     """
     node = torch.arange(keys, device=lengths.device) - lengths[:, None]  # [B, keys]; negative: before the verify
     if ancestors is None:
-        return node[:, None, :] <= torch.arange(rows, device=lengths.device)[:, None]
+        return node[:, None, :] <= first + torch.arange(rows, device=lengths.device)[:, None]
     words = ancestors.expand(lengths.shape[0], rows)[:, :, None]
     inside = (words >> node.clamp(0, 63)[:, None, :]) & 1 == 1
-    return (node < 0)[:, None, :] | (inside & (node < rows)[:, None, :])
+    return (node < 0)[:, None, :] | (inside & (node < first + rows)[:, None, :])
 
 
 def attention_bias(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:

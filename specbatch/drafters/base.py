@@ -34,9 +34,13 @@ class Step:
     bound: int
     sampling: Sampling
 
-    def verify(self, lengths: torch.Tensor, rows: int) -> Verify:
-        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]."""
-        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound)
+    def verify(
+        self, lengths: torch.Tensor, rows: int, ancestors: torch.Tensor | None = None, first: int = 0
+    ) -> Verify:
+        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]: a chain, or with words of
+        `ancestors` [B, rows] a tree, of which `first` nodes are in the cache already."""
+        table, size = self.batch.page_table, self.page_size
+        return Verify(table, self.rows, lengths, rows, size, self.bound, ancestors, first)
 
 
 class Drafter(Protocol):
@@ -53,8 +57,12 @@ class Drafter(Protocol):
         """Draft behind each row's root."""
         ...
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
-        """Take in what a verify showed; rows beyond accepted [B] are of no account."""
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        """Take in what a verify showed; rows beyond accepted [B] are of no account.
+
+        path int64 [B, N]: of a tree, the row of the root and those of the accepted nodes in order, then all others;
+        None for a chain, whose rows are in order.
+        """
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,8 @@ class DraftPlan:
 
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
     for it, None if they are the target's or none; every: it wants the target's features of every prompt token; aux: and
-    the residual stream behind these layers.
+    the residual stream behind these layers; slots: KV slots from a root on that it writes to while drafting; lag: of a
+    request that has ended, so many of the newest positions may lack the draft's own keys.
     """
 
     build: Callable[[Llama, Loader], Drafter]
@@ -72,6 +81,8 @@ class DraftPlan:
     weights: ModelConfig | None = None
     every: bool = False
     aux: tuple[int, ...] = ()
+    slots: int = 0
+    lag: int = 1
 
 
 class NoDraft:
@@ -83,7 +94,7 @@ class NoDraft:
     def propose(self, step: Step) -> Proposal:
         return Proposal(step.rows.new_empty(len(step.rows), 0), torch.zeros_like(step.rows))
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         pass
 
 
