@@ -104,7 +104,7 @@ def _plan(
         page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         vocabulary=target.config.vocab_size,
-        rows=config.speculation.drafted + 1,
+        rows=draft.slots_of(config.speculation.drafted + 1),
         token_bytes=token_bytes(target.config, dtype),
         graphs=graph_bytes(
             config.graphs,
@@ -129,7 +129,8 @@ def _assemble(
     on_tokens: OnTokens,
 ) -> Parts:
     rows = config.speculation.drafted + 1
-    width = reach_of(plan.max_model_len, rows) + 1
+    slots = draft.slots_of(rows)
+    width = reach_of(plan.max_model_len, slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
     loader = Loader(
         dtype=dtype,
@@ -138,6 +139,7 @@ def _assemble(
         max_positions=width,
         pages=plan.kv_pages,
         page_size=config.page_size,
+        device_rows=config.max_running + 1,
         attention=attention,
         chunk=config.prefill_chunk,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
@@ -153,7 +155,8 @@ def _assemble(
         max_running=config.max_running,
         max_model_len=plan.max_model_len,
         prefill_chunk=config.prefill_chunk,
-        rows=rows,
+        rows=slots,
+        lag=draft.lag,
     )
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every)
@@ -162,6 +165,7 @@ def _assemble(
         batch,
         Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
         prompt_pass,
+        rows=rows,
         page_size=config.page_size,
         seed=config.seed,
         on_tokens=on_tokens,
@@ -178,6 +182,8 @@ def _assemble(
         "page_size": config.page_size,
         "prefill_chunk": config.prefill_chunk,
         "verify_rows": rows,
+        "verify_slots": slots,
+        "draft_shape": str(config.speculation.shape) if rows > 1 else "none",
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
     }

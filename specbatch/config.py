@@ -73,9 +73,7 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
-        steps, topk, tokens = self.shape
-        tree = f" as a tree ({steps} steps, top {topk})" if topk > 1 else ""
-        return f"{self.algorithm}{draft}, {tokens} drafted{tree}, schedule {self.schedule}{note}"
+        return f"{self.algorithm}{draft}, {self.shape}, schedule {self.schedule}{note}"
 
     @property
     def shape(self) -> DraftShape:

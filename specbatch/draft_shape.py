@@ -17,9 +17,9 @@ class DraftShape(NamedTuple):
     topk: int
     tokens: int
 
-    @property
-    def is_tree(self) -> bool:
-        return self.topk > 1
+    def __str__(self) -> str:
+        tree = f" as a tree ({self.steps} steps, top {self.topk})" if self.topk > 1 else ""
+        return f"{self.tokens} drafted{tree}"
 
     @property
     def draft_slots(self) -> int:

@@ -62,12 +62,13 @@ class Runner:
         iteration: Iteration,
         prompt_pass: PromptPass,
         *,
+        rows: int,
         page_size: int,
         seed: int,
         on_tokens: OnTokens,
         recorder: Recorder | None = None,
     ) -> None:
-        """recorder: for whole-iteration graphs, or None to run eagerly."""
+        """rows: of a verify; recorder: for whole-iteration graphs, or None to run eagerly."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._batch = batch
@@ -82,8 +83,7 @@ class Runner:
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
-            most, rows = batch.slots, scheduler.rows
-            self.graphs = WholeGraphs(self._run, recorder, most, rows, batch.device)
+            self.graphs = WholeGraphs(self._run, recorder, batch.slots, rows, batch.device)
             self.decode_counters = self.graphs.counters
 
     @torch.inference_mode()

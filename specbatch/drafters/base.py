@@ -84,6 +84,10 @@ class DraftPlan:
     slots: int = 0
     lag: int = 1
 
+    def slots_of(self, rows: int) -> int:
+        """KV slots from a root on that an iteration with a verify of `rows` rows may write to."""
+        return max(self.slots, rows)
+
 
 class NoDraft:
     """The baseline: a verify of the root alone."""

@@ -31,6 +31,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 class Loader:
     """What the models of an engine have in common: type, device, room for positions, size of the KV pool.
 
+    device_rows: of an engine's `DeviceBatch`, that of padding included.
     A model is used as "target" or as "draft". With a `recorder` prompt passes of up to `chunk` tokens are replayed in
     pieces. `forwards` collects what was handed out.
     """
@@ -41,6 +42,7 @@ class Loader:
     max_positions: int
     pages: int
     page_size: int
+    device_rows: int
     attention: dict[str, PrefillAttention]  # by role
     chunk: int
     recorder: Recorder | None = None
