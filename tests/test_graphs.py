@@ -28,6 +28,8 @@ SPECULATIONS = {
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1"),
     "other": Speculation("standalone", draft="toy-2", draft_tokens=2),
+    "ngram-tree": Speculation("ngram", draft_steps=3, draft_topk=2, ngram_min=1),
+    "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=5, draft_topk=3, draft_tokens=7),
 }
 BOTH = Graphs(decode="whole", prefill="piecewise")
 
@@ -69,7 +71,7 @@ def test_every_algorithm_replays_and_gives_the_tokens_of_naive_decoding(
     assert [tuple(item.token_ids) for item in completions] == expected
     record = engine.record()
     found = record.counters["graphs"]
-    assert set(found) == {"decode", "target_prefill"} | ({"draft_prefill"} if name in ("self", "other") else set())
+    assert set(found) == {"decode", "target_prefill"} | ({"draft_prefill"} if SPECULATIONS[name].draft else set())
     assert found["decode"]["replays"] == record.counters["iterations"] > 0
     assert found["target_prefill"]["replays"] == record.counters["prefill_passes"] > 0
     assert all(item["replays"] and not item["fallbacks"] for item in found.values())

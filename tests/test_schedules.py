@@ -16,6 +16,7 @@ from specbatch import Engine, SamplingParams, Speculation
 from specbatch.runner import Launched, Runner
 from specbatch.transfer import Ticket
 
+_SELF = {"algorithm": "standalone", "draft": "self:skip=1"}
 DRAFTERS = {
     "none": {},
     "ngram": {"algorithm": "ngram"},
@@ -24,6 +25,12 @@ DRAFTERS = {
     "self": {"algorithm": "standalone", "draft": "self:skip=1", "draft_tokens": 3},
     "self-deep": {"algorithm": "standalone", "draft": "self:skip=0,2-3", "draft_tokens": 5},
     "other": {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 2},
+    "ngram-tree": {"algorithm": "ngram", "draft_steps": 4, "draft_topk": 3, "draft_tokens": 9, "ngram_min": 1},
+    "tree": {"algorithm": "standalone", "draft": "self:skip=1", "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
+    # More nodes are run than are verified, and the other way round.
+    "tree-pruned": {**_SELF, "draft_steps": 4, "draft_topk": 4, "draft_tokens": 4},
+    "tree-whole": {**_SELF, "draft_steps": 2, "draft_topk": 3, "draft_tokens": 12},
+    "tree-flat": {"algorithm": "standalone", "draft": "toy-2", "draft_steps": 1, "draft_topk": 4, "draft_tokens": 3},
 }
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -116,7 +123,7 @@ def check(toy: Any, engine: Engine, prompts: list[list[int]], params: list[Sampl
     ("drafter", "arrangement"),
     [
         *((drafter, arrangement) for drafter in DRAFTERS for arrangement in ("plain", "crowded")),
-        *((drafter, arrangement) for drafter in ("ngram-7-1", "self") for arrangement in list(ARRANGEMENTS)[2:]),
+        *((drafter, arrangement) for drafter in ("ngram-7-1", "self", "tree") for arrangement in list(ARRANGEMENTS)[2:]),
     ],
 )
 def test_greedy_tokens_are_those_of_plain_decoding(
@@ -146,7 +153,8 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(
     draw = data.draw
     drafter = draw(st.sampled_from(sorted(DRAFTERS)), "drafter")
     schedule, late = draw(st.sampled_from([("v1", False), ("v2", False), ("v2", True)]), "schedule")
-    rows = Speculation(**DRAFTERS[drafter]).drafted + 1
+    shape = Speculation(**DRAFTERS[drafter]).shape
+    rows = max(shape.tokens + 1, shape.draft_slots)
     size = draw(st.sampled_from([1, 3, 4, 16]), "page_size")
     least = -(-(90 + 2 * rows) // size)
     engine = toy_engine(
@@ -180,7 +188,7 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(
         check(toy, engine, prompts[::-1], params[::-1])  # once more, with the prefixes of before
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram-7-1", "self"])
+@pytest.mark.parametrize("drafter", ["none", "ngram-7-1", "self", "tree"])
 def test_aborts_in_the_middle_leave_the_others_alone(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str
 ) -> None:
@@ -329,7 +337,7 @@ class NoHostRead(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other", "ngram-tree", "tree"])
 def test_launching_reads_nothing_from_the_device(
     toy: Any, toy_engine: Callable[..., Engine], drafter: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

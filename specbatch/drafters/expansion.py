@@ -79,9 +79,9 @@ def _children(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tens
 def _keep(
     scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, count: int, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best `count` of candidates [B, P] in their order. parents: of each, where the root is 0 and they follow."""
-    ranked = scores.sort(dim=1, descending=True, stable=True).indices
-    kept = ranked[:, :count].sort(dim=1).values
+    """The best `count` of candidates [B, P], the best first: among equals the older one, so that parents come before
+    children. parents int64 [B, P]: of each, where the root is 0 and candidates follow."""
+    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
     numbers = torch.arange(1, count + 1, device=kept.device).expand_as(kept)
     node = tokens.new_zeros(tokens.shape[0], tokens.shape[1] + 1).scatter_(1, kept + 1, numbers)
     return tokens.gather(1, kept), ancestors_of(node.gather(1, parents.gather(1, kept)), depth)

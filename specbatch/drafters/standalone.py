@@ -97,7 +97,7 @@ class StandaloneTree(Standalone):
 
     def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
         super().prefill(batch, shape, features)
-        self._new[shape.rows] = 1
+        self._new.index_fill_(0, shape.rows, 1)
 
     def propose(self, step: Step) -> Proposal:
         model, lengths = self._model, step.lengths

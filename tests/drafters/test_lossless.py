@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Drafter, NoDraft
 from specbatch.drafters.ngram import NGram
 from specbatch.drafters.standalone import Standalone
@@ -25,7 +26,7 @@ class Run:
 
     def __init__(self, bench: Any, tiny: Any, target: Llama, drafter: str, temperature: float) -> None:
         here = bench([PROMPT] * ROWS, width=20)
-        drafters: dict[str, Drafter] = {"none": NoDraft(), "ngram": NGram(DRAFTS, 1, 3)}
+        drafters: dict[str, Drafter] = {"none": NoDraft(), "ngram": NGram(DraftShape(DRAFTS, 1, DRAFTS), 1, 3)}
         if drafter == "standalone":
             draft = tiny(VOCABULARY, layers=1)
             drafters[drafter] = Standalone(draft, *here.way_of(draft), DRAFTS, VOCABULARY)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import NoDraft
 from specbatch.drafters.ngram import NGram
 
@@ -31,7 +32,7 @@ def test_drafts_over_the_life_of_a_batch(bench: Any, count: int, shortest: int, 
     randomness = random.Random(count)
     prompts = [[randomness.randrange(3) for _ in range(length)] for length in (2, 3, 9, 20, 5)]
     here = bench(prompts)
-    drafter = NGram(count, shortest, longest)
+    drafter = NGram(DraftShape(count, 1, count), shortest, longest)
     found = missed = 0
     for turn in range(8):
         step = here.step(count, spare=(0, 5)[turn % 2])

@@ -29,7 +29,7 @@ def match(
     width = max(map(len, rows)) + len(behind)
     padded = [(row + (behind or [0]) * width)[:width] for row in rows]
     last = torch.tensor([len(row) - 1 for row in rows])
-    drafts, found = ngram_match_ref(torch.tensor(padded), last, longest, shortest, count)
+    drafts, found = (item.squeeze(1) for item in ngram_match_ref(torch.tensor(padded), last, longest, shortest, count))
     assert drafts.dtype == torch.int64
     assert found.dtype == torch.bool
     return drafts.tolist(), found.tolist()
@@ -85,12 +85,12 @@ def test_which_occurrence_wins(row: list[int], longest: int, shortest: int, expe
 def test_a_suffix_may_be_longer_than_the_row(width: int) -> None:
     tokens = torch.arange(width)[None]
     drafts, found = ngram_match_ref(tokens, torch.tensor([width - 1]), 16, 1, 2)
-    assert found.tolist() == [False]
-    assert drafts.tolist() == [[width - 1] * 2]
+    assert found.tolist() == [[False]]
+    assert drafts.tolist() == [[[width - 1] * 2]]
 
 
 def test_what_lies_behind_the_newest_token_is_never_looked_at() -> None:
     tokens = torch.tensor([[1, 2, 3, 1, 2, 1, 2, 9, 1, 2, 3, 1, 2]])
     expected = ngram_match_ref(tokens[:, :5], torch.tensor([4]), 4, 1, 6)
     garbage = ngram_match_ref(tokens, torch.tensor([4]), 4, 1, 6)
-    assert [item.tolist() for item in garbage] == [item.tolist() for item in expected] == [[[3, 1, 2, 3, 1, 2]], [True]]
+    assert [item.tolist() for item in garbage] == [item.tolist() for item in expected] == [[[[3, 1, 2, 3, 1, 2]]], [[True]]]
