@@ -34,7 +34,7 @@ DRAFTERS = {
 }
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "crowded": {"kv_pages": 27, "max_model_len": 75, "page_size": 4},
+    "crowded": {"kv_pages": 30, "max_model_len": 75, "page_size": 4},
     "no-cache": {"prefix_cache": False},
     "chunks": {"prefill_chunk": 5},
     "one-token-pages": {"page_size": 1},
