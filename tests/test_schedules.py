@@ -322,6 +322,21 @@ def test_accepted_drafts_save_iterations(toy: Any, toy_engine: Callable[..., Eng
 # -- nothing is read on the host -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("chain", "tree"), [("self", "tree-chain"), ("ngram", "ngram-tree")])
+def test_a_tree_accepts_at_least_what_a_chain_of_its_steps_does(
+    toy: Any, toy_engine: Callable[..., Engine], chain: str, tree: str
+) -> None:
+    shapes = DRAFTERS | {"tree-chain": {**_SELF, "draft_steps": 3, "draft_topk": 3, "draft_tokens": 12}}
+    shapes["ngram"] = {"algorithm": "ngram", "draft_tokens": 4, "ngram_min": 1}
+    prompts = [list(prompt) for prompt in toy.prompts()]
+    found = {}
+    for name in (chain, tree):
+        engine = toy_engine(speculation=Speculation(**shapes[name]))
+        engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        found[name] = engine.record().metrics["accept_length"]
+    assert found[tree] > found[chain] > 1
+
+
 class NoHostRead(TorchDispatchMode):
     """Stands in for a GPU's sync check: operators whose result's shape or value the host must wait for raise."""
 

@@ -52,6 +52,18 @@ def test_drafts_over_the_life_of_a_batch(bench: Any, count: int, shortest: int, 
     assert missed
 
 
+def test_a_tree_holds_what_followed_the_best_matches(bench: Any) -> None:
+    here = bench([[1, 2, 5, 1, 2, 6, 7, 1, 2, 5, 8, 1, 2], [3], [4, 4, 4], [1, 2, 5, 1, 2, 5, 1, 2]])
+    proposal = NGram(DraftShape(2, 3, 5), 1, 3).propose(here.step(5))
+    assert proposal.drafted.tolist() == [5, 0, 2, 2]
+    assert proposal.tokens[0].tolist() == [5, 8, 6, 7, 1]  # latest first: (5, 8), (6, 7), (5, 1)
+    assert proposal.ancestors is not None
+    assert proposal.ancestors[0].tolist() == [1, 3, 7, 9, 25, 35]
+    assert proposal.tokens[2, :2].tolist() == [4, 4]
+    assert proposal.tokens[3, :2].tolist() == [5, 1]
+    assert proposal.probabilities is None
+
+
 def test_the_baseline_drafts_nothing(bench: Any) -> None:
     here = bench([[1, 2], [1, 2, 1, 2, 1]])
     proposal = NoDraft().propose(here.step(0))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specbatch.config import Graphs, Speculation
-from specbatch.kernels import accept, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
+from specbatch.kernels import accept, draw, elementwise, ngram_triton, skinny_gemm, tree_triton, verify_attention
 from specbatch.kernels.backends import _Triton
 from specbatch.request import SamplingParams
 
@@ -22,6 +22,8 @@ SPECULATIONS = {
     "none": Speculation(),
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
+    "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
+    "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=3, draft_topk=2, draft_tokens=4),
 }
 
 
@@ -47,6 +49,7 @@ def kernel_engine(
         elementwise: ["rms_norm", "silu_product", "split_heads"],
         ngram_triton: ["ngram_match"],
         skinny_gemm: ["skinny_linear", "skinny_gated"],
+        tree_triton: ["commit_tree", "move_rows"],
         verify_attention: ["verify_attention"],
     }.items():
         for name in names:
@@ -64,9 +67,10 @@ def test_greedy_tokens(toy: Any, kernel_engine: tuple[Callable[..., Any], set[st
     prompts = [list(prompt) for prompt in toy.prompts()[4:6]]
     done = build(speculation=SPECULATIONS[name]).generate(prompts, SamplingParams(max_new_tokens=5, ignore_eos=True))
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
-    expected = {"stage", "greedy_accept", "rms_norm", "silu_product", "split_heads", "verify_attention"}
+    expected = {"stage", "rms_norm", "silu_product", "split_heads", "verify_attention"}
     expected |= {"skinny_linear", "skinny_gated"}
-    assert called == expected | ({"ngram_match"} if name == "ngram" else set())
+    expected |= {"commit_tree", "move_rows"} if name.endswith("tree") else {"greedy_accept"}
+    assert called == expected | ({"ngram_match"} if name.startswith("ngram") else set())
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)
@@ -82,7 +86,7 @@ def test_sampled_tokens_of_a_seed(
     [ours] = build(speculation=SPECULATIONS[name]).generate([prompt], params)
     assert ours.token_ids == expected.token_ids
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-    assert called >= {"draw", "commit"}
+    assert called >= ({"draw", "commit_tree", "move_rows"} if name.endswith("tree") else {"draw", "commit"})
     assert ("reject" in called) == (name == "self")
     assert "greedy_accept" not in called
 
