@@ -63,5 +63,5 @@ def merge(texts: torch.Tensor, found: torch.Tensor, count: int) -> tuple[torch.T
     parents = torch.nn.functional.pad(node[:, :, :-1], (1, 0)).flatten(1)
     seat = torch.where(fresh.flatten(1) & (number <= count), number, 0)  # 0: for nothing
     empty = texts.new_zeros(batch, count + 1)
-    tokens, up = (empty.scatter(1, seat, item)[:, 1:] for item in (texts.flatten(1), parents))
+    tokens, up = (empty.scatter(1, seat, item)[:, 1:].contiguous() for item in (texts.flatten(1), parents))
     return tokens, ancestors_of(up, depth), number[:, -1].clamp(max=count)

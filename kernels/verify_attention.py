@@ -328,14 +328,14 @@ def verify_attention(
     that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
     the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
     `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
-    first: nodes of the tree that earlier passes left in the cache. Row i is then stored at key lengths + first + i, and
+    first: nodes of a tree that earlier passes left in the cache. Row i is then stored at key lengths + first + i, and
     bit j of `ancestors`, which must be given, is key lengths + j.
     `splits`: how many programs share the old keys of a tile; None, as for `tile`: by the sizes.
     Returns [B * n, count * dim].
 
-    Old keys, page_table, rows, lengths, positions and ancestors are read before the kernel launched directly in front
-    of this one has ended: that one, as a rule the qkv product, must not write them. What any earlier kernel wrote is safe, because
-    every kernel here lets the next one start only after its own wait, that is, when all before it has ended.
+    All inputs but qkv are read before the kernel launched directly in front of this one has ended: that one, as a rule
+    the qkv product, must not write them. What any earlier kernel wrote is safe, because every kernel here lets the next
+    one start only after its own wait, that is, when all before it has ended.
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
@@ -352,7 +352,6 @@ def verify_attention(
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     cuda = qkv.device.type == "cuda"
-    assert not first or ancestors is not None, "of nodes in the cache, ancestors say which are seen"
     _verify_attention[(tiles, splits, batch)](
         qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 
 from specbatch.batch import DeviceBatch, Sampling
-from specbatch.context import chain
 from specbatch.kernels import dispatch
 from specbatch.kernels.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref, simulated_accept_ref
 from specbatch.kernels.tree import in_order, walk_ref
@@ -82,20 +81,21 @@ def settle(
 
     drafts, drafted, q, ancestors = proposal
     where = (batch.tokens, batch.lengths, rows)
-    simulation = {"simulate": simulate, "seeds": sampling.seeds}
+    is_sound: torch.Tensor | None = None  # else told by what is chosen
     if not sampling.needs.sampled:
         flat = logits.flatten(0, 1)
-        if ancestors is not None:
-            return commit_tree(argmax_partials(flat), None, drafts, drafted, ancestors, *where, **simulation)
-        return greedy_accept(flat, drafts, drafted, *where, **simulation), None
-    law, predicted = sampling.law(logits), positions + 1
-    if q is None or simulate is not None:
-        tokens, sound = draw(law, sampling.seeds, predicted, TARGET)
-        if ancestors is not None:
-            return commit_tree(tokens, sound, drafts, drafted, ancestors, *where, **simulation)
-        return commit(tokens, drafts, drafted, sound, *where, **simulation), None
-    tokens, accepted, sound = reject(law, drafts, drafted, q, sampling.seeds, predicted)
-    return commit(tokens, drafts, drafted, sound, *where, accepted=accepted), None
+        if ancestors is None:
+            return greedy_accept(flat, drafts, drafted, *where, simulate=simulate, seeds=sampling.seeds), None
+        chosen = argmax_partials(flat)
+    else:
+        law, predicted = sampling.law(logits), positions + 1
+        if q is not None and simulate is None:
+            tokens, accepted, sound = reject(law, drafts, drafted, q, sampling.seeds, predicted)
+            return commit(tokens, drafts, drafted, sound, *where, accepted=accepted), None
+        chosen, is_sound = draw(law, sampling.seeds, predicted, TARGET)
+        if ancestors is None:
+            return commit(chosen, drafts, drafted, is_sound, *where, simulate=simulate, seeds=sampling.seeds), None
+    return commit_tree(chosen, is_sound, drafts, drafted, ancestors, *where, simulate=simulate, seeds=sampling.seeds)
 
 
 def verify(

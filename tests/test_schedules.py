@@ -123,7 +123,11 @@ def check(toy: Any, engine: Engine, prompts: list[list[int]], params: list[Sampl
     ("drafter", "arrangement"),
     [
         *((drafter, arrangement) for drafter in DRAFTERS for arrangement in ("plain", "crowded")),
-        *((drafter, arrangement) for drafter in ("ngram-7-1", "self", "tree") for arrangement in list(ARRANGEMENTS)[2:]),
+        *(
+            (drafter, arrangement)
+            for drafter in ("ngram-7-1", "self", "tree")
+            for arrangement in list(ARRANGEMENTS)[2:]
+        ),
     ],
 )
 def test_greedy_tokens_are_those_of_plain_decoding(
@@ -335,6 +339,25 @@ def test_a_tree_accepts_at_least_what_a_chain_of_its_steps_does(
         engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
         found[name] = engine.record().metrics["accept_length"]
     assert found[tree] > found[chain] > 1
+
+
+@pytest.mark.parametrize("drafter", ["self", "tree"])
+def test_what_a_prefix_cache_keeps_is_right_for_the_draft_too(
+    toy: Any, toy_engine: Callable[..., Engine], drafter: str
+) -> None:
+    """Texts that go on where others ended draft as they do without the cache: its pages hold the draft's keys."""
+    numbers = {}
+    for prefix_cache in (True, False):
+        engine = toy_engine(
+            speculation=Speculation(**DRAFTERS[drafter], schedule="v1"), prefix_cache=prefix_cache, page_size=1
+        )
+        firsts = [list(prompt) for prompt in toy.prompts()]
+        ends = engine.generate(firsts, SamplingParams(max_new_tokens=17, ignore_eos=True))
+        longer = [prompt + end.token_ids for prompt, end in zip(firsts, ends, strict=True)]
+        done = engine.generate(longer, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        assert any(item.metrics.cached_tokens for item in done) is prefix_cache
+        numbers[prefix_cache] = [item.metrics.emitted_histogram for item in done]
+    assert numbers[True] == numbers[False]
 
 
 class NoHostRead(TorchDispatchMode):

@@ -115,9 +115,7 @@ class Toy:
             ancestors=words.expand(rows, -1),
         )
         laws = torch.tensor([[self.law(text) for text in [(), *nodes]]], dtype=torch.float64)
-        verdict = rule(
-            laws.expand(rows, -1, -1), proposal, (depths_of(words) + 1).expand(rows, -1), sampling
-        )
+        verdict = rule(laws.expand(rows, -1, -1), proposal, (depths_of(words) + 1).expand(rows, -1), sampling)
         emitted: dict[Text, float] = defaultdict(float)
         for tokens, accepted in zip(verdict.tokens.tolist(), verdict.accepted.tolist(), strict=True):
             emitted[tuple(tokens[: accepted + 1])] += 1 / rows

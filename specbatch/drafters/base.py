@@ -34,9 +34,7 @@ class Step:
     bound: int
     sampling: Sampling
 
-    def verify(
-        self, lengths: torch.Tensor, rows: int, ancestors: torch.Tensor | None = None, first: int = 0
-    ) -> Verify:
+    def verify(self, lengths: torch.Tensor, rows: int, ancestors: torch.Tensor | None = None, first: int = 0) -> Verify:
         """The shape of a pass of `rows` tokens per device row behind `lengths` [B]: a chain, or with words of
         `ancestors` [B, rows] a tree, of which `first` nodes are in the cache already."""
         table, size = self.batch.page_table, self.page_size

@@ -1,4 +1,4 @@
-"""STANDALONE: a second, smaller model of the same vocabulary drafts a chain token by token, or a tree level by level."""
+"""STANDALONE: a second, smaller model of the same vocabulary drafts a chain by tokens or a tree by levels."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ class StandaloneTree(Standalone):
 
         def run(beams: Beams) -> torch.Tensor:
             width = beams.tokens.shape[1]
-            positions = (lengths + beams.depth)[:, None].expand(-1, width).flatten()
+            positions = (lengths + beams.depth).repeat_interleave(width)
             context = step.verify(lengths, width, beams.ancestors, beams.first).on(self._cache)
             features = model.forward(beams.tokens.flatten(), positions, context)
-            return self._fit(model.logits(features.last)).unflatten(0, (-1, width))
+            return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
         drafts, ancestors = expand(logits, self._shape, run)
         return Proposal(drafts, torch.full_like(lengths, self._count), ancestors=ancestors)

@@ -154,7 +154,7 @@ def test_a_draft_without_numbers_makes_a_tree_all_the_same(poison: float) -> Non
 
 MUTANTS = {
     "children without their parent's score": ("more + scores[:, :, None]", "more"),
-    "only the last level is kept": ("torch.cat(all_scores, 1)", "torch.cat([s - 9 for s in all_scores[:-1]] + [more], 1)"),
+    "only the last level is kept": ("all_scores.append(more)", "all_scores[:] = [*(s - 9 for s in all_scores), more]"),
     "beams of the best parent alone": ("more.topk(topk)", "more[:, :topk].topk(topk)"),
     "the worst are kept": ("descending=True, stable=True", "stable=True"),
     "children before parents": ("indices[:, :count]", "indices[:, :count].flip(1)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -60,9 +61,7 @@ class Life:
         self.here = bench(prompts)
         self.cache = self.here.cache_for(self.model)
         forward = EagerForward(self.model, self.cache)
-        self.drafter = StandaloneTree(
-            self.model, forward, self.cache, shape, VOCABULARY, len(self.here.batch.lengths)
-        )
+        self.drafter = StandaloneTree(self.model, forward, self.cache, shape, VOCABULARY, len(self.here.batch.lengths))
         self.here.prefill(self.drafter, chunk)
 
     def propose(self) -> tuple[Any, Any]:
@@ -77,7 +76,7 @@ class Life:
             deep = [node for node, word in enumerate(words) if word.bit_count() > least] or [0]
             node = self.randomness.choice(deep)
             path = [at for at in range(64) if words[node] >> at & 1]
-            for parent, child in zip(path, path[1:], strict=False):
+            for parent, child in pairwise(path):
                 chosen[row, parent] = proposal.tokens[row, child - 1]
         accepted, path = walk_ref(chosen, proposal.tokens, proposal.drafted, proposal.ancestors)
         self.here.batch.commit(self.here.rows, chosen.gather(1, path), accepted)

@@ -62,10 +62,13 @@ def kernel_engine(
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)
-def test_greedy_tokens(toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], name: str) -> None:
-    build, called = kernel_engine
-    prompts = [list(prompt) for prompt in toy.prompts()[4:6]]
-    done = build(speculation=SPECULATIONS[name]).generate(prompts, SamplingParams(max_new_tokens=5, ignore_eos=True))
+def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str) -> None:
+    prompts, params = [list(prompt) for prompt in toy.prompts()[4:6]], SamplingParams(max_new_tokens=5, ignore_eos=True)
+    plain = toy_engine(speculation=SPECULATIONS[name]).generate(prompts, params)
+    build, called = request.getfixturevalue("kernel_engine")
+    done = build(speculation=SPECULATIONS[name]).generate(prompts, params)
+    numbers = [[(item.metrics.drafted, item.metrics.accepted) for item in items] for items in (plain, done)]
+    assert numbers[0] == numbers[1]
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
     expected = {"stage", "rms_norm", "silu_product", "split_heads", "verify_attention"}
     expected |= {"skinny_linear", "skinny_gated"}
@@ -85,6 +88,8 @@ def test_sampled_tokens_of_a_seed(
     build, called = request.getfixturevalue("kernel_engine")
     [ours] = build(speculation=SPECULATIONS[name]).generate([prompt], params)
     assert ours.token_ids == expected.token_ids
+    numbers = [(item.metrics.drafted, item.metrics.accepted) for item in (ours, expected)]
+    assert numbers[0] == numbers[1]
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert called >= ({"draw", "commit_tree", "move_rows"} if name.endswith("tree") else {"draw", "commit"})
     assert ("reject" in called) == (name == "self")

@@ -148,4 +148,8 @@ def test_what_lies_behind_the_newest_token_is_never_looked_at() -> None:
     tokens = torch.tensor([[1, 2, 3, 1, 2, 1, 2, 9, 1, 2, 3, 1, 2]])
     expected = ngram_match_ref(tokens[:, :5], torch.tensor([4]), 4, 1, 6)
     garbage = ngram_match_ref(tokens, torch.tensor([4]), 4, 1, 6)
-    assert [item.tolist() for item in garbage] == [item.tolist() for item in expected] == [[[[3, 1, 2, 3, 1, 2]]], [[True]]]
+    assert (
+        [item.tolist() for item in garbage]
+        == [item.tolist() for item in expected]
+        == [[[[3, 1, 2, 3, 1, 2]]], [[True]]]
+    )

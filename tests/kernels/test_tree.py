@@ -18,7 +18,12 @@ SIZES = [1, 2, 3, 7, 8, 17, 33, 64]
 def random_tree(randomness: random.Random, count: int) -> list[int]:
     """The parent of each node but the root; some trees are chains, some are flat."""
     kind = randomness.choice(["any", "chain", "flat", "deep"])
-    lowest = {"any": lambda node: 0, "chain": lambda node: node, "flat": lambda node: 0, "deep": lambda n: max(n - 2, 0)}
+    lowest = {
+        "any": lambda node: 0,
+        "chain": lambda node: node,
+        "flat": lambda node: 0,
+        "deep": lambda n: max(n - 2, 0),
+    }
     return [0 if kind == "flat" else randomness.randint(lowest[kind](node), node) for node in range(count - 1)]
 
 
