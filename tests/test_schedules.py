@@ -341,6 +341,20 @@ def test_a_tree_accepts_at_least_what_a_chain_of_its_steps_does(
     assert found[tree] > found[chain] > 1
 
 
+@pytest.mark.parametrize("drafter", ["tree", "ngram-tree"])
+def test_logprobs_of_a_tree_are_those_of_plain_decoding(
+    toy: Any, toy_engine: Callable[..., Engine], drafter: str
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:12]]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=True)
+    plain = toy_engine().generate(prompts, params)
+    for ours, wanted in zip(
+        toy_engine(speculation=Speculation(**DRAFTERS[drafter])).generate(prompts, params), plain, strict=True
+    ):
+        assert ours.token_ids == wanted.token_ids
+        assert ours.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
 @pytest.mark.parametrize("drafter", ["self", "tree"])
 def test_what_a_prefix_cache_keeps_is_right_for_the_draft_too(
     toy: Any, toy_engine: Callable[..., Engine], drafter: str

@@ -116,6 +116,24 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
         life.accept(step, proposal, least=(shape.steps, 0)[turn % 2])
 
 
+def test_a_row_that_is_given_away_begins_anew(bench: Any, tiny: Any) -> None:
+    """What the request before it had accepted is forgotten with its prompt's pass."""
+    life = Life(bench, tiny, SHAPES[1])
+    for _ in range(2):
+        step, proposal = life.propose()
+        life.accept(step, proposal, least=3)
+    assert life.drafter._new[life.here.rows].max() > 3
+    for row, text in zip(life.here.rows.tolist(), life.here.texts, strict=True):
+        text[:] = [text[0], 5]
+        life.here.batch.tokens[row, :2] = torch.tensor(text)
+        life.here.batch.lengths[row] = 1
+    life.here.prefill(life.drafter)
+    _, proposal = life.propose()
+    for row, text in enumerate(life.here.texts):
+        found = texts_of(proposal.tokens[row].tolist(), proposal.ancestors[row].tolist())
+        assert found == wanted_tree(life.model, text, life.shape)
+
+
 def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:
     """However much is accepted of what they were given."""
     life = Life(bench, tiny, SHAPES[1])
