@@ -32,10 +32,14 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class PrefillAttention(Protocol):
-    """Causal attention of the query rows of `spans`; `name` is what runs, for the record."""
+    """Causal attention of the query rows of `spans`; `name` is what runs, for the record. `recordable`: given
+    `RecordedSpans`, it reads all that changes on the device."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def recordable(self) -> bool: ...
 
     def __call__(
         self,
@@ -104,6 +108,7 @@ def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, span
 
 class _Triton:
     name = "triton"
+    recordable = True
 
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
@@ -119,6 +124,7 @@ class _Torch:
     """The FlashAttention 2 in torch for half precision on a GPU, plain products otherwise (float32: exact)."""
 
     name = "torch"
+    recordable = False
 
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
@@ -146,6 +152,7 @@ class _FlashAttn:
     """`flash_attn_varlen_func` of version 2 or 3 over gathered keys: version 2 takes pages of 256 tokens only."""
 
     name = "flash-attn"
+    recordable = False
 
     def __init__(self, module: Any) -> None:
         self._attend = module.flash_attn_varlen_func
@@ -169,6 +176,7 @@ class _FlashInfer:
     """flashinfer's paged prefill. Its plan is made once per pass and serves all layers of one window."""
 
     name = "flashinfer"
+    recordable = False
     WORKSPACE = 128 << 20  # bytes, as its documentation advises
 
     def __init__(self, module: Any) -> None:

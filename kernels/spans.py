@@ -23,7 +23,7 @@ class Spans:
         self.page_table, self.page_size = page_table, page_size
         self.counts = [end - start for start, end in zip(starts, ends, strict=True)]
         self.offsets = _running(self.counts)
-        self.fresh = not any(starts)  # no span has a prefix: the keys are those of this very pass
+        self.fresh: bool = not any(starts)  # no span has a prefix: the keys are those of this very pass
         # int64 [4, S + 1]: starts, ends, rows, offsets; the first three end in a column without meaning.
         self.table = upload([[*starts, 0], [*ends, 0], [*rows, 0], self.offsets], page_table.device)
         self.scores = sum(end * (end + 1) - start * (start + 1) for start, end in zip(starts, ends, strict=True)) // 2
@@ -57,6 +57,37 @@ class Spans:
         row, place = upload(torch.stack([torch.tensor(self.rows)[owner], place]), self.page_table.device)
         slots: torch.Tensor = self.page_table[row, place // self.page_size] * self.page_size + place % self.page_size
         return slots
+
+
+class RecordedSpans(Spans):
+    """Up to `most` spans without a prefix, of up to `tokens` tokens in all, at fixed addresses: what a graph reads.
+
+    It has what the device reads; what the host knows of a pass (counts, starts, offsets) is not part of a recording.
+    """
+
+    def __init__(self, tokens: int, most: int, page_table: torch.Tensor, page_size: int) -> None:
+        self.page_table, self.page_size = page_table, page_size
+        self.fresh = True
+        self.ends = [tokens]  # the longest there may be
+        self.table = torch.zeros(4, most + 1, dtype=torch.int64, device=page_table.device)
+        self._empty = most  # a span that always is
+        self._tiles = {}
+
+    def tiles(self, tokens: int) -> torch.Tensor:
+        """As `Spans.tiles`; those that a pass does not fill are of the empty span."""
+        if tokens not in self._tiles:
+            count = -(-self.ends[0] // tokens) + self._empty
+            self._tiles[tokens] = torch.tensor([[self._empty, 0]] * count, device=self.page_table.device)
+        return self._tiles[tokens]
+
+    def load(self, spans: Spans) -> None:
+        """The spans of the next pass."""
+        self.table.zero_()
+        self.table[:, : spans.table.shape[1]].copy_(spans.table)
+        for tokens, tiles in self._tiles.items():
+            filled = spans.tiles(tokens)
+            tiles[: len(filled)].copy_(filled)
+            tiles[len(filled) :, 0] = self._empty
 
 
 def _running(counts: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ from specbatch.config import EngineConfig
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
-from specbatch.forward import Forward, PiecewiseGraphs
+from specbatch.forward import Forward, PiecewiseGraphs, static_bytes
 from specbatch.graphs import Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
@@ -93,7 +93,13 @@ def _plan(
     device: torch.device,
     is_shared: bool,
 ) -> MemoryPlan:
-    kv_dtype = _kv_dtype(config, dtype)
+    kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
+    graphs = graph_bytes(
+        config.graphs, most=config.max_running, chunk=chunk, layers=target.config.num_layers + draft.kv_layers
+    )
+    if config.graphs.prefill == "piecewise":
+        graphs += static_bytes(target.config, dtype, chunk, every=draft.every, aux=len(draft.aux))
+        graphs += static_bytes(draft.config, dtype, chunk, every=False) if draft.kv_layers else 0
     return plan_memory(
         config,
         free=available_memory(device),
@@ -106,12 +112,7 @@ def _plan(
         vocabulary=target.config.vocab_size,
         rows=draft.slots_of(config.speculation.drafted + 1),
         token_bytes=token_bytes(target.config, dtype),
-        graphs=graph_bytes(
-            config.graphs,
-            most=config.max_running,
-            chunk=config.prefill_chunk,
-            layers=target.config.num_layers + draft.kv_layers,
-        ),
+        graphs=graphs,
     )
 
 
@@ -132,6 +133,7 @@ def _assemble(
     slots = draft.slots_of(rows)
     width = reach_of(plan.max_model_len, slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
+    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,
         kv_dtype=_kv_dtype(config, dtype),
@@ -142,6 +144,7 @@ def _assemble(
         device_rows=config.max_running + 1,
         attention=attention,
         chunk=config.prefill_chunk,
+        page_table=batch.page_table,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
@@ -158,7 +161,6 @@ def _assemble(
         rows=slots,
         lag=draft.lag,
     )
-    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every)
     runner = Runner(
         scheduler,
@@ -197,6 +199,9 @@ def _assemble(
             passes = [partial(prompt_pass.warm, batch, size) for size in sizes]
             # Keys of a prefix are read by other kernels; where it is long, several programs share them.
             passes += [partial(prompt_pass.warm, batch, sizes[0], prefix) for prefix in (1, width)]
+            # Behind the last attention a pass has as many rows as prompts end in it: Triton compiles its products for
+            # one row, for 16 and for those between.
+            passes += [partial(prompt_pass.warm, batch, sizes[0], ends=n) for n in (2, 16) if n <= config.max_running]
         caps |= _capture(recordings, passes, device, say, report)
     return Parts(
         device=device,

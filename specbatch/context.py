@@ -132,27 +132,17 @@ class Prefill:
         self.slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
         self.last = self.spans.table[3, 1:] - 1  # where each span's last token is among the T
 
-    def on(self, cache: KVCache) -> PromptContext:
-        return PromptContext(self, cache)
+    def on(self, cache: KVCache) -> Context:
+        return _PrefillOn(self, cache)
 
 
 @dataclass(frozen=True)
-class PromptContext:
-    """A prompt pass over one model's cache."""
-
+class _PrefillOn:
     shape: Prefill
     cache: KVCache
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         # All keys first: a sequence may read a page that another one of this very pass fills.
         q, k, v = split_heads(qkv, heads, positions, self.shape.slots, self.cache.k[layer], self.cache.v[layer])
-        return self.attend_heads(layer, q, k, v).flatten(1)
-
-    def attend_heads(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The second half: q [T, heads, head_dim], k and v [T, kv_heads, head_dim], which are in the cache too -> the
-        shape of q, in the memory of `out` if that is given."""
         cache = self.cache
-        attended = cache.attention(q, k, v, cache.k[layer], cache.v[layer], self.shape.spans, out=out)
-        return attended if out is None or attended is out else out.copy_(attended)
+        return cache.attention(q, k, v, cache.k[layer], cache.v[layer], self.shape.spans).flatten(1)

@@ -21,7 +21,6 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Llama
 from specbatch.progress import Report
 from specbatch.request import Completion, Request, SamplingParams
-from specbatch.runner import Counters
 from specbatch.schedules import SCHEDULES
 from specbatch.transfer import on_device
 
@@ -166,7 +165,7 @@ class Engine:
         self._opened: float | None = time.perf_counter() if self._active else None
         self._closed = 0.0
         self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
-        self._counters = self._runner.counters = Counters()
+        self._counters = self._runner.start_record()
         self._graph_counters = {"decode": self._runner.decode_counters}
         self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
         for counters in self._graph_counters.values():

@@ -1,18 +1,27 @@
-"""A model's way through prompt chunks: launch by launch, or from graphs of the pieces between its attention layers."""
+"""A model's way through prompt chunks: launch by launch, or from graphs of the pieces between its attention layers.
+
+The host needs some milliseconds to launch the pieces and the attention between them, as long as a device may need for a
+few hundred tokens. Short passes without a prefix therefore have a graph of their own, attention included.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from specbatch.context import Prefill
-from specbatch.graphs import GraphCounters, Program, Recorder, token_buckets
+from specbatch.graphs import SHORT_TOKENS, GraphCounters, Program, Recorder, token_buckets
 from specbatch.kernels.heads import split_heads
+from specbatch.kernels.spans import RecordedSpans, Spans
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Features, Llama
+
+SHORT_SPANS = 16  # and no more of a pass that is recorded as a whole
 
 
 class Forward(Protocol):
@@ -38,13 +47,22 @@ class EagerForward:
         return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows)
 
 
+def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, every: bool, aux: int = 0) -> int:
+    """Memory of the tensors that the pieces of a model with `aux` auxiliary layers share with their surroundings."""
+    heads = 3 * (config.num_heads + config.num_kv_heads) * config.head_dim  # qkv; q, k and what is attended
+    features = (1 + every + aux) * config.hidden_size
+    return most * ((heads + features) * dtype.itemsize + 3 * torch.int64.itemsize)
+
+
 class PiecewiseGraphs:
     """Recorded between attention layers, which run eagerly: from one's output to the queries, keys and values of the
     next, the latter in the cache. Behind the last one few rows are wanted as a rule, and they run eagerly."""
 
-    def __init__(self, model: Llama, cache: KVCache, recorder: Recorder, most: int, *, every: bool) -> None:
-        """most: tokens of the largest pass. every: all rows are wanted of each pass, so that what lies behind the last
-        attention is recorded too."""
+    def __init__(
+        self, model: Llama, cache: KVCache, recorder: Recorder, most: int, page_table: torch.Tensor, *, every: bool
+    ) -> None:
+        """most: tokens of the largest pass. page_table: the one that all passes use. every: all rows are wanted of each
+        pass, so that what lies behind the last attention is recorded too."""
         config, layer = model.config, model.layers[0]
         self.counters = GraphCounters()
         self._model = model
@@ -53,6 +71,9 @@ class PiecewiseGraphs:
         self._every = every
         self._buckets = token_buckets(most)
         self._pieces: dict[int, list[Program]] = {}
+        self._wholes: dict[int, Program] = {}
+        short = [bucket for bucket in self._buckets if bucket <= SHORT_TOKENS and cache.attention.recordable]
+        self._spans = {b: RecordedSpans(b, SHORT_SPANS, page_table, cache.page_size) for b in short}
 
         def static(*shape: int) -> torch.Tensor:
             return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
@@ -76,29 +97,43 @@ class PiecewiseGraphs:
             for piece in self._programs(bucket):
                 self._recorder.warm(piece)
             self._pieces[bucket] = [self._recorder.record(piece) for piece in self._programs(bucket)]
+            if bucket in self._spans:
+                whole = partial(self._run, list(self._programs(bucket)), bucket, self._spans[bucket])
+                self._recorder.warm(whole)
+                self._wholes[bucket] = self._recorder.record(whole)
             yield
 
     def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
         """As `Llama.forward`. The result may lie in memory that the next call writes to."""
         assert (rows is None) == self._every, "which rows are wanted is recorded"
-        count = len(tokens)
+        count, spans = len(tokens), shape.spans
         bucket = self._buckets[bisect_left(self._buckets, count)]
-        pieces = self._pieces[bucket]
         for static, given in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
             static[:count].copy_(given)
         self._slots[count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
-        context, q, k, attended = shape.on(self._cache), self._q[:count], self._k[:count], self._attended[:count]
-        v = self._qkv[:count].unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
-        pieces[0]()
-        for index in range(len(self._model.layers)):
-            context.attend_heads(index, q, k, v, out=attended.view_as(q))
-            if index + 1 < len(pieces):
-                pieces[index + 1]()
+        if bucket in self._wholes and spans.fresh and len(spans.counts) <= SHORT_SPANS:
+            self._spans[bucket].load(spans)
+            self._wholes[bucket]()
+        else:
+            self._run(self._pieces[bucket], count, spans)
         self.counters.replays += 1
         self.counters.padded += bucket - count
         if self._last is None:
-            return Features(self._model.finish(self._residual[:count], attended, rows), None)
+            return Features(self._model.finish(self._residual[:count], self._attended[:count], rows), None)
         return Features(self._last[:count], None if self._aux is None else self._aux[:count])
+
+    def _run(self, pieces: list[Program], count: int, spans: Spans) -> None:
+        """The pieces, and between them attention of the first `count` rows."""
+        cache, q, k = self._cache, self._q[:count], self._k[:count]
+        v = self._qkv[:count].unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
+        out = self._attended[:count].view_as(q)
+        pieces[0]()
+        for index in range(len(self._model.layers)):
+            attended = cache.attention(q, k, v, cache.k[index], cache.v[index], spans, out=out)
+            if attended is not out:
+                out.copy_(attended)
+            if index + 1 < len(pieces):
+                pieces[index + 1]()
 
     def _programs(self, bucket: int) -> Iterator[Program]:
         """The pieces in order. The residual stream goes from one to the next through memory of the pool."""

@@ -22,6 +22,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 Program = Callable[[], None]
 # Results that may be on their way at the same time: one being made, one being copied, one being read.
 RING = 4
+SHORT_TOKENS = 1024  # prompt passes of no more, without a prefix, are recorded as a whole too
 
 
 @dataclass
@@ -88,7 +89,9 @@ def _no_collection() -> Iterator[None]:
 def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int) -> int:
     """An estimate of what the recordings themselves take on the device: about 64 KiB a graph for its launches."""
     count = len(batch_buckets(most)) * layers // 4 if graphs.decode == "whole" else 0
-    count += len(token_buckets(chunk)) * (layers + 1) if graphs.prefill == "piecewise" else 0
+    if graphs.prefill == "piecewise":
+        buckets = token_buckets(chunk)
+        count += len(buckets) * (layers + 1) + sum(size <= SHORT_TOKENS for size in buckets) * layers // 4
     return count << 16
 
 

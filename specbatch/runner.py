@@ -86,6 +86,12 @@ class Runner:
             self.graphs = WholeGraphs(self._run, recorder, batch.slots, rows, batch.device)
             self.decode_counters = self.graphs.counters
 
+    def start_record(self) -> Counters:
+        """New counters. What the host did until now left a gap behind the last iteration that is not theirs."""
+        self._lap = None
+        self.counters = Counters()
+        return self.counters
+
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
         """Launch the next prompt chunks. None when there are none, or none completes its prompt."""

@@ -34,8 +34,9 @@ class Layer:
 class Features(NamedTuple):
     """What a forward pass over T tokens leaves for others.
 
-    last [T, hidden_size]: hidden states after the final norm; aux [T, n * hidden_size]: the residual stream behind
-    each of the model's n auxiliary layers, side by side, or None without any.
+    last [T, hidden_size], or [rows, hidden_size] where some were asked for: hidden states after the final norm; aux
+    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers, side by side, or None
+    without any.
     """
 
     last: torch.Tensor

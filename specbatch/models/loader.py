@@ -45,6 +45,7 @@ class Loader:
     device_rows: int
     attention: dict[str, PrefillAttention]  # by role
     chunk: int
+    page_table: torch.Tensor  # of the engine's batch
     recorder: Recorder | None = None
     forwards: dict[str, Forward] = field(default_factory=dict)
 
@@ -77,6 +78,6 @@ class Loader:
         )
         forward: Forward = EagerForward(model, cache)
         if self.recorder is not None:
-            forward = PiecewiseGraphs(model, cache, self.recorder, self.chunk, every=every)
+            forward = PiecewiseGraphs(model, cache, self.recorder, self.chunk, self.page_table, every=every)
         self.forwards[role] = forward
         return forward, cache

@@ -14,6 +14,7 @@ import torch
 from specbatch.config import Graphs, Speculation
 from specbatch.kernels import accept, draw, elementwise, ngram_triton, skinny_gemm, tree_triton, verify_attention
 from specbatch.kernels.backends import _Triton
+from specbatch.kernels.spans import RecordedSpans, Spans
 from specbatch.request import SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
@@ -122,6 +123,14 @@ def test_padding_rows_and_pieces(
     toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, _ = kernel_engine
+    loaded: list[int] = []
+    load = RecordedSpans.load
+
+    def counted(self: RecordedSpans, spans: Spans) -> None:
+        loaded.append(len(spans.counts))
+        load(self, spans)
+
+    monkeypatch.setattr(RecordedSpans, "load", counted)
     monkeypatch.setattr("specbatch.build.Recorder", Recorder)
     monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
     prompts = [list(prompt) for prompt in toy.prompts()[4:7]]
@@ -133,3 +142,4 @@ def test_padding_rows_and_pieces(
     assert graphs["decode"]["padded"] > 0
     assert all(item["replays"] and not item["fallbacks"] for item in graphs.values())
     assert int(engine._runner._batch.lengths[0]) == 1
+    assert loaded  # short prompts went through one graph

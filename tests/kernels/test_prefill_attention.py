@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specbatch.kernels.prefill_attention import Tiling, prefill_attention
-from specbatch.kernels.spans import Spans
+from specbatch.kernels.spans import RecordedSpans, Spans
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -161,3 +161,27 @@ def test_fp8_keys_and_values(device: torch.device) -> None:
         pytest.skip("the interpreter has no float8 products")
     case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], (8, 2, 128), stored=torch.float8_e4m3fn)
     case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_recorded_spans_serve_one_pass_after_another(device: torch.device, own: bool) -> None:
+    """At fixed addresses, whatever they held before; as many spans as there is room for, one, or some."""
+    recorded: RecordedSpans | None = None
+    for spans in ([(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]):
+        case = Case(device, torch.float32, spans, (4, 2, 32))
+        total = case.layout.offsets[-1]
+        if recorded is None:
+            recorded = RecordedSpans(48, 3, case.layout.page_table.new_zeros(8, 8), case.layout.page_size)
+            recorded.tiles(8)  # as a recording asks for them before the first pass is known
+        recorded.page_table.zero_()
+        height, width = case.layout.page_table.shape
+        recorded.page_table[:height, :width] = case.layout.page_table
+        recorded.load(case.layout)
+        new = [torch.cat([x, x.new_full((48 - total, *x.shape[1:]), torch.nan)]) for x in case.new]
+        q = torch.cat([case.q, case.q.new_full((48 - total, *case.q.shape[1:]), torch.nan)])
+        out = torch.full_like(q, torch.nan)
+        tile = Tiling(16, 16, 4, 1)
+        keys = {"k_new": new[0], "v_new": new[1]} if own else {}
+        prefill_attention(q, case.k_cache, case.v_cache, recorded, tile=tile, out=out, **keys)
+        torch.testing.assert_close(out[:total].double().cpu(), case.expected(), atol=3e-6, rtol=0)
+        assert out[total:].isnan().all()
