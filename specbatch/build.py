@@ -141,7 +141,6 @@ def _assemble(
         max_positions=width,
         pages=plan.kv_pages,
         page_size=config.page_size,
-        device_rows=config.max_running + 1,
         attention=attention,
         chunk=config.prefill_chunk,
         page_table=batch.page_table,

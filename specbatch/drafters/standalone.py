@@ -114,7 +114,7 @@ class StandaloneTree(Standalone):
             width = beams.tokens.shape[1]
             positions = (lengths + beams.depth).repeat_interleave(width)
             context = step.verify(lengths, width, beams.ancestors, beams.first).on(self._cache)
-            features = model.forward(beams.tokens.flatten(), positions, context)
+            features = model.forward(self._known(beams.tokens).flatten(), positions, context)
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
         drafts, ancestors = expand(logits, self._shape, run)
@@ -138,7 +138,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     def drafter(model: Llama, loader: Loader) -> Standalone:
         way = loader.draft(model)
         if shape.topk > 1:
-            return StandaloneTree(model, *way, shape, target.config.vocab_size, loader.device_rows)
+            return StandaloneTree(model, *way, shape, target.config.vocab_size, len(loader.page_table))
         return Standalone(model, *way, shape.tokens, target.config.vocab_size)
 
     if asked.draft == "self" or asked.draft.startswith("self:"):

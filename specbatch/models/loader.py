@@ -31,7 +31,6 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 class Loader:
     """What the models of an engine have in common: type, device, room for positions, size of the KV pool.
 
-    device_rows: of an engine's `DeviceBatch`, that of padding included.
     A model is used as "target" or as "draft". With a `recorder` prompt passes of up to `chunk` tokens are replayed in
     pieces. `forwards` collects what was handed out.
     """
@@ -42,7 +41,6 @@ class Loader:
     max_positions: int
     pages: int
     page_size: int
-    device_rows: int
     attention: dict[str, PrefillAttention]  # by role
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
