@@ -22,6 +22,8 @@ SPECULATIONS = {
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1"),
     "other": Speculation("standalone", draft="toy-2", draft_tokens=2),
+    "ngram-tree": Speculation("ngram", draft_steps=3, draft_topk=2, ngram_min=1),
+    "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=5, draft_topk=3, draft_tokens=7),
 }
 
 
