@@ -57,9 +57,30 @@ def _argmax_kernel(logits, partials, vocabulary, chunks, steps, BLOCK: tl.conste
 
 
 @triton.jit
+def chosen_of(partials, sound, sequence, place, chunks, N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """What was chosen behind each of a sequence's rows, and whether all of its logits are finite.
+
+    partials: int64 [B * N, chunks] of _argmax_kernel, or where BLOCK_CHUNKS is 0 the chosen tokens int64 [B, N], with
+    sound bool [B, N], which is not looked at otherwise.
+    """
+    if BLOCK_CHUNKS:
+        chunk = tl.arange(0, BLOCK_CHUNKS)
+        inside = (place < N)[:, None] & (chunk < chunks)[None, :]
+        at = (sequence * N + place)[:, None] * chunks + chunk[None, :]
+        best = tl.max(tl.load(partials + at, inside, other=-(1 << 63)), 1)
+        x, chosen = unpack(best)
+        finite = (tl.abs(x) < float("inf")) | (place >= N)
+        is_sound = tl.min(finite.to(tl.int64), 0)
+    else:
+        chosen = tl.load(partials + sequence * N + place, place < N, other=0)
+        is_sound = tl.min(tl.load(sound + sequence * N + place, place < N, other=1).to(tl.int64), 0)
+    return chosen, is_sound
+
+
+@triton.jit
 def _commit_kernel(
-    partials,  # int64 [B * N, chunks] of _argmax_kernel, or the chosen tokens [B, N] where BLOCK_CHUNKS is 0
-    sound,  # bool [B, N], only where BLOCK_CHUNKS is 0
+    partials,  # of chosen_of
+    sound,
     drafts,
     drafted,
     accepted,
@@ -83,18 +104,7 @@ def _commit_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_N)
-    if BLOCK_CHUNKS:
-        chunk = tl.arange(0, BLOCK_CHUNKS)
-        inside = (place < N)[:, None] & (chunk < chunks)[None, :]
-        at = (sequence * N + place)[:, None] * chunks + chunk[None, :]
-        best = tl.max(tl.load(partials + at, inside, other=-(1 << 63)), 1)
-        x, chosen = unpack(best)
-        finite = (tl.abs(x) < float("inf")) | (place >= N)
-        is_sound = tl.min(finite.to(tl.int64), 0)
-    else:
-        chosen = tl.load(partials + sequence * N + place, place < N, other=0)
-        is_sound = tl.min(tl.load(sound + sequence * N + place, place < N, other=1).to(tl.int64), 0)
-
+    chosen, is_sound = chosen_of(partials, sound, sequence, place, chunks, N, BLOCK_CHUNKS)
     row = tl.load(rows + sequence)
     length = tl.load(lengths + row)
     limit = tl.load(drafted + sequence)
@@ -222,11 +232,21 @@ def _commit(
 
 
 @triton.jit
+def popcount(x):
+    """Bits of int64 x."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (x * 0x0101010101010101) >> 56
+
+
+@triton.jit
 def _stage_kernel(
     tokens,
     lengths,
     rows,
     drafts,
+    ancestors,
     verify_tokens,
     positions,
     starts,
@@ -246,17 +266,25 @@ def _stage_kernel(
     draft = tl.load(drafts + sequence * (N - 1) + place - 1, (place > 0) & (place < N), other=0)
     at = sequence * N + place
     tl.store(verify_tokens + at, tl.where(place == 0, root, draft), place < N)
-    tl.store(positions + at, length + place, place < N)
+    depth = place.to(tl.int64)
+    if ancestors is not None:
+        depth = popcount(tl.load(ancestors + at, place < N, other=0)) - 1
+    tl.store(positions + at, length + depth, place < N)
     tl.store(starts + sequence, length)
 
 
 def stage(
-    tokens: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    drafts: torch.Tensor,
+    ancestors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a verify of drafts int64 [B, N-1] runs: root and drafts int64 [B * N], their positions [B * N], and the
     lengths [B] of the rows before it.
 
-    tokens int64 [R, W]; lengths int64 [R]; rows int64 [B].
+    tokens int64 [R, W]; lengths int64 [R]; rows int64 [B]; ancestors int64 [B, N] contiguous: words of a tree, whose
+    nodes stand as far behind the root as they are below it.
     """
     batch, n = len(rows), drafts.shape[1] + 1
     verify_tokens = torch.empty(batch * n, dtype=torch.int64, device=rows.device)
@@ -267,6 +295,7 @@ def stage(
         lengths,
         rows,
         drafts,
+        ancestors,
         verify_tokens,
         positions,
         starts,

@@ -23,23 +23,25 @@ def visible(
     rows: int,
     keys: int,
     ancestors: torch.Tensor | None = None,
+    first: int = 0,
     *,
     causal: bool = True,
     window: int | None = None,
 ) -> torch.Tensor:
     """Which keys each query row of a verify sees: bool [B, rows, keys].
 
-    lengths [B] is the KV length before the verify; row i stands at key lengths + i. `ancestors` int64 [rows] or
+    lengths [B] is the KV length before the verify; row i stands at key lengths + first + i. `ancestors` int64 [rows] or
     [B, rows] holds one 64-bit word per node with the bits of its ancestors and itself; None is a chain, or with
-    `causal` false a block whose rows all see each other. With `window` a row sees only keys after lengths + i - window.
+    `causal` false a block whose rows all see each other. Bit j is the key lengths + j: the first `first` of them are
+    nodes that earlier passes left in the cache. With `window` a row sees only keys after lengths + i - window.
     """
     row = torch.arange(rows, device=lengths.device)[:, None]
     node = (torch.arange(keys, device=lengths.device) - lengths[:, None])[:, None]  # negative: before the verify
     if ancestors is not None:
         words = ancestors.expand(lengths.shape[0], rows)[:, :, None]
-        seen = (node < 0) | ((words >> node.clamp(0, 63)) & 1 == 1) & (node < rows)
+        seen = (node < 0) | ((words >> node.clamp(0, 63)) & 1 == 1) & (node < first + rows)
     else:
-        seen = node <= (row if causal else torch.full_like(row, rows - 1))
+        seen = node <= first + (row if causal else torch.full_like(row, rows - 1))
     return seen if window is None else seen & (node > row - window)
 
 

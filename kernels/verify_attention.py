@@ -109,10 +109,10 @@ def _fresh(
 @triton.jit
 def _verify_attention(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
-    partials, arrivals, n, capacity, width, window, eps, scale,
+    partials, arrivals, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
-    NEW: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PADDED: tl.constexpr = 2 * HALF
     head = tl.program_id(0) % KV
@@ -120,6 +120,8 @@ def _verify_attention(
     split, splits = tl.program_id(1), tl.num_programs(1)
     sequence = tl.program_id(2)
     length = tl.load(lengths + sequence, cache_modifier=".cg").to(tl.int32)
+    if GROWN:
+        length += first_node
     pages = page_table + tl.load(rows + sequence, cache_modifier=".cg") * width
     oldest = length * 0
     if window is not None:
@@ -141,6 +143,9 @@ def _verify_attention(
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
+    word = node.to(tl.int64)
+    if ancestors is not None:
+        word = tl.load(ancestors + token, live, 0)
     q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
     q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
     one = tl.zeros([BLOCK_M, HALF], tl.float32)
@@ -168,9 +173,6 @@ def _verify_attention(
             )
             q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
             if last:
-                word = node.to(tl.int64)
-                if ancestors is not None:
-                    word = tl.load(ancestors + token, live, 0)
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
                 for chunk in tl.static_range(NEW):
                     a, b, c, d, new_cos, new_sin = fresh
@@ -195,7 +197,7 @@ def _verify_attention(
                         tl.store(v_cache + free + DIM // 2, d, fits)
                     visible = live[:, None] & (new < n)[None, :]
                     if ancestors is not None:
-                        visible &= ((word[:, None] >> new[None, :]) & 1) == 1
+                        visible &= ((word[:, None] >> (first_node + new)[None, :]) & 1) == 1
                     elif CAUSAL:
                         visible &= new[None, :] <= node[:, None]
                     if window is not None:
@@ -205,6 +207,10 @@ def _verify_attention(
                     )
                 weights = tl.where(tl.arange(0, BLOCK_N) == 0, tl.sum(new_weights, 1)[:, None], 0.0)
         seen = old[None, :]
+        if GROWN:
+            at = key - (length - first_node)  # the node of the tree; negative: before it
+            bit = (word[:, None] >> tl.minimum(tl.maximum(at, 0), 63)[None, :]) & 1
+            seen = seen & ((at < 0)[None, :] | (bit == 1))
         if window is not None:
             seen &= key[None, :] > (length + node - window)[:, None]
         one, two, peak, weights = _attend(
@@ -308,6 +314,7 @@ def verify_attention(
     *,
     positions: torch.Tensor | None = None,
     ancestors: torch.Tensor | None = None,
+    first: int = 0,
     causal: bool = True,
     window: int | None = None,
     splits: int | None = None,
@@ -321,12 +328,14 @@ def verify_attention(
     that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
     the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
     `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
+    first: nodes of a tree that earlier passes left in the cache. Row i is then stored at key lengths + first + i, and
+    bit j of `ancestors`, which must be given, is key lengths + j.
     `splits`: how many programs share the old keys of a tile; None, as for `tile`: by the sizes.
     Returns [B * n, count * dim].
 
-    Old keys, page_table, rows, lengths and positions are read before the kernel launched directly in front of this one
-    has ended: that one, as a rule the qkv product, must not write them. What any earlier kernel wrote is safe, because
-    every kernel here lets the next one start only after its own wait, that is, when all before it has ended.
+    All inputs but qkv are read before the kernel launched directly in front of this one has ended: that one, as a rule
+    the qkv product, must not write them. What any earlier kernel wrote is safe, because every kernel here lets the next
+    one start only after its own wait, that is, when all before it has ended.
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
@@ -346,10 +355,10 @@ def verify_attention(
     _verify_attention[(tiles, splits, batch)](
         qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
-        n, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
+        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value),
-        CAUSAL=causal, PDL=cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        CAUSAL=causal, GROWN=first > 0, PDL=cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         **({"launch_pdl": True} if cuda else {}),
     )  # fmt: skip
     return out
@@ -367,12 +376,13 @@ def verify_attention_ref(
     *,
     positions: torch.Tensor | None = None,
     ancestors: torch.Tensor | None = None,
+    first: int = 0,
     causal: bool = True,
     window: int | None = None,
 ) -> torch.Tensor:
     """`verify_attention` from the references of its parts."""
     batch, page_size = lengths.shape[0], k_cache.shape[1]
-    chain = lengths[:, None] + torch.arange(n, device=qkv.device)
+    chain = lengths[:, None] + first + torch.arange(n, device=qkv.device)
     q, k, v = split_heads_ref(qkv, heads, chain.flatten() if positions is None else positions)
     table = page_table[rows]
     slots = table.gather(1, chain // page_size) * page_size + chain % page_size
@@ -380,7 +390,7 @@ def verify_attention_ref(
     k, v = k.to(k_cache.dtype).view(bits), v.to(v_cache.dtype).view(bits)
     write_kv_ref(k, v, k_cache.view(bits), v_cache.view(bits), slots.flatten())
     keys = table.shape[1] * page_size
-    seen = visible(lengths, n, keys, ancestors, causal=causal, window=window)
+    seen = visible(lengths, n, keys, ancestors, first, causal=causal, window=window)
     bias = attention_bias(seen, heads.count // heads.kv, qkv.dtype)
     q = q.reshape(batch, n, heads.count, heads.dim)
     out = paged_attention_ref(q, k_cache.to(qkv.dtype), v_cache.to(qkv.dtype), table, bias)

@@ -12,6 +12,7 @@ import torch
 from specbatch.context import chain
 from specbatch.kernels import dispatch
 from specbatch.kernels.sampling import draw_ref, probabilities_ref, uniform_ref
+from specbatch.kernels.tree import depths_of
 from specbatch.request import Request
 from specbatch.transfer import upload
 
@@ -150,14 +151,18 @@ class DeviceBatch:
         )
 
     def stage(
-        self, rows: torch.Tensor, lengths: torch.Tensor, drafts: torch.Tensor
+        self, rows: torch.Tensor, lengths: torch.Tensor, drafts: torch.Tensor, ancestors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a verify of drafts [B, N - 1] behind the roots of rows [B] runs: tokens and positions, int64 [B * N]."""
+        """What a verify of drafts [B, N - 1] behind the roots of rows [B] runs: tokens and positions, int64 [B * N].
+
+        ancestors int64 [B, N]: words of a tree; None is a chain."""
         if dispatch.runs_kernels(rows):
             from specbatch.kernels.accept import stage
 
-            return stage(self.tokens, self.lengths, rows, drafts)[:2]
+            return stage(self.tokens, self.lengths, rows, drafts, ancestors)[:2]
         tokens = torch.cat([self.tokens[rows, lengths][:, None], drafts], 1)
+        if ancestors is not None:
+            return tokens.flatten(), (lengths[:, None] + depths_of(ancestors)).flatten()
         return tokens.flatten(), chain(lengths, tokens.shape[1]).flatten()
 
     def commit(self, rows: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor) -> None:

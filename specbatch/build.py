@@ -113,7 +113,7 @@ def _plan(
         page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         vocabulary=target.config.vocab_size,
-        rows=config.speculation.drafted + 1,
+        rows=draft.slots_of(config.speculation.drafted + 1),
         token_bytes=token_bytes(target.config, dtype) + len(draft.aux) * target.config.hidden_size * dtype.itemsize,
         graphs=graphs,
     )
@@ -133,7 +133,8 @@ def _assemble(
     on_tokens: OnTokens,
 ) -> Parts:
     rows = config.speculation.drafted + 1
-    width = reach_of(plan.max_model_len, rows) + 1
+    slots = draft.slots_of(rows)
+    width = reach_of(plan.max_model_len, slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
@@ -159,7 +160,8 @@ def _assemble(
         max_running=config.max_running,
         max_model_len=plan.max_model_len,
         prefill_chunk=config.prefill_chunk,
-        rows=rows,
+        rows=slots,
+        lag=draft.lag,
     )
     prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every)
     runner = Runner(
@@ -167,6 +169,7 @@ def _assemble(
         batch,
         Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
         prompt_pass,
+        rows=rows,
         depth=config.speculation.depth,
         page_size=config.page_size,
         seed=config.seed,
@@ -184,6 +187,8 @@ def _assemble(
         "page_size": config.page_size,
         "prefill_chunk": config.prefill_chunk,
         "verify_rows": rows,
+        "verify_slots": slots,
+        "draft_shape": str(config.speculation.shape) if rows > 1 else "none",
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
     }

@@ -7,7 +7,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from specbatch.drafters import ALGORITHMS, DRAFTS, TAKERS, TOKENS
+from specbatch.draft_shape import DraftShape, shape_of
+from specbatch.drafters import ALGORITHMS, DRAFTS, TAKERS
 from specbatch.errors import at_least, refuse
 
 SCHEDULES = ("v1", "v2")
@@ -34,18 +35,18 @@ class Speculation:
                   those layers (inclusive ranges, comma separated), sharing its weights; for "eagle", "eagle3" and
                   "dflash": what was made for the target, a folder or hub id (with random weights: "dummy" or a
                   config.json); "mtp" lies in the target
-    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows). Default: 3 for
-                  "eagle", "eagle3" and "mtp", which SGLang writes as 3 steps, top-k 1, 4 tokens with the root; for
-                  "dflash" as many as the draft's blocks hold, 15 as a rule; else 4
-    draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
-    draft_topk    children per drafted node; 1 is a chain
+    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows); None for
+                  "dflash": as many as the draft's blocks hold
+    draft_steps   draft passes, the depth of a tree; a chain takes draft_tokens of them
+    draft_topk    children per expanded node; 1 is a chain. "ngram": texts merged into a tree
+                  None of the three: the published shape of the algorithm; some: see `draft_shape.shape_of`
     aux_layers    for "eagle3": layers of the target whose inputs (k: the output of layer k - 1) the head reads, in
                   place of what its config says
     draft_rope_theta  for "eagle" and "eagle3": theta of the head's rope, in place of its config's (a config that names
                   none means 10000; some heads were trained with 10000 whatever they say)
     ngram_min/max lengths of the suffix that "ngram" looks up, longest first
     simulate_accept_length  for benchmarks: mean tokens per verify, drawn by a seeded coin instead of comparing drafts
-                  (at most draft_tokens + 1; a row that drafts nothing accepts nothing). The output is no model's text.
+                  (at most draft_steps + 1; a row that drafts nothing accepts nothing). The output is no model's text.
     """
 
     algorithm: str = "none"
@@ -53,7 +54,7 @@ class Speculation:
     draft: str | None = None
     draft_tokens: int | None = None
     draft_steps: int | None = None
-    draft_topk: int = 1
+    draft_topk: int | None = None
     aux_layers: tuple[int, ...] | None = None
     draft_rope_theta: float | None = None
     ngram_min: int = 2
@@ -63,20 +64,7 @@ class Speculation:
     def __post_init__(self) -> None:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
         _choice("schedule", self.schedule, SCHEDULES)
-        if self.draft_tokens is not None:
-            at_least("draft_tokens", self.draft_tokens, 1)
-            if self.draft_tokens > 63:
-                raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
-        if self.draft_topk != 1:
-            raise refuse("draft_topk", self.draft_topk, "only chains are drafted by this version; use 1")
-        tokens = self._tokens
-        if self.draft_steps not in (None, tokens):
-            raise refuse(
-                "draft_steps",
-                self.draft_steps,
-                f"a chain of draft_tokens={tokens} takes {tokens} steps (the root is not counted); leave it out or set "
-                "both to the same number",
-            )
+        _ = self.shape  # refused where it is impossible
         if self.algorithm in DRAFTS and not self.draft:
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} needs {DRAFTS[self.algorithm]}")
         if self.algorithm not in DRAFTS and self.draft:
@@ -97,21 +85,22 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
-        return f"{self.algorithm}{draft}, {self.drafted} drafted, schedule {self.schedule}{note}"
+        return f"{self.algorithm}{draft}, {self.shape}, schedule {self.schedule}{note}"
+
+    @property
+    def shape(self) -> DraftShape:
+        """Steps, children per node and nodes, all of them known."""
+        return shape_of(self.algorithm, self.draft_steps, self.draft_topk, self.draft_tokens)
 
     @property
     def drafted(self) -> int:
         """Tokens drafted per verify; 0 for the baseline."""
-        return 0 if self.algorithm == "none" else self._tokens
+        return 0 if self.algorithm == "none" else self.shape.tokens
 
     @property
     def depth(self) -> int:
-        """Drafts that a verify can accept: of a chain all."""
-        return self.drafted
-
-    @property
-    def _tokens(self) -> int:
-        return self.draft_tokens or TOKENS.get(self.algorithm, 4)
+        """Drafts that a verify can accept: of a chain all, of a tree one for each step."""
+        return 0 if self.algorithm == "none" else self.shape.steps
 
     def _check_heads(self) -> None:
         for setting, takers in TAKERS.items():
@@ -135,8 +124,9 @@ class Speculation:
         if self.algorithm == "none":
             raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
         number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
-        if not number or not 1 <= mean <= self.drafted + 1:
-            raise refuse("simulate_accept_length", mean, f"use 1 to {self.drafted + 1} (draft_tokens + 1)")
+        most = self.shape.steps + 1
+        if not number or not 1 <= mean <= most:
+            raise refuse("simulate_accept_length", mean, f"use 1 to {most} (draft_steps + 1)")
 
 
 @dataclass(frozen=True)

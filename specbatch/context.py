@@ -43,9 +43,12 @@ class Verify:
     """A few rows per sequence: decoding is a verify with one row.
 
     page_table int64 [R, P] of all device rows, of which slots int64 [B] names the sequences'; lengths int64 [B]: KV
-    length before the pass; `rows` per sequence, a chain: row i at position lengths + i. No KV is longer than `bound`
-    after it (None: than the page table). Rejected rows are computed and never looked at again. `masks`: one for each
-    layer, where they are not plain chains.
+    length before the pass; `rows` per sequence: row i at key lengths + i, in a chain its position too. No KV is longer
+    than `bound` after it (None: than the page table). Rejected rows are computed and never looked at again.
+
+    ancestors int64 [B, rows]: a tree, whose rows see of the keys from lengths on those with a bit in their word (bit j:
+    key lengths + j). A tree may be computed in several passes: `first` of its nodes are then in the cache, and row i
+    stands at key lengths + first + i. masks: one for each layer, where rows without ancestors are no plain chain.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class Verify:
         rows: int,
         page_size: int,
         bound: int | None = None,
+        ancestors: torch.Tensor | None = None,
+        first: int = 0,
         masks: tuple[Mask, ...] | None = None,
     ) -> None:
         self.page_table = page_table
@@ -64,6 +69,8 @@ class Verify:
         self.rows = rows
         self.page_size = page_size
         self.bound = page_table.shape[1] * page_size if bound is None else bound
+        self.ancestors = ancestors
+        self.first = first
         self.masks = masks
 
     def mask(self, layer: int) -> Mask:
@@ -82,24 +89,27 @@ class _VerifyKernel:
         from specbatch.kernels.verify_attention import verify_attention
 
         shape, k_cache, v_cache = self.shape, self.cache.k[layer], self.cache.v[layer]
-        causal, window = shape.mask(layer)
-        # A chain's positions follow from the lengths.
+        where = (shape.page_table, shape.slots, shape.lengths, shape.rows)
+        if shape.ancestors is None:  # positions follow from the lengths
+            causal, window = shape.mask(layer)
+            return verify_attention(qkv, heads, k_cache, v_cache, *where, causal=causal, window=window)
         return verify_attention(
-            qkv, heads, k_cache, v_cache, shape.page_table, shape.slots, shape.lengths, shape.rows,
-            causal=causal, window=window,
-        )  # fmt: skip
+            qkv, heads, k_cache, v_cache, *where, positions=positions, ancestors=shape.ancestors, first=shape.first
+        )
 
 
 class _VerifyRef:
     def __init__(self, shape: Verify, cache: KVCache) -> None:
         size = shape.page_size
         self._table = shape.page_table[shape.slots, : pages_for(shape.bound, size)]
-        places = chain(shape.lengths, shape.rows)
+        places = chain(shape.lengths + shape.first, shape.rows)
         self._places = (self._table.gather(1, places // size) * size + places % size).flatten()
         keys = self._table.shape[1] * size
 
         def bias(mask: Mask) -> torch.Tensor:
-            seen = visible(shape.lengths, shape.rows, keys, causal=mask.causal, window=mask.window)
+            seen = visible(
+                shape.lengths, shape.rows, keys, shape.ancestors, shape.first, causal=mask.causal, window=mask.window
+            )
             return attention_bias(seen, cache.group, cache.dtype)
 
         self._biases = {mask: bias(mask) for mask in set(shape.masks or (Mask(),))}

@@ -31,12 +31,20 @@ class Iteration:
         batch, lengths = step.batch, step.lengths
         proposal = self._drafter.propose(step)
         rows = proposal.tokens.shape[1] + 1
-        tokens, positions = batch.stage(step.rows, lengths, proposal.tokens)
+        tokens, positions = batch.stage(step.rows, lengths, proposal.tokens, proposal.ancestors)
 
-        shape = step.verify(lengths, rows)
+        shape = step.verify(lengths, rows, proposal.ancestors)
         features = self._model.forward(tokens, positions, shape.on(self._cache))
         logits = self._model.logits(features.last).unflatten(0, (-1, rows))
 
-        packed = settle(logits, proposal, batch, step.rows, lengths, step.sampling, self._simulate)
-        self._drafter.absorb(step, features, packed[:, rows])
-        return packed, logprobs_of(logits, packed[:, :rows]) if step.sampling.needs.logprobs else None
+        places = positions.view(-1, rows)
+        packed, path = settle(logits, proposal, batch, step.rows, places, step.sampling, self._simulate)
+        accepted = packed[:, rows]
+        if path is not None:
+            self._cache.keep_path(batch.page_table, step.rows, lengths, path, accepted)
+        self._drafter.absorb(step, features, accepted, path)
+        if not step.sampling.needs.logprobs:
+            return packed, None
+        if path is not None:
+            logits = logits.gather(1, path[:, :, None].expand_as(logits))
+        return packed, logprobs_of(logits, packed[:, :rows])

@@ -62,13 +62,15 @@ class Runner:
         iteration: Iteration,
         prompt_pass: PromptPass,
         *,
+        rows: int,
         depth: int,
         page_size: int,
         seed: int,
         on_tokens: OnTokens,
         recorder: Recorder | None = None,
     ) -> None:
-        """depth: drafts that a verify can accept; recorder: for whole-iteration graphs, or None to run eagerly."""
+        """rows: of a verify; depth: drafts that it can accept; recorder: for whole-iteration graphs, or None to run
+        eagerly."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._batch = batch
@@ -84,8 +86,7 @@ class Runner:
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
-            most, rows = batch.slots, scheduler.rows
-            self.graphs = WholeGraphs(self._run, recorder, most, rows, batch.device)
+            self.graphs = WholeGraphs(self._run, recorder, batch.slots, rows, batch.device)
             self.decode_counters = self.graphs.counters
 
     def watch_logits(self, see: Callable[[torch.Tensor], None] | None) -> None:

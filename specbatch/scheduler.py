@@ -55,7 +55,8 @@ class OutOfPagesError(Exception):
 
 
 class Scheduler:
-    """rows: query rows of one verify (drafted tokens + 1), the most an iteration can add to a request."""
+    """rows: KV slots that an iteration may write to behind a root, the most it can add to a request; lag: of one that
+    has ended, so many of the newest committed positions are not worth keeping (see `DraftPlan`)."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Scheduler:
         max_model_len: int,
         prefill_chunk: int,
         rows: int,
+        lag: int = 1,
     ) -> None:
         self._pool = pool
         self._cache = cache
@@ -74,6 +76,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
         self.rows = rows
+        self._lag = lag
         self._slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -202,8 +205,8 @@ class Scheduler:
                 self._waiting.remove(request)
             return
         if self._cache is not None and request.committed:
-            # The newest committed position is left out: a drafter may not have written its own KV there yet.
-            known = min(len(request.tokens), request.committed) - 1
+            # The newest committed positions are left out: a drafter may not have written its own KV there yet.
+            known = max(min(len(request.tokens), request.committed) - self._lag, 0)
             self._cache.insert(request.tokens, known, request.pages)
         self._vacate(request)
 

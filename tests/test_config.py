@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.draft_shape import shape_of
 
 
 def test_the_baseline_drafts_nothing() -> None:
@@ -19,9 +20,37 @@ def test_the_baseline_drafts_nothing() -> None:
     assert Speculation("standalone", draft="self:skip=1", draft_tokens=7).drafted == 7
 
 
-def test_a_chain_takes_a_step_for_every_token() -> None:
-    assert Speculation("ngram", draft_tokens=3, draft_steps=3).draft_steps == 3
-    assert Speculation("ngram", draft_tokens=3).draft_steps is None
+@pytest.mark.parametrize(
+    ("algorithm", "given", "expected"),
+    [
+        ("ngram", {}, (4, 1, 4)),
+        ("standalone", {}, (3, 1, 3)),
+        ("ngram", {"draft_tokens": 3, "draft_steps": 3}, (3, 1, 3)),
+        ("ngram", {"draft_tokens": 3}, (3, 1, 3)),
+        ("standalone", {"draft_steps": 6}, (6, 1, 6)),
+        ("standalone", {"draft_topk": 1}, (3, 1, 3)),
+        ("standalone", {"draft_topk": 3}, (3, 3, 7)),
+        ("standalone", {"draft_topk": 3, "draft_steps": 5}, (5, 3, 7)),
+        ("standalone", {"draft_topk": 3, "draft_tokens": 2}, (2, 3, 2)),
+        ("standalone", {"draft_topk": 2, "draft_steps": 1}, (1, 2, 2)),
+        ("standalone", {"draft_topk": 2, "draft_steps": 9}, (9, 2, 9)),
+        ("standalone", {"draft_topk": 10, "draft_steps": 7, "draft_tokens": 59}, (7, 10, 59)),
+        ("ngram", {"draft_topk": 3, "draft_steps": 2}, (2, 3, 6)),
+        ("ngram", {"draft_topk": 12, "draft_steps": 16, "draft_tokens": 63}, (16, 12, 63)),
+    ],
+)
+def test_what_is_not_given_of_a_draft_follows(
+    algorithm: str, given: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    asked = Speculation(algorithm, draft="self:skip=1" if algorithm == "standalone" else None, **given)  # type: ignore[arg-type]
+    assert asked.shape == expected
+    assert asked.drafted == expected[2]
+    assert shape_of(algorithm, *expected) == expected
+
+
+def test_a_tree_says_so() -> None:
+    assert "7 drafted as a tree (5 steps, top 3)" in str(Speculation("ngram", draft_steps=5, draft_topk=3))
+    assert "tree" not in str(Speculation("ngram"))
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:13"])

@@ -33,6 +33,8 @@ SPECULATIONS = {
     "mtp": Speculation("mtp", draft_tokens=2),
     "block": Speculation("dflash", draft="toy-block"),
     "block-34": Speculation("dflash", draft="toy-block-34", draft_tokens=3),
+    "ngram-tree": Speculation("ngram", draft_steps=3, draft_topk=2, ngram_min=1),
+    "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=5, draft_topk=3, draft_tokens=7),
 }
 BOTH = Graphs(decode="whole", prefill="piecewise")
 
@@ -74,7 +76,8 @@ def test_every_algorithm_replays_and_gives_the_tokens_of_naive_decoding(
     assert [tuple(item.token_ids) for item in completions] == expected
     record = engine.record()
     found = record.counters["graphs"]
-    assert set(found) == {"decode", "target_prefill"} | ({"draft_prefill"} if name not in ("none", "ngram") else set())
+    heads = name not in ("none", "ngram", "ngram-tree")
+    assert set(found) == {"decode", "target_prefill"} | ({"draft_prefill"} if heads else set())
     assert found["decode"]["replays"] == record.counters["iterations"] > 0
     assert found["target_prefill"]["replays"] == record.counters["prefill_passes"] > 0
     assert all(item["replays"] and not item["fallbacks"] for item in found.values())

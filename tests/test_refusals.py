@@ -18,6 +18,10 @@ def speculation(**settings: Any) -> Callable[[], Any]:
     return lambda: Speculation(**settings)
 
 
+def standalone(**settings: Any) -> Callable[[], Any]:
+    return lambda: Speculation("standalone", draft="self:skip=1", **settings)
+
+
 def config(**settings: Any) -> Callable[[], Any]:
     return lambda: EngineConfig(**settings)
 
@@ -51,9 +55,20 @@ VALUES: list[tuple[Callable[[], Any], str, str]] = [
     (speculation(algorithm="dflash"), "draft=None", "made for the model"),
     (speculation(algorithm="dflash", draft="x", draft_tokens=5, draft_steps=2), "draft_steps=2", "draft_tokens=5"),
     (speculation(algorithm="dflash", draft="x", simulate_accept_length=0.5), "simulate_accept_length=0.5", "1 to 16"),
-    (speculation(draft_steps=3), "draft_steps=3", "draft_tokens=4"),
-    (speculation(draft_topk=2), "draft_topk=2", "use 1"),
-    (speculation(draft_topk=0), "draft_topk=0", "use 1"),
+    (speculation(algorithm="eagle", draft="x", draft_topk=2), "draft_topk=2", "chains"),
+    (speculation(draft_steps=0), "draft_steps=0", "at least 1"),
+    (speculation(draft_steps=64), "draft_steps=64", "at most 63"),
+    (speculation(draft_topk=0), "draft_topk=0", "at least 1"),
+    (speculation(draft_topk=True), "draft_topk=True", "whole number"),
+    (speculation(draft_steps=3, draft_tokens=4), "draft_steps=3", "draft_tokens=4 takes draft_steps=4"),
+    (speculation(draft_steps=5, draft_topk=2, draft_tokens=3), "draft_steps=5", "use draft_steps=3, or draft_tokens=5"),
+    (standalone(draft_steps=3, draft_topk=2, draft_tokens=11), "draft_tokens=11", "10 candidates; use draft_tokens=10"),
+    (
+        speculation(algorithm="ngram", draft_steps=3, draft_topk=2, draft_tokens=7),
+        "draft_tokens=7",
+        "6 candidates; use draft_tokens=6",
+    ),
+    (standalone(draft_steps=8, draft_topk=10, draft_tokens=60), "draft_topk=10", "draft_topk=9, or draft_steps=7"),
     (speculation(algorithm="standalone"), "draft=None", "self:skip="),
     (speculation(algorithm="standalone", draft=""), "draft=''", "self:skip="),
     (speculation(algorithm="ngram", draft="x"), "draft='x'", "'standalone'"),
@@ -73,6 +88,7 @@ VALUES: list[tuple[Callable[[], Any], str, str]] = [
     (speculation(algorithm="ngram", simulate_accept_length=5.1), "simulate_accept_length=5.1", "1 to 5"),
     (speculation(algorithm="ngram", simulate_accept_length=math.nan), "simulate_accept_length=nan", "1 to 5"),
     (speculation(algorithm="ngram", simulate_accept_length="2"), "simulate_accept_length='2'", "1 to 5"),
+    (standalone(draft_steps=5, draft_topk=3, simulate_accept_length=6.5), "simulate_accept_length=6.5", "1 to 6"),
     (config(model=""), "model=''", "smollm2-135m"),
     (config(model=5), "model=5", "smollm2-135m"),
     (config(speculation={"algorithm": "ngram"}), "speculation={'algorithm': 'ngram'}", "Speculation("),

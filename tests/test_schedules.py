@@ -16,6 +16,7 @@ from specbatch import Engine, SamplingParams, Speculation
 from specbatch.runner import Launched, Runner
 from specbatch.transfer import Ticket
 
+_SELF = {"algorithm": "standalone", "draft": "self:skip=1"}
 DRAFTERS = {
     "none": {},
     "ngram": {"algorithm": "ngram"},
@@ -25,10 +26,16 @@ DRAFTERS = {
     "self-deep": {"algorithm": "standalone", "draft": "self:skip=0,2-3", "draft_tokens": 5},
     "other": {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 2},
     "block": {"algorithm": "dflash", "draft": "toy-block-34", "draft_tokens": 4},
+    "ngram-tree": {"algorithm": "ngram", "draft_steps": 4, "draft_topk": 3, "draft_tokens": 9, "ngram_min": 1},
+    "tree": {"algorithm": "standalone", "draft": "self:skip=1", "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
+    # More nodes are run than are verified, and the other way round.
+    "tree-pruned": {**_SELF, "draft_steps": 4, "draft_topk": 4, "draft_tokens": 4},
+    "tree-whole": {**_SELF, "draft_steps": 2, "draft_topk": 3, "draft_tokens": 12},
+    "tree-flat": {"algorithm": "standalone", "draft": "toy-2", "draft_steps": 1, "draft_topk": 4, "draft_tokens": 3},
 }
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "crowded": {"kv_pages": 27, "max_model_len": 75, "page_size": 4},
+    "crowded": {"kv_pages": 30, "max_model_len": 75, "page_size": 4},
     "no-cache": {"prefix_cache": False},
     "chunks": {"prefill_chunk": 5},
     "one-token-pages": {"page_size": 1},
@@ -119,7 +126,7 @@ def check(toy: Any, engine: Engine, prompts: list[list[int]], params: list[Sampl
         *((drafter, arrangement) for drafter in DRAFTERS for arrangement in ("plain", "crowded")),
         *(
             (drafter, arrangement)
-            for drafter in ("ngram-7-1", "self", "block")
+            for drafter in ("ngram-7-1", "self", "tree", "block")
             for arrangement in list(ARRANGEMENTS)[2:]
         ),
     ],
@@ -151,7 +158,8 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(
     draw = data.draw
     drafter = draw(st.sampled_from(sorted(DRAFTERS)), "drafter")
     schedule, late = draw(st.sampled_from([("v1", False), ("v2", False), ("v2", True)]), "schedule")
-    rows = Speculation(**DRAFTERS[drafter]).drafted + 1
+    shape = Speculation(**DRAFTERS[drafter]).shape
+    rows = max(shape.tokens + 1, shape.draft_slots)
     size = draw(st.sampled_from([1, 3, 4, 16]), "page_size")
     least = -(-(90 + 2 * rows) // size)
     engine = toy_engine(
@@ -185,7 +193,7 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(
         check(toy, engine, prompts[::-1], params[::-1])  # once more, with the prefixes of before
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram-7-1", "self"])
+@pytest.mark.parametrize("drafter", ["none", "ngram-7-1", "self", "tree"])
 def test_aborts_in_the_middle_leave_the_others_alone(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str
 ) -> None:
@@ -319,6 +327,54 @@ def test_accepted_drafts_save_iterations(toy: Any, toy_engine: Callable[..., Eng
 # -- nothing is read on the host -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("chain", "tree"), [("self", "tree-chain"), ("ngram", "ngram-tree")])
+def test_a_tree_accepts_at_least_what_a_chain_of_its_steps_does(
+    toy: Any, toy_engine: Callable[..., Engine], chain: str, tree: str
+) -> None:
+    shapes = DRAFTERS | {"tree-chain": {**_SELF, "draft_steps": 3, "draft_topk": 3, "draft_tokens": 12}}
+    shapes["ngram"] = {"algorithm": "ngram", "draft_tokens": 4, "ngram_min": 1}
+    prompts = [list(prompt) for prompt in toy.prompts()]
+    found = {}
+    for name in (chain, tree):
+        engine = toy_engine(speculation=Speculation(**shapes[name]))
+        engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        found[name] = engine.record().metrics["accept_length"]
+    assert found[tree] > found[chain] > 1
+
+
+@pytest.mark.parametrize("drafter", ["tree", "ngram-tree"])
+def test_logprobs_of_a_tree_are_those_of_plain_decoding(
+    toy: Any, toy_engine: Callable[..., Engine], drafter: str
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:12]]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=True)
+    plain = toy_engine().generate(prompts, params)
+    for ours, wanted in zip(
+        toy_engine(speculation=Speculation(**DRAFTERS[drafter])).generate(prompts, params), plain, strict=True
+    ):
+        assert ours.token_ids == wanted.token_ids
+        assert ours.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("drafter", ["self", "tree"])
+def test_what_a_prefix_cache_keeps_is_right_for_the_draft_too(
+    toy: Any, toy_engine: Callable[..., Engine], drafter: str
+) -> None:
+    """Texts that go on where others ended draft as they do without the cache: its pages hold the draft's keys."""
+    numbers = {}
+    for prefix_cache in (True, False):
+        engine = toy_engine(
+            speculation=Speculation(**DRAFTERS[drafter], schedule="v1"), prefix_cache=prefix_cache, page_size=1
+        )
+        firsts = [list(prompt) for prompt in toy.prompts()]
+        ends = engine.generate(firsts, SamplingParams(max_new_tokens=17, ignore_eos=True))
+        longer = [prompt + end.token_ids for prompt, end in zip(firsts, ends, strict=True)]
+        done = engine.generate(longer, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        assert any(item.metrics.cached_tokens for item in done) is prefix_cache
+        numbers[prefix_cache] = [item.metrics.emitted_histogram for item in done]
+    assert numbers[True] == numbers[False]
+
+
 class NoHostRead(TorchDispatchMode):
     """Stands in for a GPU's sync check: operators whose result's shape or value the host must wait for raise."""
 
@@ -334,7 +390,7 @@ class NoHostRead(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other", "block"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other", "ngram-tree", "tree", "block"])
 def test_launching_reads_nothing_from_the_device(
     toy: Any, toy_engine: Callable[..., Engine], drafter: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,15 @@ def test_a_record_shows_the_mean_and_the_schedules_agree(
     assert run(toy_engine, toy, mean, "v2", temperature, SELF)[0] == tokens
 
 
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+def test_a_tree_accepts_as_told(toy: Any, toy_engine: Callable[..., Engine], schedule: str) -> None:
+    tree = replace(SELF, draft_steps=5, draft_topk=3)
+    tokens, metrics = run(toy_engine, toy, 3.3, schedule, 0.0, tree)
+    assert metrics["accept_length"] == pytest.approx(3.3, rel=0.02)
+    assert metrics["drafted_tokens"] == 7 * metrics["verify_steps"]
+    assert all(len(item) == 440 for item in tokens)
+
+
 def test_ngram_accepts_as_told_wherever_it_drafts(toy: Any, toy_engine: Callable[..., Engine]) -> None:
     speculation = Speculation("ngram", draft_tokens=7, ngram_min=1)
     _, metrics = run(toy_engine, toy, 2.4, "v2", 0.0, speculation)

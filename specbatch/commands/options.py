@@ -85,17 +85,18 @@ class EngineOptions:
     draft_tokens: Annotated[
         int | None,
         Option(
-            help="Tokens drafted per verify, the root not counted. Default: 3 for eagle, eagle3 and mtp (SGLang, which "
-            "counts the root, says 3 steps, top-k 1, 4 tokens), for dflash what its blocks hold, else 4.",
+            help="Nodes drafted per verify, the root not counted. Default: as published (SGLang counts the root and says "
+            "4 for 3 here); for dflash what its blocks hold.",
             rich_help_panel=_SPEC,
         ),
     ] = None
     draft_steps: Annotated[
-        int | None, Option(help="Draft passes; a chain takes --draft-tokens of them.", rich_help_panel=_SPEC)
+        int | None,
+        Option(help="Draft passes: the depth of a tree; a chain takes --draft-tokens.", rich_help_panel=_SPEC),
     ] = None
-    draft_topk: Annotated[int, Option(help="Children per drafted node; 1 is a chain.", rich_help_panel=_SPEC)] = (
-        Speculation.draft_topk
-    )
+    draft_topk: Annotated[
+        int | None, Option(help="Children per expanded node; 1 is a chain.", rich_help_panel=_SPEC)
+    ] = None
     aux_layers: Annotated[
         str | None,
         Option(

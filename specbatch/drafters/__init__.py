@@ -22,8 +22,5 @@ DRAFTS: dict[str, str] = {
     "eagle3": "an EAGLE-3 head (folder or hub id)",
     "dflash": "a draft that was made for the model (folder or hub id)",
 }
-# Tokens drafted per verify where neither the user nor the draft says another number, and that is not 4: for heads the
-# published three steps, for DFLASH a block of 16.
-TOKENS: dict[str, int] = {"eagle": 3, "eagle3": 3, "mtp": 3, "nextn": 3, "dflash": 15}
 # Settings that not every algorithm has.
 TAKERS: dict[str, tuple[str, ...]] = {"aux_layers": ("eagle3",), "draft_rope_theta": ("eagle", "eagle3")}

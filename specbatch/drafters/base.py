@@ -34,9 +34,18 @@ class Step:
     bound: int
     sampling: Sampling
 
-    def verify(self, lengths: torch.Tensor, rows: int, masks: tuple[Mask, ...] | None = None) -> Verify:
-        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]; `masks`: see `Verify`."""
-        return Verify(self.batch.page_table, self.rows, lengths, rows, self.page_size, self.bound, masks)
+    def verify(
+        self,
+        lengths: torch.Tensor,
+        rows: int,
+        ancestors: torch.Tensor | None = None,
+        first: int = 0,
+        masks: tuple[Mask, ...] | None = None,
+    ) -> Verify:
+        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]: a chain, or with words of
+        `ancestors` [B, rows] a tree, of which `first` nodes are in the cache already; `masks`: see `Verify`."""
+        table, size = self.batch.page_table, self.page_size
+        return Verify(table, self.rows, lengths, rows, size, self.bound, ancestors, first, masks)
 
 
 class Drafter(Protocol):
@@ -53,8 +62,12 @@ class Drafter(Protocol):
         """Draft behind each row's root."""
         ...
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
-        """Take in what a verify showed; rows beyond accepted [B] are of no account."""
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        """Take in what a verify showed; rows beyond accepted [B] are of no account.
+
+        path int64 [B, N]: of a tree, the row of the root and those of the accepted nodes in order, then all others;
+        None for a chain, whose rows are in order.
+        """
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,8 @@ class DraftPlan:
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
     for it, None if they are the target's or none; parameters: how many are loaded beside those; every: it wants the
     target's features of every prompt token; aux: and the residual stream behind these layers; drafted: tokens drafted
-    per verify, None if what was asked for stands.
+    per verify, None if what was asked for stands; slots: KV slots from a root on that it writes to while drafting; lag:
+    of a request that has ended, so many of the newest positions may lack the draft's own keys.
     """
 
     build: Callable[[Llama, Loader], Drafter]
@@ -75,6 +89,12 @@ class DraftPlan:
     every: bool = False
     aux: tuple[int, ...] = ()
     drafted: int | None = None
+    slots: int = 0
+    lag: int = 1
+
+    def slots_of(self, rows: int) -> int:
+        """KV slots from a root on that an iteration with a verify of `rows` rows may write to."""
+        return max(self.slots, rows)
 
 
 class NoDraft:
@@ -86,7 +106,7 @@ class NoDraft:
     def propose(self, step: Step) -> Proposal:
         return Proposal(step.rows.new_empty(len(step.rows), 0), torch.zeros_like(step.rows))
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         pass
 
 

@@ -44,7 +44,7 @@ class DFlashDrafter:
         model, count = self._model, self._count
         masks = step.rows.new_full((len(step.rows), count), model.config.mask_token)
         tokens, positions = step.batch.stage(step.rows, step.lengths, masks)
-        shape = step.verify(step.lengths, count + 1, model.config.masks)
+        shape = step.verify(step.lengths, count + 1, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, shape.on(self._cache)).last
         # Row i stands for the token at its own position: the first, the root, is known.
         logits = model.block.logits(hidden).unflatten(0, (-1, count + 1))[:, 1:]
@@ -54,7 +54,7 @@ class DFlashDrafter:
         tokens = logits.argmax(-1)
         return Proposal(tokens if model.ids is None else model.ids[tokens], drafted)
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         where = (step.batch.page_table, step.rows, step.lengths, accepted)
         write_verified(self._context(features), self._model.heads, *self._stores, *where)
 

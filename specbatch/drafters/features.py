@@ -135,7 +135,7 @@ class FeatureChain:
         drafted = torch.full_like(lengths, self._count)
         return Proposal(torch.cat(drafts, 1), drafted, torch.cat(laws, 1) if laws else None)
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         hidden = self._head.project(self._head.take(features))
         self._waiting[step.rows] = hidden.view(-1, *self._waiting.shape[1:])
         # Padding rows stay where they are: at length 1 there is one place before the root.

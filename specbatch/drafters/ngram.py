@@ -1,12 +1,16 @@
-"""NGRAM ("prompt lookup"): what followed the last few tokens when they occurred before. No draft model."""
+"""NGRAM ("prompt lookup"): what followed the last few tokens when they occurred before. No draft model.
+
+As a tree: what followed the best few occurrences, as far as it differs, merged where it begins alike.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, Step
 from specbatch.kernels import dispatch
-from specbatch.kernels.ngram import ngram_match_ref
+from specbatch.kernels.ngram import merge, ngram_match_ref
 from specbatch.verification import Proposal
 
 if TYPE_CHECKING:
@@ -17,23 +21,28 @@ if TYPE_CHECKING:
 class NGram(NoDraft):
     """Looks up suffixes of `longest` to `shortest` tokens in the request's own prompt and output."""
 
-    def __init__(self, count: int, shortest: int, longest: int) -> None:
-        self._count = count
+    def __init__(self, shape: DraftShape, shortest: int, longest: int) -> None:
+        """shape: `topk` occurrences are followed for `steps` tokens."""
+        self._shape = shape
         self._shortest = shortest
         self._longest = longest
 
     def propose(self, step: Step) -> Proposal:
-        batch, sizes = step.batch, (self._longest, self._shortest, self._count)
+        batch, (steps, texts, count) = step.batch, self._shape
+        sizes = self._longest, self._shortest, steps, texts
         if dispatch.runs_kernels(step.rows):
             from specbatch.kernels.ngram_triton import ngram_match
 
             tokens, found = ngram_match(batch.tokens, step.rows, step.lengths, *sizes)
         else:
             tokens, found = ngram_match_ref(batch.tokens[step.rows, : step.bound + 1], step.lengths, *sizes)
-        return Proposal(tokens, found * self._count)
+        if texts == 1:
+            return Proposal(tokens[:, 0], found[:, 0] * count)
+        tokens, ancestors, drafted = merge(tokens, found, count)
+        return Proposal(tokens, drafted, ancestors=ancestors)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """No memory: the tokens are on the device already."""
     asked = config.speculation
-    return DraftPlan(lambda *_: NGram(asked.drafted, asked.ngram_min, asked.ngram_max), target.config)
+    return DraftPlan(lambda *_: NGram(asked.shape, asked.ngram_min, asked.ngram_max), target.config)

@@ -1,4 +1,4 @@
-"""STANDALONE: a second, smaller model of the same vocabulary drafts a chain token by token."""
+"""STANDALONE: a second, smaller model of the same vocabulary drafts a chain by tokens or a tree by levels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from specbatch import weights
 from specbatch.batch import DeviceBatch
 from specbatch.context import Prefill, chain
+from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, Step
+from specbatch.drafters.expansion import Beams, expand
 from specbatch.errors import refuse
 from specbatch.forward import Forward
 from specbatch.kernels.sampling import DRAFT
@@ -79,6 +81,49 @@ class Standalone(NoDraft):
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
 
+class StandaloneTree(Standalone):
+    """The nodes of a tree that are run have their keys behind the root, level by level. Those of accepted ones are not
+    where a later pass looks for them, or were never made: the first pass of each iteration therefore runs what was
+    accepted last, and the root. It has as many rows as can be new; those behind the root are written over.
+    """
+
+    def __init__(
+        self, model: Llama, forward: Forward, cache: KVCache, shape: DraftShape, vocabulary: int, device_rows: int
+    ) -> None:
+        super().__init__(model, forward, cache, shape.tokens, vocabulary)
+        self._shape = shape
+        # Of each device row: the newest tokens without keys, the root among them. A padding row has one.
+        self._new = torch.ones(device_rows, dtype=torch.int64, device=model.device)
+
+    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
+        super().prefill(batch, shape, features)
+        self._new.index_fill_(0, shape.rows, 1)
+
+    def propose(self, step: Step) -> Proposal:
+        model, lengths = self._model, step.lengths
+        new = self._new[step.rows]
+        start, count = lengths + 1 - new, self._shape.steps + 1
+        positions = chain(start, count)
+        tokens = self._known(step.batch.tokens[step.rows[:, None], positions])
+        context = step.verify(start, count).on(self._cache)
+        hidden = model.forward(tokens.flatten(), positions.flatten(), context).last.unflatten(0, (-1, count))
+        newest = (new - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
+        logits = self._fit(model.logits(hidden.gather(1, newest)[:, 0]))
+
+        def run(beams: Beams) -> torch.Tensor:
+            width = beams.tokens.shape[1]
+            positions = (lengths + beams.depth).repeat_interleave(width)
+            context = step.verify(lengths, width, beams.ancestors, beams.first).on(self._cache)
+            features = model.forward(self._known(beams.tokens).flatten(), positions, context)
+            return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
+
+        drafts, ancestors = expand(logits, self._shape, run)
+        return Proposal(drafts, torch.full_like(lengths, self._count), ancestors=ancestors)
+
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        self._new[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)
+
+
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """Another checkpoint of the same vocabulary, or the target without some layers ("self:skip=12-15").
 
@@ -86,15 +131,23 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     fit the target.
     """
     asked = config.speculation
+    shape = asked.shape
     assert asked.draft is not None
+    slots, lag = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, 1)
+
+    def drafter(model: Llama, loader: Loader) -> Standalone:
+        way = loader.draft(model)
+        if shape.topk > 1:
+            return StandaloneTree(model, *way, shape, target.config.vocab_size, len(loader.page_table))
+        return Standalone(model, *way, shape.tokens, target.config.vocab_size)
+
     if asked.draft == "self" or asked.draft.startswith("self:"):
         skipped = parse_skip(asked.draft, target.config.num_layers)
 
         def build_view(model: Llama, loader: Loader) -> Standalone:
-            view = model.without(skipped)
-            return Standalone(view, *loader.draft(view), asked.drafted, target.config.vocab_size)
+            return drafter(model.without(skipped), loader)
 
-        return DraftPlan(build_view, target.config, kv_layers=target.config.num_layers - len(skipped))
+        return DraftPlan(build_view, target.config, target.config.num_layers - len(skipped), slots=slots, lag=lag)
 
     load_format = "dummy" if config.load_format == "dummy" else "auto"
     draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log)
@@ -104,10 +157,9 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
 
     def build(model: Llama, loader: Loader) -> Standalone:
-        own = loader.model(draft)
-        return Standalone(own, *loader.draft(own), asked.drafted, target.config.vocab_size)
+        return drafter(loader.model(draft), loader)
 
-    return DraftPlan(build, draft.config, draft.config.num_layers, draft.config)
+    return DraftPlan(build, draft.config, draft.config.num_layers, draft.config, slots=slots, lag=lag)
 
 
 def parse_skip(draft: str, layers: int) -> frozenset[int]:

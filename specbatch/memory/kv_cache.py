@@ -7,7 +7,9 @@ import math
 import numpy as np
 import torch
 
+from specbatch.kernels import dispatch
 from specbatch.kernels.backends import PrefillAttention
+from specbatch.kernels.tree import move_rows_ref
 from specbatch.models.config import ModelConfig
 
 
@@ -43,6 +45,23 @@ class KVCache:
         self.values = _zeros(shape, dtype, device)
         self.k = self.keys.unbind()
         self.v = self.values.unbind()
+
+    def keep_path(
+        self,
+        page_table: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        path: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        """Bring what a tree's accepted nodes left at lengths + path [B, N] to the places behind the roots at lengths
+        [B] of device rows [B], in all layers."""
+        if dispatch.runs_kernels(rows):
+            from specbatch.kernels.tree_triton import move_rows
+
+            move_rows(self.keys, self.values, page_table, rows, lengths, path, accepted)
+        else:
+            move_rows_ref(self.keys, self.values, page_table, rows, lengths, path, accepted)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

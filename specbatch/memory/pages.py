@@ -20,7 +20,7 @@ def reach_of(tokens: int, rows: int) -> int:
 
 def held_at_once(caps: Mapping[str, Any], lengths: Iterable[int]) -> int:
     """How many requests of these lengths (prompt and output) an engine of such caps runs at once, the longest first."""
-    pages = (pages_for(reach_of(length, caps["verify_rows"]), caps["page_size"]) for length in lengths)
+    pages = (pages_for(reach_of(length, caps["verify_slots"]), caps["page_size"]) for length in lengths)
     held = sum(1 for total in accumulate(sorted(pages, reverse=True)) if total <= caps["kv_pages"])
     return min(held, int(caps["max_running"]))
 

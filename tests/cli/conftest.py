@@ -57,6 +57,7 @@ class StubEngine:
         self.caps: dict[str, Any] = {
             "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
             "kv_pages": self.kv_pages, "page_size": 16, "verify_rows": config.speculation.drafted + 1,
+            "verify_slots": config.speculation.drafted + 1,
             "prefill_chunk": 64, "dtype": "float32", "device": "cpu",
         }  # fmt: skip
         self.done: list[Completion] = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import NoDraft
 from specbatch.drafters.ngram import NGram
 
@@ -31,7 +32,7 @@ def test_drafts_over_the_life_of_a_batch(bench: Any, count: int, shortest: int, 
     randomness = random.Random(count)
     prompts = [[randomness.randrange(3) for _ in range(length)] for length in (2, 3, 9, 20, 5)]
     here = bench(prompts)
-    drafter = NGram(count, shortest, longest)
+    drafter = NGram(DraftShape(count, 1, count), shortest, longest)
     found = missed = 0
     for turn in range(8):
         step = here.step(count, spare=(0, 5)[turn % 2])
@@ -49,6 +50,18 @@ def test_drafts_over_the_life_of_a_batch(bench: Any, count: int, shortest: int, 
         here.commit(proposal.tokens, accepted, [randomness.randrange(3) for _ in prompts])
     assert found
     assert missed
+
+
+def test_a_tree_holds_what_followed_the_best_matches(bench: Any) -> None:
+    here = bench([[1, 2, 5, 1, 2, 6, 7, 1, 2, 5, 8, 1, 2], [3], [4, 4, 4], [1, 2, 5, 1, 2, 5, 1, 2]])
+    proposal = NGram(DraftShape(2, 3, 5), 1, 3).propose(here.step(5))
+    assert proposal.drafted.tolist() == [5, 0, 2, 2]
+    assert proposal.tokens[0].tolist() == [5, 8, 6, 7, 1]  # latest first: (5, 8), (6, 7), (5, 1)
+    assert proposal.ancestors is not None
+    assert proposal.ancestors[0].tolist() == [1, 3, 7, 9, 25, 35]
+    assert proposal.tokens[2, :2].tolist() == [4, 4]
+    assert proposal.tokens[3, :2].tolist() == [5, 1]
+    assert proposal.probabilities is None
 
 
 def test_the_baseline_drafts_nothing(bench: Any) -> None:

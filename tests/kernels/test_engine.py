@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from specbatch.config import Graphs, Speculation
-from specbatch.kernels import accept, context_kv_triton, draw, elementwise, ngram_triton, skinny_gemm, verify_attention
+from specbatch.kernels import (
+    accept,
+    context_kv_triton,
+    draw,
+    elementwise,
+    ngram_triton,
+    skinny_gemm,
+    tree_triton,
+    verify_attention,
+)
 from specbatch.kernels.backends import _Triton
 from specbatch.kernels.spans import RecordedSpans, Spans
 from specbatch.request import SamplingParams
@@ -27,6 +36,8 @@ SPECULATIONS = {
     "eagle3": Speculation("eagle3", draft="dummy"),
     "mtp": Speculation("mtp", draft_tokens=2),
     "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
+    "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
+    "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=3, draft_topk=2, draft_tokens=4),
 }
 
 
@@ -53,6 +64,7 @@ def kernel_engine(
         elementwise: ["rms_norm", "silu_product", "split_heads"],
         ngram_triton: ["ngram_match"],
         skinny_gemm: ["skinny_linear", "skinny_gated"],
+        tree_triton: ["commit_tree", "move_rows"],
         verify_attention: ["verify_attention"],
     }.items():
         for name in names:
@@ -65,14 +77,18 @@ def kernel_engine(
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)
-def test_greedy_tokens(toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], name: str) -> None:
-    build, called = kernel_engine
-    prompts = [list(prompt) for prompt in toy.prompts()[4:6]]
-    done = build(speculation=SPECULATIONS[name]).generate(prompts, SamplingParams(max_new_tokens=5, ignore_eos=True))
+def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str) -> None:
+    prompts, params = [list(prompt) for prompt in toy.prompts()[4:6]], SamplingParams(max_new_tokens=5, ignore_eos=True)
+    plain = toy_engine(speculation=SPECULATIONS[name]).generate(prompts, params)
+    build, called = request.getfixturevalue("kernel_engine")
+    done = build(speculation=SPECULATIONS[name]).generate(prompts, params)
+    numbers = [[(item.metrics.drafted, item.metrics.accepted) for item in items] for items in (plain, done)]
+    assert numbers[0] == numbers[1]
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
-    expected = {"stage", "greedy_accept", "rms_norm", "silu_product", "split_heads", "verify_attention"}
+    expected = {"stage", "rms_norm", "silu_product", "split_heads", "verify_attention"}
     expected |= {"skinny_linear", "skinny_gated"}
-    own = {"ngram": {"ngram_match"}, "block": {"write_context", "write_verified"}}
+    expected |= {"commit_tree", "move_rows"} if name.endswith("tree") else {"greedy_accept"}
+    own = {"ngram": {"ngram_match"}, "ngram-tree": {"ngram_match"}, "block": {"write_context", "write_verified"}}
     assert called == expected | own.get(name, set())
 
 
@@ -88,9 +104,11 @@ def test_sampled_tokens_of_a_seed(
     build, called = request.getfixturevalue("kernel_engine")
     [ours] = build(speculation=SPECULATIONS[name]).generate([prompt], params)
     assert ours.token_ids == expected.token_ids
+    numbers = [(item.metrics.drafted, item.metrics.accepted) for item in (ours, expected)]
+    assert numbers[0] == numbers[1]
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-    assert called >= {"draw", "commit"}
-    assert ("reject" in called) == (name not in ("none", "ngram"))
+    assert called >= ({"draw", "commit_tree", "move_rows"} if name.endswith("tree") else {"draw", "commit"})
+    assert ("reject" in called) == (name not in ("none", "ngram") and not name.endswith("tree"))
     assert "greedy_accept" not in called
 
 

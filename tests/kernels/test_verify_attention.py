@@ -51,14 +51,15 @@ class Case:
 
     def check(self, splits: int | None = None, **options: Any) -> torch.Tensor:
         caches = [cache.clone() for cache in self.caches]
+        lengths = self.lengths - options.get("first", 0)
         qkv = self.qkv.clone()  # last: the kernel in front of a verify must not write what it reads early
         out = verify_attention(
-            qkv, self.heads, *caches, self.table, self.rows, self.lengths, self.n, splits=splits, **options
+            qkv, self.heads, *caches, self.table, self.rows, lengths, self.n, splits=splits, **options
         )
         wanted = [cache.to(self.dtype).nan_to_num(0).to(cache.dtype) for cache in self.caches]
         options.pop("tile", None)
         expected = verify_attention_ref(
-            self.qkv, self.heads, *wanted, self.table, self.rows, self.lengths, self.n, **options
+            self.qkv, self.heads, *wanted, self.table, self.rows, lengths, self.n, **options
         )
         valid = (self.rows > 0).repeat_interleave(self.n)
         error = (out[valid].double() - expected[valid].double()).norm() / expected[valid].double().norm()
@@ -127,6 +128,19 @@ def test_tree(device: torch.device, n: int) -> None:
     case = Case(device, torch.float32, [30, 0, 5], n)
     words, depths = tree(3, n, device)
     case.check(2, ancestors=words, positions=(case.lengths[:, None] + depths).flatten())
+
+
+@pytest.mark.parametrize(("first", "n"), [(1, 3), (4, 3), (7, 10), (61, 3), (63, 1)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_tree_in_several_passes(device: torch.device, first: int, n: int, splits: int) -> None:
+    """Nodes of earlier passes lie in the cache, and some of them are not seen."""
+    case = Case(device, torch.float32, [first + 90, first, first + 17], n)
+    words, depths = (item[:, first:] for item in tree(3, first + n, device))
+    positions = (case.lengths[:, None] - first + depths).flatten()
+    here = {"ancestors": words.contiguous(), "positions": positions, "first": first}
+    seen = case.check(splits, **here)
+    plain = case.check(splits, **here | {"ancestors": torch.full_like(here["ancestors"], -1)})
+    assert not torch.equal(seen, plain)
 
 
 @pytest.mark.parametrize("n", [5, 16, 64])

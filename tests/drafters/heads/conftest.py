@@ -295,7 +295,7 @@ class Run:
         shape = step.verify(step.lengths, self.count + 1)
         features = self.target.forward(tokens, positions, shape.on(self.cache))
         here.commit(proposal.tokens, accepted, bonus)
-        self.drafter.absorb(step, features, torch.tensor(accepted))
+        self.drafter.absorb(step, features, torch.tensor(accepted), None)
 
 
 def features_of(target: Llama, text: list[int]) -> Features:

@@ -1,0 +1,84 @@
+"""Trees of drafts as words of ancestors: depths, the walk of a verify, and what it leaves in the cache.
+
+A tree of N nodes is int64 [B, N]: bit j of a node's word says that it sees node j, itself included. Node 0 is the root,
+and parents come before children, so a node's parent is the highest bit of its word but its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def bits_of(count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count]: one bit per node. The 64th is the sign."""
+    return torch.ones(count, dtype=torch.int64, device=device) << torch.arange(count, device=device)
+
+
+def depths_of(ancestors: torch.Tensor) -> torch.Tensor:
+    """How far below the root each node is: words int64 [B, N] -> int64 [B, N]."""
+    node = torch.arange(ancestors.shape[1], device=ancestors.device)
+    return (ancestors[:, :, None] >> node & 1).sum(-1) - 1
+
+
+def ancestors_of(parents: torch.Tensor, depth: int) -> torch.Tensor:
+    """Words int64 [B, C + 1] of the root and C nodes, whose parents are int64 [B, C]; none is below `depth`."""
+    bits = bits_of(parents.shape[1] + 1, parents.device)
+    words = bits.expand(len(parents), -1)
+    parents = torch.nn.functional.pad(parents, (1, 0))  # the root's own
+    for _ in range(depth):
+        words = words.gather(1, parents) | bits
+    return words
+
+
+def in_order(like: torch.Tensor) -> torch.Tensor:
+    """The path that leaves nodes as they are, for words int64 [B, N]."""
+    return torch.arange(like.shape[1], device=like.device).expand_as(like)
+
+
+def walk_ref(
+    chosen: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor, ancestors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the root to the child that equals what was chosen behind its parent, as far as there is one.
+
+    chosen int64 [B, N], behind each node; drafts int64 [B, N-1], of which the first drafted [B] count. Returns accepted
+    int64 [B] and path int64 [B, N]: the root and the accepted nodes in order, then all others. Among siblings that are
+    equal the one that leads further wins, then the first.
+    """
+    count = ancestors.shape[1]
+    node, bits = torch.arange(count, device=chosen.device), bits_of(count, chosen.device)
+    parents = ((ancestors ^ bits)[:, 1:, None] >> node == 1).int().argmax(-1)
+    right = (drafts == chosen.gather(1, parents)) & (node[:-1] < drafted[:, None])
+    good = (right * bits[1:]).sum(1, keepdim=True) + 1  # the root is right
+    depths = depths_of(ancestors)
+    reached = ancestors & ~good == 0
+    leaf = torch.where(reached, depths * count - node, -count).argmax(1, keepdim=True)
+    path = ancestors.gather(1, leaf) >> node & 1
+    return depths.gather(1, leaf)[:, 0], path.argsort(dim=1, descending=True, stable=True)
+
+
+def move_rows_ref(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """Bring keys and values of accepted nodes to their places behind the root.
+
+    keys, values [layers, pages, page_size, kv_heads, dim]; page_table int64 [R, P]; rows int64 [B]; lengths int64 [B]:
+    place of each root; path int64 [B, N]; accepted int64 [B]. Node path[d] goes from lengths + path[d] to lengths + d,
+    for d = 1..accepted.
+    """
+    size = keys.shape[2]
+    node = torch.arange(path.shape[1], device=path.device)
+    source = torch.where(node <= accepted[:, None], path, node)
+    homes, places = (
+        page_table[rows[:, None], at // size] * size + at % size
+        for at in (lengths[:, None] + node, lengths[:, None] + source)
+    )
+    bits = torch.uint8 if keys.itemsize == 1 else keys.dtype  # torch copies no rows of float8
+    for cache in (keys.view(bits), values.view(bits)):
+        flat = cache.flatten(1, 2)
+        flat.index_copy_(1, homes.flatten(), flat.index_select(1, places.flatten()))
