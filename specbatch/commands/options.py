@@ -85,8 +85,8 @@ class EngineOptions:
     draft_tokens: Annotated[
         int | None,
         Option(
-            help="Nodes drafted per verify, the root not counted. Default: as published (SGLang counts the root and says "
-            "4 for 3 here); for dflash what its blocks hold.",
+            help="Nodes drafted per verify, the root not counted. Default: as published (SGLang counts the root and "
+            "says 4 for 3 here); for dflash what its blocks hold.",
             rich_help_panel=_SPEC,
         ),
     ] = None

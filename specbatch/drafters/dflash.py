@@ -43,7 +43,7 @@ class DFlashDrafter:
     def propose(self, step: Step) -> Proposal:
         model, count = self._model, self._count
         masks = step.rows.new_full((len(step.rows), count), model.config.mask_token)
-        tokens, positions = step.batch.stage(step.rows, step.lengths, masks)
+        tokens, positions = step.batch.stage(step.rows, step.lengths, masks, None)
         shape = step.verify(step.lengths, count + 1, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, shape.on(self._cache)).last
         # Row i stands for the token at its own position: the first, the root, is known.
