@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbatch import SamplingParams, Speculation
 from specbatch.config import Graphs
@@ -29,6 +28,9 @@ class Recorder:
 
 
 def transformers_toy(toy: Any) -> Any:
+    # Not above: it imports Triton, and tests/kernels decides how that runs before it is imported.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True,
