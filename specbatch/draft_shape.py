@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 from specbatch.errors import at_least, refuse
@@ -51,59 +52,26 @@ def shape_of(algorithm: str, steps: int | None, topk: int | None, tokens: int | 
     for setting, value in (("draft_steps", steps), ("draft_topk", topk), ("draft_tokens", tokens)):
         if value is not None:
             at_least(setting, value, 1)
-    if tokens is not None and tokens > MOST:
-        raise refuse("draft_tokens", tokens, f"use at most {MOST} (a verify has at most {MOST + 1} rows)")
+            if value > MOST:
+                raise refuse(setting, value, f"use at most {MOST} (a verify has at most {MOST + 1} rows)")
+    if algorithm in CHAINS and (topk or 1) > 1:
+        raise refuse("draft_topk", topk, f"{algorithm!r} drafts chains only; use 1")
     published = PUBLISHED[algorithm]
     if (steps, topk, tokens) == (None, None, None):
         return published
     if (topk or 1) == 1:
-        return _chain(steps or tokens or published.steps, tokens or steps or published.steps)
-    assert topk is not None
-    if algorithm in CHAINS:
-        raise refuse("draft_topk", topk, f"{algorithm!r} drafts chains only; use 1")
-    shape = DraftShape(steps or min(published.steps, tokens or MOST), topk, 0)
-    pool = _pool(algorithm, shape)
-    shape = shape._replace(tokens=tokens or min(max(TREE, shape.steps), pool))
-    _check_tree(algorithm, shape, pool)
+        shape = DraftShape(steps or tokens or published.steps, 1, tokens or steps or published.steps)
+    else:
+        shape = DraftShape(steps or min(published.steps, tokens or MOST), topk or 1, tokens or 1)
+        if tokens is None:
+            shape = shape._replace(tokens=min(max(TREE, shape.steps), _pool(algorithm, shape)))
+    wrong = _wrong(algorithm, shape)
+    if wrong:
+        setting, reason = wrong
+        near = _nearest(algorithm, shape)
+        works = f"use draft_steps={near.steps}, draft_topk={near.topk}, draft_tokens={near.tokens}"
+        raise refuse(f"draft_{setting}", getattr(shape, setting), f"{reason} (the root is not counted); {works}")
     return shape
-
-
-def _chain(steps: int, tokens: int) -> DraftShape:
-    if steps > MOST:
-        raise refuse("draft_steps", steps, f"use at most {MOST} (a verify has at most {MOST + 1} rows)")
-    if steps != tokens:
-        raise refuse(
-            "draft_steps",
-            steps,
-            f"a chain of draft_tokens={tokens} takes draft_steps={tokens} (the root is not counted); leave one of them "
-            "out, or ask for a tree by a draft_topk above 1",
-        )
-    return DraftShape(steps, 1, tokens)
-
-
-def _check_tree(algorithm: str, shape: DraftShape, pool: int) -> None:
-    steps, topk, tokens = shape
-    if steps > tokens:
-        raise refuse(
-            "draft_steps",
-            steps,
-            f"a tree of draft_tokens={tokens} nodes is no deeper than that; use draft_steps={tokens}, or "
-            f"draft_tokens={steps}",
-        )
-    if tokens > pool:
-        raise refuse(
-            "draft_tokens",
-            tokens,
-            f"draft_steps={steps} and draft_topk={topk} make {pool} candidates; use draft_tokens={pool}, or more steps",
-        )
-    if algorithm != "ngram" and shape.draft_slots > MOST + 1:
-        fewer = MOST // (steps - 1)
-        raise refuse(
-            "draft_topk",
-            topk,
-            f"draft_steps={steps} would run {(steps - 1) * topk} nodes of {MOST} at most; use draft_topk={fewer}, or "
-            f"draft_steps={MOST // topk + 1}",
-        )
 
 
 def _pool(algorithm: str, shape: DraftShape) -> int:
@@ -111,3 +79,30 @@ def _pool(algorithm: str, shape: DraftShape) -> int:
     `topk` children."""
     steps, topk, _ = shape
     return steps * topk if algorithm == "ngram" else topk + (steps - 1) * topk * topk
+
+
+def _wrong(algorithm: str, shape: DraftShape) -> tuple[str, str] | None:
+    """Which of the three is impossible beside the others, and why."""
+    steps, topk, tokens = shape
+    if topk == 1 and steps != tokens:
+        return "steps", f"a chain of draft_tokens={tokens} takes as many steps"
+    if steps > tokens:
+        return "steps", f"a tree of draft_tokens={tokens} is no deeper than that"
+    pool = _pool(algorithm, shape)
+    if tokens > pool:
+        return "tokens", f"draft_steps={steps} and draft_topk={topk} make {pool} candidates"
+    if algorithm != "ngram" and shape.draft_slots > MOST + 1:
+        return "topk", f"draft_steps={steps} would run {shape.draft_slots - 1} nodes, and {MOST} is the most"
+    return None
+
+
+def _nearest(algorithm: str, asked: DraftShape) -> DraftShape:
+    """The possible shape that differs by the least sum; rather in tokens than in steps than in topk."""
+
+    def distance(shape: DraftShape) -> tuple[int, int, int]:
+        steps, topk, tokens = (abs(one - other) for one, other in zip(shape, asked, strict=True))
+        return steps + topk + tokens, topk, steps
+
+    numbers = range(1, MOST + 1)
+    shapes = (DraftShape(*three) for three in product(numbers, range(1, min(asked.topk + 1, MOST) + 1), numbers))
+    return min((shape for shape in shapes if not _wrong(algorithm, shape)), key=distance)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.draft_shape import shape_of
+from specbatch.errors import SpecbatchError
 
 
 def test_the_baseline_drafts_nothing() -> None:
@@ -46,6 +50,24 @@ def test_what_is_not_given_of_a_draft_follows(
     assert asked.shape == expected
     assert asked.drafted == expected[2]
     assert shape_of(algorithm, *expected) == expected
+
+
+@settings(max_examples=60)
+@given(
+    algorithm=st.sampled_from(["ngram", "standalone"]),
+    given=st.tuples(*[st.none() | st.integers(1, 11) | st.sampled_from([31, 63])] * 3),
+)
+def test_a_shape_is_possible_or_the_nearest_is_named(algorithm: str, given: tuple[int | None, ...]) -> None:
+    try:
+        shape = shape_of(algorithm, *given)
+    except SpecbatchError as error:
+        named = tuple(int(number) for number in re.findall(r"draft_\w+=(\d+)", str(error).rpartition("; use ")[2]))
+        assert shape_of(algorithm, *named) == named
+        return
+    assert all(asked in (None, found) for asked, found in zip(given, shape, strict=True))
+    assert shape.steps <= shape.tokens <= 63
+    assert shape.topk > 1 or shape.steps == shape.tokens
+    assert algorithm == "ngram" or shape.draft_slots <= 64
 
 
 def test_a_tree_says_so() -> None:
