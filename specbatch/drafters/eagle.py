@@ -41,4 +41,5 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Eagle(layer, read, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
-    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True)
+    lag = config.speculation.drafted + 1  # the pairs of the newest verify still wait
+    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True, lag=lag)

@@ -47,7 +47,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return feature_chain(head, loader, config, target.config.vocab_size)
 
     behind = tuple(boundary - 1 for boundary in aux)
-    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True, aux=behind)
+    lag = config.speculation.drafted + 1  # the pairs of the newest verify still wait
+    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True, aux=behind, lag=lag)
 
 
 def _aux(

@@ -46,7 +46,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Mtp(layer, found, read, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
-    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(found), every=True)
+    lag = config.speculation.drafted + 1  # the pairs of the newest verify still wait
+    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(found), every=True, lag=lag)
 
 
 def _check(found: Shapes, wanted: Shapes, target: str, algorithm: str) -> None:
