@@ -127,7 +127,7 @@ def train(
             optimizer.step()
             schedule.step()
             history.steps += 1
-            losses.append(float(scores.loss))
+            losses.append(float(scores.loss.detach()))
             report(history.steps, recipe.steps)
             if history.steps % every == 0 or history.steps == recipe.steps:
                 history.losses[history.steps] = sum(losses) / len(losses)
