@@ -17,7 +17,7 @@ from specbatch.config import EngineConfig
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
-from specbatch.forward import Forward, PiecewiseGraphs
+from specbatch.forward import PromptWork, static_bytes
 from specbatch.graphs import Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
@@ -49,7 +49,7 @@ class Parts:
     caps: dict[str, Any]
     scheduler: Scheduler
     runner: Runner
-    forwards: dict[str, Forward]
+    forwards: dict[str, PromptWork]
 
 
 def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Llama | None = None) -> Parts:
@@ -93,25 +93,27 @@ def _plan(
     device: torch.device,
     is_shared: bool,
 ) -> MemoryPlan:
-    kv_dtype = _kv_dtype(config, dtype)
+    kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
+    graphs = graph_bytes(
+        config.graphs, most=config.max_running, chunk=chunk, layers=target.config.num_layers + draft.kv_layers
+    )
+    if config.graphs.prefill == "piecewise":
+        graphs += static_bytes(target.config, dtype, chunk, every=draft.every, aux=len(draft.aux))
+        graphs += static_bytes(draft.config, dtype, chunk, every=False) if draft.kv_layers else 0
     return plan_memory(
         config,
         free=available_memory(device),
         on_cpu=device.type == "cpu",
         model_len=min(target.config.max_position, draft.config.max_position),
         weights=0 if is_shared else weight_bytes(target.config, dtype, device),
-        draft_weights=weight_bytes(draft.weights, dtype, device) if draft.weights else 0,
+        draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
+        + draft.parameters * dtype.itemsize,
         page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         vocabulary=target.config.vocab_size,
         rows=config.speculation.drafted + 1,
         token_bytes=token_bytes(target.config, dtype),
-        graphs=graph_bytes(
-            config.graphs,
-            most=config.max_running,
-            chunk=config.prefill_chunk,
-            layers=target.config.num_layers + draft.kv_layers,
-        ),
+        graphs=graphs,
     )
 
 
@@ -182,7 +184,7 @@ def _assemble(
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
     }
-    recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, PiecewiseGraphs)]
+    recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, Recordings)]
     if runner.graphs is not None:
         recordings.append(runner.graphs)
     if recordings:
@@ -192,6 +194,9 @@ def _assemble(
             passes = [partial(prompt_pass.warm, batch, size) for size in sizes]
             # Keys of a prefix are read by other kernels; where it is long, several programs share them.
             passes += [partial(prompt_pass.warm, batch, sizes[0], prefix) for prefix in (1, width)]
+            # Behind the last attention a pass has as many rows as prompts end in it: Triton compiles its products for
+            # one row, for 16 and for those between.
+            passes += [partial(prompt_pass.warm, batch, sizes[0], ends=n) for n in (2, 16) if n <= config.max_running]
         caps |= _capture(recordings, passes, device, say, report)
     return Parts(
         device=device,

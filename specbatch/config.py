@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from specbatch.drafters import ALGORITHMS
+from specbatch.drafters import ALGORITHMS, DRAFTS, TAKERS, TOKENS
 from specbatch.errors import at_least, refuse
 
 SCHEDULES = ("v1", "v2")
@@ -30,10 +31,16 @@ class Speculation:
     algorithm     "none" is plain decoding: the same iteration with zero drafted tokens
     schedule      "v1" waits for each result before it plans the next iteration, "v2" handles it one step late
     draft         for "standalone": a model of the same vocabulary, or "self:skip=12-15", the target without
-                  those layers (inclusive ranges, comma separated), sharing its weights
-    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows)
+                  those layers (inclusive ranges, comma separated), sharing its weights; for "eagle" and "eagle3": the
+                  head, a folder or hub id (with random weights: "dummy" or a config.json); "mtp" lies in the target
+    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows). Default: 3 for
+                  "eagle", "eagle3" and "mtp", which SGLang writes as 3 steps, top-k 1, 4 tokens with the root; else 4
     draft_steps   draft passes; a chain needs draft_tokens of them, so it is None or equal to draft_tokens
     draft_topk    children per drafted node; 1 is a chain
+    aux_layers    for "eagle3": layers of the target whose inputs (k: the output of layer k - 1) the head reads, in
+                  place of what its config says
+    draft_rope_theta  for "eagle" and "eagle3": theta of the head's rope, in place of its config's (a config that names
+                  none means 10000; some heads were trained with 10000 whatever they say)
     ngram_min/max lengths of the suffix that "ngram" looks up, longest first
     simulate_accept_length  for benchmarks: mean tokens per verify, drawn by a seeded coin instead of comparing drafts
                   (at most draft_tokens + 1; a row that drafts nothing accepts nothing). The output is no model's text.
@@ -42,9 +49,11 @@ class Speculation:
     algorithm: str = "none"
     schedule: str = "v2"
     draft: str | None = None
-    draft_tokens: int = 4
+    draft_tokens: int | None = None
     draft_steps: int | None = None
     draft_topk: int = 1
+    aux_layers: tuple[int, ...] | None = None
+    draft_rope_theta: float | None = None
     ngram_min: int = 2
     ngram_max: int = 4
     simulate_accept_length: float | None = None
@@ -52,6 +61,9 @@ class Speculation:
     def __post_init__(self) -> None:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
         _choice("schedule", self.schedule, SCHEDULES)
+        if self.draft_tokens is None:
+            object.__setattr__(self, "draft_tokens", TOKENS.get(self.algorithm, 4))
+        assert self.draft_tokens is not None
         at_least("draft_tokens", self.draft_tokens, 1)
         if self.draft_tokens > 63:
             raise refuse("draft_tokens", self.draft_tokens, "use at most 63 (a verify has at most 64 rows)")
@@ -64,10 +76,12 @@ class Speculation:
                 f"a chain of draft_tokens={self.draft_tokens} takes {self.draft_tokens} steps (the root is not "
                 "counted); leave it out or set both to the same number",
             )
-        if self.algorithm == "standalone" and not self.draft:
-            raise refuse("draft", self.draft, "algorithm 'standalone' needs a draft model or 'self:skip=FIRST-LAST'")
-        if self.algorithm != "standalone" and self.draft:
-            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft model; use 'standalone'")
+        if self.algorithm in DRAFTS and not self.draft:
+            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} needs {DRAFTS[self.algorithm]}")
+        if self.algorithm not in DRAFTS and self.draft:
+            takers = ", ".join(map(repr, DRAFTS))
+            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft; those that do: {takers}")
+        self._check_heads()
         at_least("ngram_min", self.ngram_min, 1)
         at_least("ngram_max", self.ngram_max, 1)
         if self.ngram_min > 16:
@@ -87,7 +101,22 @@ class Speculation:
     @property
     def drafted(self) -> int:
         """Tokens drafted per verify; 0 for the baseline."""
-        return 0 if self.algorithm == "none" else self.draft_tokens
+        return 0 if self.algorithm == "none" else self.draft_tokens or 0
+
+    def _check_heads(self) -> None:
+        for setting, takers in TAKERS.items():
+            if getattr(self, setting) is not None and self.algorithm not in takers:
+                works = f"algorithm {self.algorithm!r} has no such setting, only {', '.join(map(repr, takers))}"
+                raise refuse(setting, getattr(self, setting), works)
+        layers, theta = self.aux_layers, self.draft_rope_theta
+        if layers is not None:
+            if not isinstance(layers, tuple) or not layers:
+                raise refuse("aux_layers", layers, "give a tuple of layers, such as (2, 18, 33)")
+            for layer in layers:
+                at_least("aux_layers", layer, 1)
+        number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
+        if theta is not None and not (number and 0 < theta < math.inf):
+            raise refuse("draft_rope_theta", theta, "use a positive number, such as 10000.0")
 
     def _check_simulation(self) -> None:
         mean = self.simulate_accept_length

@@ -6,7 +6,6 @@ few hundred tokens. Short passes without a prefix therefore have a graph of thei
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
@@ -14,19 +13,24 @@ from typing import Protocol
 import torch
 
 from specbatch.context import Prefill
-from specbatch.graphs import SHORT_TOKENS, GraphCounters, Program, Recorder, token_buckets
+from specbatch.graphs import SHORT_TOKENS, GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.kernels.heads import split_heads
 from specbatch.kernels.spans import RecordedSpans, Spans
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
 from specbatch.models.llama import Features, Llama
 
 SHORT_SPANS = 16  # and no more of a pass that is recorded as a whole
 
 
-class Forward(Protocol):
-    """Fills the model's cache with the keys and values of a prompt pass."""
+class PromptWork(Protocol):
+    """Something that prompts pass through, from recordings or not."""
 
     counters: GraphCounters
+
+
+class Forward(PromptWork, Protocol):
+    """Fills the model's cache with the keys and values of a prompt pass."""
 
     def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
         """tokens int64 [T]; rows int64 [n]: those whose last features are wanted, None is all (see `Llama.forward`)."""
@@ -44,6 +48,13 @@ class EagerForward:
     def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
         self.counters.fall_back("off")
         return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows)
+
+
+def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, every: bool, aux: int = 0) -> int:
+    """Memory of the tensors that the pieces of a model with `aux` auxiliary layers share with their surroundings."""
+    heads = 3 * (config.num_heads + config.num_kv_heads) * config.head_dim  # qkv; q, k and what is attended
+    features = (1 + every + aux) * config.hidden_size
+    return most * ((heads + features) * dtype.itemsize + 3 * torch.int64.itemsize)
 
 
 class PiecewiseGraphs:
@@ -99,7 +110,7 @@ class PiecewiseGraphs:
         """As `Llama.forward`. The result may lie in memory that the next call writes to."""
         assert (rows is None) == self._every, "which rows are wanted is recorded"
         count, spans = len(tokens), shape.spans
-        bucket = self._buckets[bisect_left(self._buckets, count)]
+        bucket = bucket_of(self._buckets, count)
         for static, given in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
             static[:count].copy_(given)
         self._slots[count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -108,6 +108,12 @@ def token_buckets(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
+def bucket_of(sizes: list[int], count: int) -> int:
+    """The smallest of `sizes` that holds `count`."""
+    return sizes[bisect_left(sizes, count)]
+
+
+@runtime_checkable
 class Recordings(Protocol):
     """Something whose buckets are recorded before work begins."""
 
@@ -159,7 +165,7 @@ class WholeGraphs:
 
     def __call__(self, slots: list[int], needs: Needs) -> Result:
         """One iteration over the device rows `slots`."""
-        bucket = self._buckets[bisect_left(self._buckets, len(slots))]
+        bucket = bucket_of(self._buckets, len(slots))
         replay = self._graphs.get((bucket, needs))
         if replay is None:
             replay = self._capture(bucket, needs)

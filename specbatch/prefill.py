@@ -27,13 +27,13 @@ class PromptPass:
         self._drafter = drafter
         self._every = every
 
-    def warm(self, batch: DeviceBatch, count: int, prefix: int = 0) -> None:
+    def warm(self, batch: DeviceBatch, count: int, prefix: int = 0, ends: int = 1) -> None:
         """Run `count` tokens of the padding row behind a prefix, both as far as a row holds them, so that whatever is
-        compiled for such a pass is there."""
+        compiled for such a pass is there. It is as if so many prompts ended in it."""
         most = batch.width - 1
         count = min(count, most)
         start = min(prefix, most - count)
-        self._run(batch, [Span(0, start, start + count)], [0], Needs())
+        self._run(batch, [Span(0, start, start + count)], [0] * ends, Needs())
         batch.lengths[0] = 1  # as it was
 
     def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> Result | None:

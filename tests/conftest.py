@@ -54,6 +54,7 @@ class ToyCheckpoint:
     """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-small" (vocabulary of 31), "toy-nan"."""
 
     origin = "memory"
+    mtp: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
 
     def __init__(self, name: str = "toy", vocabulary: int = len(_PIECES)) -> None:
         self.name = name
@@ -182,6 +183,7 @@ def toy_engine() -> Callable[..., Any]:
         log: Callable[[str], None] | None = None, report: Callable[[int, int], None] | None = None, **config: Any
     ) -> Engine:
         config = {"model": "toy", "device": "cpu", "max_running": 8, "max_model_len": 120, "page_size": 4} | config
+        config = {"load_format": "dummy"} | config  # of no matter to the toy; heads of drafters are then random
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("specbatch.weights.open_checkpoint", open_toy)
             return Engine(EngineConfig(**config), log=log, report=report)

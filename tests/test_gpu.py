@@ -22,6 +22,9 @@ SPECULATIONS = {
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1"),
     "other": Speculation("standalone", draft="toy-2", draft_tokens=2),
+    "eagle": Speculation("eagle", draft="dummy"),
+    "eagle3": Speculation("eagle3", draft="dummy"),
+    "mtp": Speculation("mtp", draft_tokens=2),
 }
 
 

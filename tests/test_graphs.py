@@ -17,7 +17,7 @@ import torch
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.context import Prefill, Span
-from specbatch.forward import PiecewiseGraphs
+from specbatch.forward import PiecewiseGraphs, static_bytes
 from specbatch.graphs import RING, Program, batch_buckets, token_buckets
 from specbatch.prefill import PromptPass
 from specbatch.request import SamplingParams
@@ -28,6 +28,9 @@ SPECULATIONS = {
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1"),
     "other": Speculation("standalone", draft="toy-2", draft_tokens=2),
+    "eagle": Speculation("eagle", draft="dummy"),
+    "eagle3": Speculation("eagle3", draft="dummy"),
+    "mtp": Speculation("mtp", draft_tokens=2),
 }
 BOTH = Graphs(decode="whole", prefill="piecewise")
 
@@ -69,7 +72,7 @@ def test_every_algorithm_replays_and_gives_the_tokens_of_naive_decoding(
     assert [tuple(item.token_ids) for item in completions] == expected
     record = engine.record()
     found = record.counters["graphs"]
-    assert set(found) == {"decode", "target_prefill"} | ({"draft_prefill"} if name in ("self", "other") else set())
+    assert set(found) == {"decode", "target_prefill"} | ({"draft_prefill"} if name not in ("none", "ngram") else set())
     assert found["decode"]["replays"] == record.counters["iterations"] > 0
     assert found["target_prefill"]["replays"] == record.counters["prefill_passes"] > 0
     assert all(item["replays"] and not item["fallbacks"] for item in found.values())
@@ -205,15 +208,21 @@ def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
     seen: list[tuple[int, int]] = []
     run = PromptPass._run
 
-    def spied(self: PromptPass, batch: Any, spans: list[Span], *rest: Any) -> Any:
+    ended: list[int] = []
+
+    def spied(self: PromptPass, batch: Any, spans: list[Span], ending: list[int], *rest: Any) -> Any:
         seen.extend((span.start, span.end) for span in spans)
-        return run(self, batch, spans, *rest)
+        ended.append(len(ending))
+        return run(self, batch, spans, ending, *rest)
 
     monkeypatch.setattr(PromptPass, "_run", spied)
     batch = graph_engine(graphs=BOTH, prefill_chunk=40)._runner._batch
     width = batch.width
     assert int(batch.lengths[0]) == 1
-    assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1)]
+    assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1), (0, 16)]
+    assert ended == [1, 1, 1, 1, 1, 2]  # max_running is 8
+    graph_engine(graphs=BOTH, prefill_chunk=40, max_running=16)
+    assert ended[-2:] == [2, 16]
     seen.clear()
     width = graph_engine(graphs=BOTH, prefill_chunk=40, max_model_len=20)._runner._batch.width
     assert all(0 <= start < end < width for start, end in seen)
@@ -277,6 +286,27 @@ def test_features_of_pieces_are_those_of_a_whole_pass(
             torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
         if not every:
             assert pieces(tokens, shape, rows[:0]).last.shape == (0, model.config.hidden_size)
+
+
+@pytest.mark.parametrize(("every", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
+def test_what_the_pieces_hold_is_known(graph_engine: Callable[..., Any], every: bool, aux: tuple[int, ...]) -> None:
+    runner = graph_engine()._runner
+    model, cache = runner._iteration._model.with_aux(aux), runner._iteration._cache
+    recorder: Any = Recorder(torch.device("cpu"))
+    pieces = PiecewiseGraphs(model, cache, recorder, 48, runner._batch.page_table, every=every)
+    held = sum(item.nbytes for item in vars(pieces).values() if isinstance(item, torch.Tensor))
+    assert static_bytes(model.config, model.dtype, 48, every=every, aux=len(aux)) == held
+
+
+@pytest.mark.parametrize("name", ["none", "self"])
+def test_what_the_pieces_hold_is_planned_for(graph_engine: Callable[..., Any], name: str) -> None:
+    """By each model that reads prompts."""
+    planned = []
+    for chunk in (32, 31):  # as many buckets
+        engine = graph_engine(graphs=BOTH, prefill_chunk=chunk, speculation=SPECULATIONS[name])
+        planned.append(engine.plan.graphs)
+    models = 2 if name == "self" else 1
+    assert planned[0] - planned[1] == models * static_bytes(engine._model.config, torch.float32, 1, every=False)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 31, 32, 64, 100, 128, 300])

@@ -17,7 +17,8 @@ from specbatch.progress import progress
 
 # What `bench` decides itself, point by point.
 BENCH_SETS = (
-    *("spec", "algorithm", "draft", "draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max"),
+    *("spec", "algorithm", "draft", "draft_tokens", "draft_steps", "draft_topk", "aux_layers"),
+    *("draft_rope_theta", "ngram_min", "ngram_max"),
     *("simulate_accept_length", "draft_attention_backend", "decode_graph", "prefill_graph"),
     *("max_running", "max_model_len", "kv_pages", "prefix_cache"),
 )

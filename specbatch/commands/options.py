@@ -27,7 +27,10 @@ from specbatch.errors import at_least, refuse
 SPECS = ("off", "v1", "v2")
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
 _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
-_OF_DRAFTS = ("draft_tokens", "draft_steps", "draft_topk", "ngram_min", "ngram_max", "simulate_accept_length")
+_OF_DRAFTS = (
+    *("draft_tokens", "draft_steps", "draft_topk", "aux_layers", "draft_rope_theta"),
+    *("ngram_min", "ngram_max", "simulate_accept_length"),
+)
 
 
 @dataclass(frozen=True)
@@ -73,17 +76,37 @@ class EngineOptions:
     ] = None
     draft: Annotated[
         str | None,
-        Option(help="Draft model, or self:skip=12-15 (the target without those layers).", rich_help_panel=_SPEC),
+        Option(
+            help="Draft model, self:skip=12-15 (the target without those layers), or the head of eagle and eagle3.",
+            rich_help_panel=_SPEC,
+        ),
     ] = None
     draft_tokens: Annotated[
-        int, Option(help="Tokens drafted per verify, the root not counted.", rich_help_panel=_SPEC)
-    ] = Speculation.draft_tokens
+        int | None,
+        Option(
+            help="Tokens drafted per verify, the root not counted. Default: 3 for eagle, eagle3 and mtp (SGLang, which "
+            "counts the root, says 3 steps, top-k 1, 4 tokens), else 4.",
+            rich_help_panel=_SPEC,
+        ),
+    ] = None
     draft_steps: Annotated[
         int | None, Option(help="Draft passes; a chain takes --draft-tokens of them.", rich_help_panel=_SPEC)
     ] = None
     draft_topk: Annotated[int, Option(help="Children per drafted node; 1 is a chain.", rich_help_panel=_SPEC)] = (
         Speculation.draft_topk
     )
+    aux_layers: Annotated[
+        str | None,
+        Option(
+            help="eagle3: layers of the target whose inputs the head reads, such as 2,18,33. Default: as its config "
+            "says.",
+            rich_help_panel=_SPEC,
+        ),
+    ] = None
+    draft_rope_theta: Annotated[
+        float | None,
+        Option(help="eagle, eagle3: theta of the head's rope. Default: as its config says.", rich_help_panel=_SPEC),
+    ] = None
     ngram_min: Annotated[int, Option(help="Shortest suffix that ngram looks up.", rich_help_panel=_SPEC)] = (
         Speculation.ngram_min
     )
@@ -188,10 +211,20 @@ class EngineOptions:
             draft_tokens=self.draft_tokens,
             draft_steps=self.draft_steps,
             draft_topk=self.draft_topk,
+            aux_layers=self._aux_layers(),
+            draft_rope_theta=self.draft_rope_theta,
             ngram_min=self.ngram_min,
             ngram_max=self.ngram_max,
             simulate_accept_length=self.simulate_accept_length,
         )
+
+    def _aux_layers(self) -> tuple[int, ...] | None:
+        if self.aux_layers is None:
+            return None
+        try:
+            return tuple(int(layer) for layer in self.aux_layers.split(","))
+        except ValueError:
+            raise refuse("aux_layers", self.aux_layers, "write layers with commas, such as 2,18,33") from None
 
     def config(self, *, concurrency: int | None = None, prefix_cache: bool = True) -> EngineConfig:
         """The engine asked for, with the command's `concurrency` and its default for the prefix cache."""

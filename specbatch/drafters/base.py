@@ -62,14 +62,15 @@ class DraftPlan:
     """What a drafter takes, known before anything is loaded, and how it is built once the target is.
 
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
-    for it, None if they are the target's or none; every: it wants the target's features of every prompt token; aux: and
-    the residual stream behind these layers.
+    for it, None if they are the target's or none; parameters: how many are loaded beside those; every: it wants the
+    target's features of every prompt token; aux: and the residual stream behind these layers.
     """
 
     build: Callable[[Llama, Loader], Drafter]
     config: ModelConfig
     kv_layers: int = 0
     weights: ModelConfig | None = None
+    parameters: int = 0
     every: bool = False
     aux: tuple[int, ...] = ()
 

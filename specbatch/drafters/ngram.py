@@ -36,4 +36,4 @@ class NGram(NoDraft):
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """No memory: the tokens are on the device already."""
     asked = config.speculation
-    return DraftPlan(lambda *_: NGram(asked.draft_tokens, asked.ngram_min, asked.ngram_max), target.config)
+    return DraftPlan(lambda *_: NGram(asked.drafted, asked.ngram_min, asked.ngram_max), target.config)

@@ -92,7 +92,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
         def build_view(model: Llama, loader: Loader) -> Standalone:
             view = model.without(skipped)
-            return Standalone(view, *loader.draft(view), asked.draft_tokens, target.config.vocab_size)
+            return Standalone(view, *loader.draft(view), asked.drafted, target.config.vocab_size)
 
         return DraftPlan(build_view, target.config, kv_layers=target.config.num_layers - len(skipped))
 
@@ -105,7 +105,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
     def build(model: Llama, loader: Loader) -> Standalone:
         own = loader.model(draft)
-        return Standalone(own, *loader.draft(own), asked.draft_tokens, target.config.vocab_size)
+        return Standalone(own, *loader.draft(own), asked.drafted, target.config.vocab_size)
 
     return DraftPlan(build, draft.config, draft.config.num_layers, draft.config)
 

@@ -34,8 +34,9 @@ class Layer:
 class Features(NamedTuple):
     """What a forward pass over T tokens leaves for others.
 
-    last [T, hidden_size]: hidden states after the final norm; aux [T, n * hidden_size]: the residual stream behind
-    each of the model's n auxiliary layers, side by side, or None without any.
+    last [T, hidden_size], or [rows, hidden_size] where some were asked for: hidden states after the final norm; aux
+    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers, side by side, or None
+    without any.
     """
 
     last: torch.Tensor
@@ -91,7 +92,7 @@ class Llama:
         self.dtype = dtype
         self.device = device
         eps = config.rms_norm_eps
-        cos, sin = _rope_tables(config, max_positions, dtype, device)
+        cos, sin = rope_tables(config, max_positions, dtype, device)
         self.embedding = fetch("model.embed_tokens.weight")
         with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
             self.layers: tuple[Layer, ...] = tuple(pool.map(layer, range(config.num_layers)))
@@ -101,7 +102,7 @@ class Llama:
     def with_positions(self, count: int) -> Llama:
         """The same model for positions 0..count-1, sharing every weight."""
         view = self._view()
-        cos, sin = _rope_tables(self.config, count, self.dtype, self.device)
+        cos, sin = rope_tables(self.config, count, self.dtype, self.device)
         view.layers = tuple(replace(layer, heads=replace(layer.heads, cos=cos, sin=sin)) for layer in self.layers)
         return view
 
@@ -187,11 +188,14 @@ class Llama:
         return self.head(hidden)
 
 
-def _rope_tables(
+def rope_tables(
     config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [positions, head_dim] in the model's type; pairs of channels beyond rotary_dim stand still."""
     rope = config.rope
-    cos, sin = rope_table(rope.inverse_frequencies(), positions, rope.attention_factor)
+    still = (config.head_dim - rope.rotary_dim) // 2
+    assert not still or rope.attention_factor == 1, "channels that stand still are not scaled"
+    cos, sin = rope_table(F.pad(rope.inverse_frequencies(), (0, still)), positions, rope.attention_factor)
     return cos.to(device=device, dtype=dtype), sin.to(device=device, dtype=dtype)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbatch.forward import EagerForward, Forward, PiecewiseGraphs
+from specbatch.forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
 from specbatch.graphs import Recorder
 from specbatch.kernels.backends import PrefillAttention
 from specbatch.kernels.linear import is_blocked
@@ -45,7 +45,7 @@ class Loader:
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
     recorder: Recorder | None = None
-    forwards: dict[str, Forward] = field(default_factory=dict)
+    forwards: dict[str, PromptWork] = field(default_factory=dict)
 
     def model(self, checkpoint: Checkpoint) -> Llama:
         return Llama(
@@ -64,16 +64,12 @@ class Loader:
         """The same for a model that drafts."""
         return self._way(model, "draft", False)
 
+    def cache(self, config: ModelConfig, layers: int, role: str) -> KVCache:
+        """Keys and values of a model of that many layers, under the engine's pages."""
+        return KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, self.attention[role])
+
     def _way(self, model: Llama, role: str, every: bool) -> tuple[Forward, KVCache]:
-        cache = KVCache(
-            model.config,
-            len(model.layers),
-            self.pages,
-            self.page_size,
-            self.kv_dtype,
-            self.device,
-            self.attention[role],
-        )
+        cache = self.cache(model.config, len(model.layers), role)
         forward: Forward = EagerForward(model, cache)
         if self.recorder is not None:
             forward = PiecewiseGraphs(model, cache, self.recorder, self.chunk, self.page_table, every=every)

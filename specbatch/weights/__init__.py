@@ -21,13 +21,15 @@ Log = Callable[[str], None]
 class Checkpoint(Protocol):
     """An opened model: checked for completeness and shapes, nothing loaded yet.
 
-    `origin` says in words where it came from; `bytes` is the size of its tensors as they are stored.
+    `origin` says in words where it came from; `bytes` is the size of its tensors as they are stored; `mtp` holds names
+    and shapes of the draft head that lies beside the model, if any.
     """
 
     name: str
     origin: str
     config: ModelConfig
     bytes: int
+    mtp: dict[str, tuple[int, ...]]
 
     def names(self) -> list[str]:
         """Names of `config.tensor_shapes()`, in the order in which they are best read."""

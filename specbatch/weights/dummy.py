@@ -129,17 +129,30 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-class DummyCheckpoint:
-    """Seeded random weights of a given config. Each tensor depends on the seed and its own name only.
+def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """float32, on the CPU; it depends on the seed and its own name only.
 
     Matrices are normal with variance 1 / inputs and norms lie near 1, so that activations keep their size.
     """
+    import torch
+
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    values = torch.randn(shape, generator=generator)
+    if len(shape) == 2:
+        return values.mul_(1 / math.sqrt(shape[1]))
+    return values.mul_(0.1).add_(0.0 if name.endswith(".bias") else 1.0)
+
+
+class DummyCheckpoint:
+    """Seeded random weights of a given config (see `random_tensor`)."""
 
     def __init__(self, config: ModelConfig, *, name: str, seed: int, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.name = name
         self.origin = f"random weights, seed {seed}"
         self.bytes = 4 * config.parameter_count()
+        self.mtp: dict[str, tuple[int, ...]] = {}
         self._seed = seed
         self._shapes = config.tensor_shapes()
         self._tokenizer = tokenizer
@@ -148,15 +161,7 @@ class DummyCheckpoint:
         return list(self._shapes)
 
     def tensor(self, name: str) -> torch.Tensor:
-        import torch
-
-        shape = self._shapes[name]
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        values = torch.randn(shape, generator=generator)
-        if len(shape) == 2:
-            return values.mul_(1 / math.sqrt(shape[1]))
-        return values.mul_(0.1).add_(0.0 if name.endswith(".bias") else 1.0)
+        return random_tensor(name, self._shapes[name], self._seed)
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer or ByteTokenizer(self.config.vocab_size)

@@ -17,6 +17,41 @@ if TYPE_CHECKING:
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 LM_HEAD = "lm_head.weight"
+MTP = "mtp."  # a draft head beside the model, checked by who runs it
+
+
+class SafetensorsFiles:
+    """The tensors of a folder's safetensors (one file or shards), whose headers were read and whose files are whole.
+
+    shapes: by name, tables of rope aside; bytes: as they are stored. `also` names types that hold no weights.
+    """
+
+    def __init__(self, folder: Path, also: dict[str, int] | None = None) -> None:
+        self._files: dict[str, Any] = {}  # tensor name -> open file
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.bytes = 0
+        sizes = _BYTES | (also or {})
+        for path, expected in _weight_files(folder).items():
+            file = _open_file(path)
+            held = list(file.keys())
+            for name in sorted(expected - set(held)):
+                raise _damaged(path, f"the index says that it holds {name}, and it does not")
+            for name in held:
+                if expected and name not in expected:
+                    continue
+                view = file.get_slice(name)
+                if view.get_dtype() not in sizes:
+                    works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(sizes)}"
+                    raise _damaged(path, works)
+                if name.endswith("rotary_emb.inv_freq"):
+                    continue  # old files carry the rope's frequencies, which are no weights
+                self._files[name] = file
+                self.shapes[name] = tuple(view.get_shape())
+                self.bytes += math.prod(view.get_shape()) * sizes[view.get_dtype()]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._files[name].get_tensor(name)
+        return found
 
 
 class FolderCheckpoint:
@@ -30,21 +65,21 @@ class FolderCheckpoint:
         if not (folder / "config.json").is_file():
             raise refuse("model", str(folder), "the folder has safetensors but no config.json")
         self.config = ModelConfig.from_dict(read_config(folder / "config.json"))
-        self._files: dict[str, Any] = {}  # tensor name -> open file
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self.bytes = 0
-        self._open_files()
-        if LM_HEAD in self._files and self.config.tie_embeddings:
+        self._tensors = SafetensorsFiles(folder)
+        self.bytes = self._tensors.bytes
+        own = {name: shape for name, shape in self._tensors.shapes.items() if not name.startswith(MTP)}
+        self.mtp = {name: shape for name, shape in self._tensors.shapes.items() if name not in own}
+        if LM_HEAD in own and self.config.tie_embeddings:
             # The file says more than the switch: an output matrix of its own is the one to use.
             self.config = replace(self.config, tie_embeddings=False)
-        check_tensors(self.config, self._shapes, folder)
+        check_tensors(self.config.tensor_shapes(), own, folder)
+        self._names = list(own)
 
     def names(self) -> list[str]:
-        return [name for name in self._shapes if not _is_table(name)]
+        return self._names
 
     def tensor(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._files[name].get_tensor(name)
-        return found
+        return self._tensors.tensor(name)
 
     def tokenizer(self) -> Tokenizer:
         found = self._tokenizer or Tokenizer.from_folder(self.folder, name=self.name)
@@ -54,42 +89,22 @@ class FolderCheckpoint:
         self._tokenizer = found  # a draft's vocabulary is compared with it: not read again for that
         return found
 
-    def _open_files(self) -> None:
-        for path, expected in _weight_files(self.folder).items():
-            file = _open_file(path)
-            held = list(file.keys())
-            for name in sorted(expected - set(held)):
-                raise _damaged(path, f"the index says that it holds {name}, and it does not")
-            for name in held:
-                if expected and name not in expected:
-                    continue
-                view = file.get_slice(name)
-                if view.get_dtype() not in _BYTES:
-                    works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
-                    raise _damaged(path, works)
-                self._files[name] = file
-                self._shapes[name] = tuple(view.get_shape())
-                self.bytes += math.prod(view.get_shape()) * _BYTES[view.get_dtype()]
 
-
-def check_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]], where: Path) -> None:
-    """Refuse a model whose tensors (name -> shape) are not those that its config describes."""
-    wanted = config.tensor_shapes()
+def check_tensors(
+    wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: Path | str, setting: str = "model"
+) -> None:
+    """Refuse a `setting` whose tensors (name -> shape) are not those that its config describes."""
     for name, shape in wanted.items():
         if name not in found:
             hint = "; is tie_word_embeddings missing in its config?" if name == LM_HEAD else ""
-            raise _damaged(where, f"tensor {name} is missing{hint}")
+            raise refuse(setting, str(where), f"tensor {name} is missing{hint}")
         if found[name] != shape:
-            raise _damaged(where, f"tensor {name} is {list(found[name])}; its config asks for {list(shape)}")
+            works = f"tensor {name} is {list(found[name])}; its config asks for {list(shape)}"
+            raise refuse(setting, str(where), works)
     for name in found:
-        if name not in wanted and not _is_table(name):
+        if name not in wanted:
             # Leaving it out would compute another model.
-            raise _damaged(where, f"its config describes no tensor {name}, which is there")
-
-
-def _is_table(name: str) -> bool:
-    """Old files carry the rope's frequencies, which are no weights."""
-    return name.endswith("rotary_emb.inv_freq")
+            raise refuse(setting, str(where), f"its config describes no tensor {name}, which is there")
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str]]:

@@ -72,7 +72,7 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
     config = read_config(file)
     tensors = rename(file)
     shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
-    check_tensors(ModelConfig.from_dict(config), shapes, path)
+    check_tensors(ModelConfig.from_dict(config).tensor_shapes(), shapes, path)
     size = sum(4 * tensor.n_elements for tensor in tensors.values())
     if log:
         log(f"dequantising {path.name} once, to {size / 2**30:.1f} GiB in {target}")

@@ -23,6 +23,9 @@ SPECULATIONS = {
     "none": Speculation(),
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
+    "eagle": Speculation("eagle", draft="dummy"),
+    "eagle3": Speculation("eagle3", draft="dummy"),
+    "mtp": Speculation("mtp", draft_tokens=2),
 }
 
 
@@ -84,7 +87,7 @@ def test_sampled_tokens_of_a_seed(
     assert ours.token_ids == expected.token_ids
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert called >= {"draw", "commit"}
-    assert ("reject" in called) == (name == "self")
+    assert ("reject" in called) == (name not in ("none", "ngram"))
     assert "greedy_accept" not in called
 
 

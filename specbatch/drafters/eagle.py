@@ -1,0 +1,44 @@
+"""EAGLE, versions 1 and 2: a head of one layer on the target's last hidden state and the token behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specbatch.drafters.base import DraftPlan
+from specbatch.drafters.features import FeatureChain, feature_chain
+from specbatch.drafters.heads import expect, fit, parameters, usual_head
+from specbatch.errors import refuse
+from specbatch.models.draft_head import Reader, layer_config
+from specbatch.models.eagle import Eagle, eagle_shapes
+from specbatch.models.llama import Llama
+from specbatch.models.loader import Loader
+from specbatch.weights.drafts import dummy_config, dummy_draft, open_draft
+from specbatch.weights.folder import check_tensors
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+    from specbatch.weights import Checkpoint, Log
+
+
+def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
+    """A checkpoint in SafeAILab's format. Raises SpecbatchError where it does not fit the target."""
+    asked = config.speculation
+    assert asked.draft is not None
+    if config.load_format == "dummy":
+        described = dummy_config(asked.draft) or usual_head(target.config)
+        files = dummy_draft(described, eagle_shapes(layer_config(described), {}), config.seed + 1)
+    else:
+        files = open_draft(asked.draft)
+        expect(files, "eagle")
+    layer = layer_config(files.config, files.shapes)
+    if layer.num_layers != 1:
+        raise refuse("num_hidden_layers", layer.num_layers, "EAGLE heads of one layer are run")
+    layer = fit(layer, layer.hidden_size, files, target, asked, log)
+    check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
+
+    def build(model: Llama, loader: Loader) -> FeatureChain:
+        read = Reader(files.shapes, files.tensor, model, layer.rms_norm_eps)
+        head = Eagle(layer, read, model, loader.max_positions)
+        return feature_chain(head, loader, config, target.config.vocab_size)
+
+    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True)

@@ -1,0 +1,96 @@
+"""EAGLE-3: a head of one layer on three residual streams of the target and the token behind them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbatch.drafters.base import DraftPlan
+from specbatch.drafters.features import FeatureChain, feature_chain
+from specbatch.drafters.heads import expect, fit, parameters, usual_head
+from specbatch.errors import refuse
+from specbatch.models.draft_head import Reader
+from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
+from specbatch.models.llama import Llama
+from specbatch.models.loader import Loader
+from specbatch.weights.drafts import DraftFiles, dummy_config, dummy_draft, open_draft
+from specbatch.weights.folder import check_tensors
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig, Speculation
+    from specbatch.weights import Checkpoint, Log
+
+USUAL_VOCABULARY = 32000  # tokens that published heads draft
+
+
+def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
+    """A checkpoint of SpecForge or speculators. Raises SpecbatchError where it does not fit the target."""
+    asked = config.speculation
+    assert asked.draft is not None
+    if config.load_format == "dummy":
+        files = _dummy(target, asked.draft, config.seed + 1)
+    else:
+        files = open_draft(asked.draft)
+        expect(files, "eagle3")
+    described = Eagle3Config.from_dict(files.config, files.shapes)
+    layer = fit(described.layer, described.target_hidden, files, target, asked, log)
+    aux = _aux(described, target, asked, files, log)
+    check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
+    d2t = _offsets(files, layer.vocab_size, log)
+
+    def build(model: Llama, loader: Loader) -> FeatureChain:
+        read = Reader(files.shapes, files.tensor, model, layer.rms_norm_eps)
+        head = Eagle3(layer, described, len(aux), read, model, loader.max_positions, d2t)
+        return feature_chain(head, loader, config, target.config.vocab_size)
+
+    behind = tuple(boundary - 1 for boundary in aux)
+    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True, aux=behind)
+
+
+def _aux(
+    described: Eagle3Config, target: Checkpoint, asked: Speculation, files: DraftFiles, log: Log
+) -> tuple[int, ...]:
+    """Boundary indices of the target's layers whose inputs are the features."""
+    layers = target.config.num_layers
+    aux, source = described.aux, described.aux_source
+    if asked.aux_layers is not None:
+        aux, source = asked.aux_layers, "aux_layers"
+    if aux is None:
+        aux = default_aux(layers)
+    columns = files.shapes["fc.weight"][-1] if "fc.weight" in files.shapes else 0
+    count = columns // described.target_hidden
+    if len(set(aux)) != len(aux) or not all(1 <= boundary <= layers for boundary in aux) or len(aux) != count:
+        works = f"from {source}: the head reads {count} different features; give boundaries from 1 to {layers}"
+        raise refuse("aux_layers", aux, f"{works} (k is the input of layer k, the output of layer k - 1)")
+    log(f"draft: features are the inputs of layers {', '.join(map(str, aux))} of {layers} (from {source})")
+    return aux
+
+
+def _offsets(files: DraftFiles, vocabulary: int, log: Log) -> torch.Tensor | None:
+    """d2t, int64 [Vd], if the head has one."""
+    if "d2t" not in files.shapes:
+        return None
+    d2t = files.tensor("d2t").long()
+    ids = torch.arange(len(d2t)) + d2t
+    if len(ids.unique()) != len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
+        works = f"its d2t must hold offsets to {len(ids)} different tokens of {vocabulary}"
+        raise refuse("draft", files.origin, works)
+    log(f"draft: it drafts {len(ids)} of the target's {vocabulary} tokens")
+    return d2t
+
+
+def _dummy(target: Checkpoint, draft: str, seed: int) -> DraftFiles:
+    """Random weights: of a config.json, or of the target's sizes and the usual vocabulary."""
+    layers, config = target.config.num_layers, dummy_config(draft)
+    if config is None:
+        config = usual_head(target.config)
+        config["draft_vocab_size"] = min(USUAL_VOCABULARY, target.config.vocab_size)
+        if len(set(default_aux(layers))) < 3:  # too few layers for the default
+            config["eagle_aux_hidden_state_layer_ids"] = list(range(1, min(layers, 3) + 1))
+    described = Eagle3Config.from_dict(config)
+    count = len(described.aux or default_aux(layers))
+    shapes = described.shapes(count, {})
+    total, known = target.config.vocab_size, described.draft_vocabulary
+    own = torch.arange(known)
+    return dummy_draft(config, shapes, seed, {"d2t": own * total // known - own})

@@ -1,0 +1,178 @@
+"""Chains drafted by a head on the target's features: the mechanics that EAGLE, EAGLE-3 and MTP share.
+
+The pair (f_i, t_{i+1}) of a feature and the token behind it has its key and value at slot i of the head's own cache,
+under the target's pages. Which pairs are whole depends on what was accepted, so those features of a verify whose pairs
+are not written yet wait on the device, and the next draft begins with them.
+
+A prompt that continues a shared prefix finds the last pair of that prefix as somebody else made it, perhaps with
+another token behind: this costs at most a little acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbatch.batch import DeviceBatch, Sampling
+from specbatch.context import Prefill, Verify, chain
+from specbatch.drafters.base import Step
+from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
+from specbatch.kernels.heads import split_heads
+from specbatch.kernels.sampling import DRAFT
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.draft_head import DraftHead
+from specbatch.models.llama import Features
+from specbatch.models.loader import Loader
+from specbatch.verification import Proposal
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+
+
+class Pairs:
+    """Writes keys and values of a prompt's pairs. Nobody reads what the layer computes there, so it does not attend."""
+
+    def __init__(self, head: DraftHead, cache: KVCache) -> None:
+        self.counters = GraphCounters()
+        self._head = head
+        self._cache = cache
+
+    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, shape: Prefill) -> None:
+        """tokens int64 [T] behind the features taken [T, width] of the pass's tokens."""
+        self.counters.fall_back("off")
+        self._write(tokens, taken, shape.positions, shape.slots)
+
+    def _write(self, tokens: torch.Tensor, taken: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        head, cache = self._head, self._cache
+        _, qkv = head.enter(tokens, head.project(taken))
+        split_heads(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
+
+
+class PairGraphs(Pairs):
+    """The same from one recording per token bucket."""
+
+    def __init__(self, head: DraftHead, cache: KVCache, recorder: Recorder, most: int) -> None:
+        """most: tokens of the largest pass."""
+        super().__init__(head, cache)
+        self._recorder = recorder
+        self._buckets = token_buckets(most)
+        self._graphs: dict[int, Program] = {}
+        device = head.embedding.device
+        # Tokens, positions and slots.
+        self._places = torch.zeros(3, most, dtype=torch.int64, device=device)
+        self._taken = torch.zeros(most, head.width, dtype=head.embedding.dtype, device=device)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def capture(self) -> Iterator[None]:
+        for bucket in reversed(self._buckets):
+
+            def program(count: int = bucket) -> None:
+                tokens, positions, slots = self._places[:, :count]
+                self._write(tokens, self._taken[:count], positions, slots)
+
+            self._recorder.warm(program)
+            self._graphs[bucket] = self._recorder.record(program)
+            yield
+
+    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, shape: Prefill) -> None:
+        count = len(tokens)
+        bucket = bucket_of(self._buckets, count)
+        for static, given in zip(self._places, (tokens, shape.positions, shape.slots), strict=True):
+            static[:count].copy_(given)
+        self._taken[:count].copy_(taken)
+        self._places[2, count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
+        self._graphs[bucket]()
+        self.counters.replays += 1
+        self.counters.padded += bucket - count
+
+
+class FeatureChain:
+    """`count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
+
+    It remembers per device row up to count + 1 projected features, those of a verify, and how many of them stand for
+    tokens that were kept: `ready`. They are those before the root, so their places are lengths - ready and on.
+    """
+
+    def __init__(self, head: DraftHead, cache: KVCache, pairs: Pairs, count: int, slots: int, vocabulary: int) -> None:
+        """slots: device rows without the padding row; vocabulary: the target's."""
+        like = head.embedding
+        self._head = head
+        self._cache = cache
+        self._pairs = pairs
+        self._count = count
+        self._vocabulary = vocabulary
+        self._waiting = torch.zeros(slots + 1, count + 1, head.config.hidden_size, dtype=like.dtype, device=like.device)
+        self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
+
+    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
+        taken = self._head.take(features)
+        # Behind a prompt's last token stands whatever was there; that pair waits, too, and is written again.
+        self._pairs(batch.tokens[shape.rows, shape.positions + 1], taken, shape)
+        rows = shape.rows[shape.last]
+        self._waiting[rows, 0] = self._head.project(taken[shape.last])
+        self._ready[rows] = 1
+
+    def propose(self, step: Step) -> Proposal:
+        batch, rows, lengths = step.batch, step.rows, step.lengths
+        ready, most = self._ready[rows], self._waiting.shape[1]
+        start = lengths - ready
+        # Pairs beyond the ready ones are made of leftovers; their places are written again before anything sees them.
+        tokens = batch.tokens[rows[:, None], chain(start + 1, most)]
+        newest = torch.arange(0, len(rows) * most, most, device=rows.device) + ready - 1
+        hidden = self._run(step.verify(start, most), tokens, self._waiting[rows].flatten(0, 1), newest)
+        drafts: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        for index in range(self._count):
+            if index:
+                hidden = self._run(step.verify(lengths + index - 1, 1), drafts[-1], hidden)
+            draft, law = self.choose(hidden, step.sampling, chain(lengths + index + 1, 1))
+            drafts.append(draft)
+            laws += [] if law is None else [law]
+        drafted = torch.full_like(lengths, self._count)
+        return Proposal(torch.cat(drafts, 1), drafted, torch.cat(laws, 1) if laws else None)
+
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor) -> None:
+        hidden = self._head.project(self._head.take(features))
+        self._waiting[step.rows] = hidden.view(-1, *self._waiting.shape[1:])
+        # Padding rows stay where they are: at length 1 there is one place before the root.
+        self._ready[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)
+
+    def choose(
+        self, hidden: torch.Tensor, sampling: Sampling, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One token for each hidden [B, hidden_size], to stand at `positions` [B, 1]: int64 [B, 1], and float32
+        [B, 1, V] that it was drawn from, None if it is the likeliest."""
+        logits, ids = self._head.logits(hidden)[:, None], self._head.vocabulary
+        if not sampling.needs.sampled:
+            tokens = logits.argmax(-1)
+            return tokens if ids is None else ids[tokens], None
+        tokens, law = sampling.draw(logits, positions, DRAFT)
+        if ids is None:
+            return tokens, law
+        # What the head cannot draft has probability 0.
+        return ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
+
+    def _run(
+        self, shape: Verify, tokens: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Pairs of `shape` through the layer: the hidden states [n, hidden_size] of `rows`, or of all."""
+        head = self._head
+        x, qkv = head.enter(tokens.flatten(), hidden)
+        attended = shape.on(self._cache).attend(0, qkv, head.heads, chain(shape.lengths, shape.rows).flatten())
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+        return head.leave(x, attended)
+
+
+def feature_chain(head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int) -> FeatureChain:
+    """The drafter of an engine, and its pairs among the loader's ways through a prompt."""
+    cache = loader.cache(head.config, 1, "draft")
+    pairs = Pairs(head, cache)
+    if loader.recorder is not None:
+        pairs = PairGraphs(head, cache, loader.recorder, loader.chunk)
+    loader.forwards["draft"] = pairs
+    return FeatureChain(head, cache, pairs, config.speculation.drafted, config.max_running, vocabulary)

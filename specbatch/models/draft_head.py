@@ -1,0 +1,155 @@
+"""What draft heads on the target's features have in common: one decoder layer over pairs of a feature and a token.
+
+After t_0 .. t_i the target has the feature f_i and has chosen t_{i+1}; the pair (f_i, t_{i+1}) stands at draft position
+i and predicts t_{i+2}. The layer's own output takes the place of f_{i+1} for the next draft (Li et al., "EAGLE", 2024).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels.heads import Heads
+from specbatch.kernels.linear import Linear, Norm
+from specbatch.models.config import ModelConfig
+from specbatch.models.llama import Features, Llama, rope_tables
+
+Shapes = dict[str, tuple[int, ...]]
+LAYER = "layers.0"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class Joined:
+    """[a ; b] @ weight.T + bias for a and b [T, H], weight [out, 2H], bias [out]: a product for each half, so that
+    nothing is put side by side and each half's norm rides along."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        first, second = weight.chunk(2, 1)
+        self._first = Linear(first.contiguous(), bias)
+        self._second = Linear(second.contiguous())
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None, b_norm: Norm | None) -> torch.Tensor:
+        return self._second(b, norm=b_norm, residual=self._first(a, norm=a_norm))
+
+
+class Reader:
+    """A head's tensors by name, in the type and on the device of the model that they go with.
+
+    `names`: those that are there.
+    """
+
+    def __init__(self, names: Shapes, read: Callable[[str], torch.Tensor], model: Llama, eps: float) -> None:
+        self.names = names
+        self._read = read
+        self._model = model
+        self._eps = eps
+
+    def __call__(self, *names: str) -> torch.Tensor:
+        """Several are put one below the other."""
+        parts = [self._read(name).to(device=self._model.device, dtype=self._model.dtype) for name in names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def bias(self, *stems: str) -> torch.Tensor | None:
+        names = [f"{stem}.bias" for stem in stems]
+        return self(*names) if all(name in self.names for name in names) else None
+
+    def linear(self, *stems: str) -> Linear:
+        return Linear(self(*(f"{stem}.weight" for stem in stems)), self.bias(*stems))
+
+    def norm(self, stem: str) -> Norm:
+        return Norm(self(f"{stem}.weight"), self._eps)
+
+
+class DraftHead:
+    """The layer is cut where it attends, and works in the target's hidden size unless it has an embedding and an output
+    matrix of its own; what it lacks of these is the target's.
+
+    config: sizes of its one layer; vocabulary: int64 [Vd], the target's id of each of its own, None if they are the
+    same; width: columns of the features that it is made for.
+    """
+
+    vocabulary: torch.Tensor | None = None
+
+    def __init__(self, config: ModelConfig, read: Reader, target: Llama, positions: int) -> None:
+        """positions: how many there are to rotate to."""
+        attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+        self.config = config
+        self.embedding = read(EMBEDDING) if EMBEDDING in read.names else target.embedding
+        self._head = read.linear("lm_head") if HEAD in read.names else target.head
+        cos, sin = rope_tables(config, positions, target.dtype, target.device)
+        self.heads = Heads(
+            count=config.num_heads,
+            kv=config.num_kv_heads,
+            dim=config.head_dim,
+            q_norm=read(f"{attention}.q_norm.weight") if config.qk_norm else None,
+            k_norm=read(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            eps=config.rms_norm_eps,
+            cos=cos,
+            sin=sin,
+        )
+        self._out = read.linear(f"{attention}.o_proj")
+        self._mlp_norm = read.norm(f"{LAYER}.post_attention_layernorm")
+        self._gate_up = read.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        self._down = read.linear(f"{mlp}.down_proj")
+
+    @property
+    def width(self) -> int:
+        return self.config.hidden_size
+
+    def take(self, features: Features) -> torch.Tensor:
+        """What it reads of the target: [T, width]."""
+        return features.last
+
+    def project(self, taken: torch.Tensor) -> torch.Tensor:
+        """[T, width] -> [T, hidden_size], which is what its own output stands for later."""
+        return taken
+
+    def enter(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [T], hidden [T, hidden_size] -> residual stream [T, hidden_size] and qkv. It may be `hidden`."""
+        raise NotImplementedError
+
+    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """From attention [T, heads * head_dim] to the next `hidden` [T, hidden_size]; x may be used up."""
+        x = self._out(attended, residual=x)
+        return self._down(self._gate_up.gated(x, self._mlp_norm), residual=x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, hidden_size] -> [T, V], or [T, Vd] of `vocabulary`."""
+        return self._head(hidden)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.embedding)
+
+
+def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> ModelConfig:
+    """The sizes of a head's layer from its config.json, which names the architecture that it was made from, marked as
+    EAGLE. Of biases and q/k norms its tensors say more than its config, if they are given."""
+    plain = dict(described)
+    if plain.get("architectures"):
+        plain["architectures"] = [re.sub("Eagle3?", "", name) for name in plain["architectures"]]
+    config = ModelConfig.from_dict(plain)
+    if shapes is None:
+        return config
+    return replace(
+        config,
+        qkv_bias=f"{LAYER}.self_attn.q_proj.bias" in shapes,
+        o_bias=f"{LAYER}.self_attn.o_proj.bias" in shapes,
+        mlp_bias=f"{LAYER}.mlp.down_proj.bias" in shapes,
+        qk_norm=f"{LAYER}.self_attn.q_norm.weight" in shapes,
+    )
+
+
+def layer_shapes(config: ModelConfig, inputs: int = 1) -> Shapes:
+    """Name -> shape of one decoder layer whose q, k and v read `inputs` hidden states side by side."""
+    prefix = "model."
+    found = replace(config, num_layers=1).tensor_shapes()
+    shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix + LAYER)}
+    for part in "qkv":
+        name = f"{LAYER}.self_attn.{part}_proj.weight"
+        shapes[name] = (shapes[name][0], inputs * shapes[name][1])
+    return shapes

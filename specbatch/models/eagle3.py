@@ -1,0 +1,200 @@
+"""EAGLE-3 (Li et al. 2025), in the formats of SafeAILab/SpecForge and of vllm-project/speculators.
+
+h = fc(three residual streams of the target, side by side), or the layer's own output for later drafts; attention reads
+[norm(embed(t_{i+1})) ; norm(h)], and its output is added to h itself. The target's token is looked up in `d2t`, as the
+output matrix knows the commonest tokens only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specbatch.errors import refuse
+from specbatch.kernels.norm import rms_norm
+from specbatch.models.config import ModelConfig
+from specbatch.models.draft_head import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    DraftHead,
+    Joined,
+    Reader,
+    Shapes,
+    layer_config,
+    layer_shapes,
+)
+from specbatch.models.llama import Features, Llama
+
+# What switches of a config's eagle_config mean that all heads do as the equations say.
+_USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
+_SWITCHES = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What a head's config.json says.
+
+    layer: sizes of its layer; target_hidden: of the target that it was made for; draft_vocabulary: tokens that it
+    drafts; aux: boundary indices of the features (k is the input of layer k, or the output of layer k - 1), None if it
+    names none; aux_source: where they were read; norm_before_residual: what is added to is hidden_norm(h), not h;
+    norm_output: what is handed on is norm(y), not y; norm_before_fc: the features are normed together; fc_norm: each.
+    """
+
+    layer: ModelConfig
+    target_hidden: int
+    draft_vocabulary: int
+    aux: tuple[int, ...] | None
+    aux_source: str
+    norm_before_residual: bool
+    norm_output: bool
+    norm_before_fc: bool
+    fc_norm: bool
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], shapes: Shapes | None = None) -> Eagle3Config:
+        """Read either format. What the tensors say wins, where they are given."""
+        method = config.get("speculators_model_type")
+        if method not in (None, "eagle3"):
+            raise refuse("speculators_model_type", method, "algorithm 'eagle3' runs 'eagle3' checkpoints")
+        nested = config.get("eagle_config") or {}
+        _refuse_switches(config, nested)
+        names = shapes or {}
+        layer = layer_config(config.get("transformer_layer_config", {}) if method else config, shapes)
+        if layer.num_layers != 1:
+            raise refuse("num_hidden_layers", layer.num_layers, "EAGLE-3 heads of one layer are run")
+        switches = {name: bool(config.get(name, nested.get(name))) for name in _SWITCHES}
+        switches["norm_before_fc"] |= "input_norm.weight" in names
+        switches["fc_norm"] |= "fc_norm.0.weight" in names
+        if switches["norm_before_fc"] and switches["fc_norm"]:
+            raise refuse("fc_norm", True, "norm_before_fc is true too; heads with one of the two are run")
+        aux, source = _aux_layers(config, nested)
+        return cls(
+            layer=layer,
+            target_hidden=int(config.get("target_hidden_size") or layer.hidden_size),
+            draft_vocabulary=int(config.get("draft_vocab_size") or layer.vocab_size),
+            aux=aux,
+            aux_source=source,
+            **switches,
+        )
+
+    def shapes(self, count: int, found: Shapes) -> Shapes:
+        """Name -> shape of its tensors for `count` features; of those that may be absent, the ones among `found`."""
+        hidden, wide = self.layer.hidden_size, count * self.target_hidden
+        shapes: Shapes = {"fc.weight": (hidden, wide), **layer_shapes(self.layer, inputs=2)}
+        shapes |= {f"{LAYER}.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+        if self.norm_before_fc:
+            shapes["input_norm.weight"] = (wide,)
+        if self.fc_norm:
+            shapes |= {f"fc_norm.{index}.weight": (self.target_hidden,) for index in range(count)}
+        head: Shapes = {HEAD: (self.draft_vocabulary, hidden)}
+        optional: Shapes = {"fc.bias": (hidden,), EMBEDDING: (self.layer.vocab_size, hidden)}
+        if self.draft_vocabulary != self.layer.vocab_size:
+            shapes |= {**head, "d2t": (self.draft_vocabulary,)}
+        else:
+            optional |= {**head, "d2t": (self.draft_vocabulary,)}
+        optional["t2d"] = (self.layer.vocab_size,)  # for training: which of the target's tokens are known
+        if hidden != self.target_hidden:  # then the target's matrices do not fit
+            shapes |= {EMBEDDING: optional[EMBEDDING], **head}
+        return shapes | {name: shape for name, shape in optional.items() if name in found}
+
+
+def _refuse_switches(config: dict[str, Any], nested: dict[str, Any]) -> None:
+    """A switch that is on and unknown changes the equations in a way that is not run here."""
+    mine = {key: value for key, value in config.items() if key.startswith(("norm_", "fc_"))}
+    for where, switches in (("", mine), ("eagle_config.", nested)):
+        for key, value in switches.items():
+            if value is True and key not in _SWITCHES + _USUAL:
+                known = ", ".join(_SWITCHES)
+                raise refuse(f"{where}{key}", value, f"of such switches {known} are run")
+    for key in _USUAL:
+        if nested.get(key) is False:
+            raise refuse(f"eagle_config.{key}", False, "only heads that say true here are run")
+
+
+def _aux_layers(config: dict[str, Any], nested: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
+    """Boundary indices, and where they were read. The same key has two meanings: at the top (speculators, vLLM) it
+    holds boundaries, in eagle_config (SpecForge, SGLang) layers whose output is meant, in most files."""
+    found, source = config.get(_LAYERS), _LAYERS
+    shift = 0
+    if not found:
+        found, source = nested.get(_LAYERS), f"eagle_config.{_LAYERS}"
+        # The usual list of outputs begins with 1; published lists that do not were found to hold boundaries.
+        shift = 1 if found and found[0] == 1 else 0
+    if not found:
+        return None, "default"
+    if not isinstance(found, list) or any(isinstance(k, bool) or not isinstance(k, int) for k in found):
+        raise refuse(source, found, "give a list of layers")
+    if source == _LAYERS:
+        return tuple(found), source
+    note = ", read as outputs of layers" if shift else ", read as inputs of layers: a guess, see --aux-layers"
+    return tuple(k + shift for k in found), f"{source}={found}{note}"
+
+
+def default_aux(layers: int) -> tuple[int, ...]:
+    """Boundary indices that heads use which name none, for a target with that many layers."""
+    return 2, layers // 2, layers - 3
+
+
+class Eagle3(DraftHead):
+    def __init__(
+        self,
+        config: ModelConfig,
+        described: Eagle3Config,
+        count: int,
+        read: Reader,
+        target: Llama,
+        positions: int,
+        d2t: torch.Tensor | None,
+    ) -> None:
+        """config: `described.layer` as it runs beside the target; count: features side by side; d2t: int64 [Vd], what
+        to add to a draft's id for the target's."""
+        super().__init__(config, read, target, positions)
+        attention = f"{LAYER}.self_attn"
+        self._width = count * described.target_hidden
+        self._qkv = Joined(
+            read(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
+            read.bias(*(f"{attention}.{part}_proj" for part in "qkv")),
+        )
+        self._fc = read.linear("fc")
+        self._token_norm = read.norm(f"{LAYER}.input_layernorm")
+        self._hidden_norm = read.norm(f"{LAYER}.hidden_norm")
+        self._norm = read.norm("norm")
+        self._before_residual = described.norm_before_residual
+        self._norm_output = described.norm_output
+        self._together = read.norm("input_norm") if described.norm_before_fc else None
+        self._each = [read.norm(f"fc_norm.{index}") for index in range(count)] if described.fc_norm else []
+        if d2t is not None:
+            self.vocabulary = (torch.arange(len(d2t)) + d2t).to(target.device)
+
+    @property
+    def width(self) -> int:
+        return self._width
+
+    def take(self, features: Features) -> torch.Tensor:
+        assert features.aux is not None
+        return features.aux
+
+    def project(self, taken: torch.Tensor) -> torch.Tensor:
+        if self._each:
+            parts = taken.chunk(len(self._each), 1)
+            normed = [rms_norm(part.contiguous(), *norm) for part, norm in zip(parts, self._each, strict=True)]
+            taken = torch.cat(normed, 1)
+        return self._fc(taken, norm=self._together)
+
+    def enter(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        embedded, norm = self.embed(tokens), self._token_norm
+        if self._before_residual:
+            hidden = rms_norm(hidden, *self._hidden_norm)
+            return hidden, self._qkv(embedded, hidden, norm, None)
+        return hidden, self._qkv(embedded, hidden, norm, self._hidden_norm)
+
+    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        y = super().leave(x, attended)
+        return rms_norm(y, *self._norm) if self._norm_output else y
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden, norm=None if self._norm_output else self._norm)

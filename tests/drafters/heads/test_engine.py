@@ -1,0 +1,192 @@
+"""Heads in whole engines: a head that knows what its target says has every draft accepted, whatever happens on the way.
+
+The target is a table: token t is followed by FOLLOWS[t]. What it hands over as a feature, whichever, is the one-hot
+vector of t. The heads here turn that into the vector of the token behind, so each depends on features alone; one reads
+tokens alone instead. A feature in the wrong place, or of the wrong row, costs acceptance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch import Engine, EngineConfig, SamplingParams
+from specbatch.config import Graphs, Speculation
+from specbatch.graphs import Program
+from specbatch.models.config import ModelConfig
+
+COUNT, SIZE = 37, 40
+FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]
+BOTH = Graphs(decode="whole", prefill="piecewise")
+
+
+def sizes(kit: Any, **changes: Any) -> dict[str, Any]:
+    return kit.llama(vocab_size=COUNT, hidden_size=SIZE, intermediate_size=SIZE, **changes)
+
+
+class Table:
+    """The target's checkpoint, with the MTP head beside it."""
+
+    name, origin = "table", "memory"
+
+    def __init__(self, kit: Any, tokenizer: Any) -> None:
+        self.config = ModelConfig.from_dict(sizes(kit, num_hidden_layers=4, max_position_embeddings=512))
+        self._tokenizer = tokenizer
+        self.tensors = {name: torch.zeros(shape) for name, shape in self.config.tensor_shapes().items()}
+        for name, tensor in self.tensors.items():
+            if tensor.dim() == 1:
+                tensor.fill_(1.0)
+            elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                tensor.normal_(generator=torch.Generator().manual_seed(1))
+        self.tensors["model.embed_tokens.weight"] = math.sqrt(SIZE) * torch.eye(COUNT, SIZE)
+        self.tensors["lm_head.weight"][FOLLOWS, range(COUNT)] = 1.0
+        mtp = {f"mtp.{name}": tensor for name, tensor in kit.stored(head(kit, "mtp")).items()}
+        self.mtp = {name: tuple(tensor.shape) for name, tensor in mtp.items()}
+        self.tensors |= mtp
+
+    def names(self) -> list[str]:
+        return list(self.config.tensor_shapes())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+
+def head(kit: Any, kind: str) -> dict[str, torch.Tensor]:
+    """What follows, out of the feature: fc picks it, the MLP replaces a token's vector with the next one's."""
+    width = {"eagle3": 2}.get(kind, 1)
+    tensors = {name: torch.zeros(shape) for name, shape in kit.named(kit.layer(width, hidden=SIZE)).items()}
+    tensors |= {f"layer.mlp.{part}_proj.weight": torch.zeros(SIZE, SIZE) for part in ("gate", "up", "down")}
+    ones = ["layer.input_layernorm", "layer.post_attention_layernorm"]
+    replaced = -torch.eye(SIZE)
+    replaced[FOLLOWS, range(COUNT)] += 1.0
+    for part in ("gate", "up"):
+        tensors[f"layer.mlp.{part}_proj.weight"] = 10 * torch.eye(SIZE)
+    tensors["layer.mlp.down_proj.weight"] = replaced / (100 * math.sqrt(SIZE))
+    none, picked = torch.zeros(SIZE, SIZE), torch.eye(SIZE)
+    if kind == "eagle3":
+        tensors["fc.weight"] = torch.cat([none, picked, none], 1)
+        ones += ["layer.hidden_norm", "norm"]
+        known = torch.arange(1, COUNT)  # all tokens but one
+        tensors["d2t"] = torch.ones(COUNT - 1, dtype=torch.int64)
+        tensors["lm_head.weight"] = torch.zeros(COUNT, SIZE)
+        tensors["lm_head.weight"][FOLLOWS, range(COUNT)] = 1.0
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][known]
+    else:
+        tensors["fc.weight"] = torch.cat([none, picked], 1)
+    if kind == "mtp":
+        ones += ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
+        ones += ["layer.self_attn.q_norm", "layer.self_attn.k_norm"]
+        tensors["layer.self_attn.q_proj.weight"] = torch.zeros(2 * kit.HEADS * kit.DIM, SIZE)
+    for name in ones:
+        tensors[f"{name}.weight"] = torch.full(tensors.get(f"{name}.weight", torch.empty(SIZE)).shape, 1.0)
+    if kind == "mtp":
+        for part in "qk":
+            tensors[f"layer.self_attn.{part}_norm.weight"] = torch.ones(kit.DIM)
+        tensors |= {name: tensor - 1 for name, tensor in tensors.items() if tensor.dim() == 1}
+    if kind == "eagle" or kind == "token":
+        del tensors["layer.input_layernorm.weight"]
+    if kind == "token":
+        tensors["fc.weight"] = torch.cat([picked, none], 1)
+        tensors["layer.mlp.down_proj.weight"].zero_()
+    return tensors
+
+
+def following(token: int, count: int) -> list[int]:
+    found = [token]
+    for _ in range(count):
+        found.append(FOLLOWS[found[-1]])
+    return found[1:]
+
+
+KINDS = {"eagle": "eagle", "token": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
+
+
+@pytest.fixture
+def table_engine(kit: Any, toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """`table_engine(kind, schedule, **settings)`."""
+
+    def build(kind: str, schedule: str = "v2", count: int = 3, **settings: Any) -> Engine:
+        table = Table(kit, toy.tokenizer)
+        monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda *_, **__: table)
+        config = sizes(kit, draft_vocab_size=COUNT - 1, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+        draft = None if kind == "mtp" else write(config, head(kit, kind))
+        settings = {"max_running": 8, "max_model_len": 120, "page_size": 4} | settings
+        speculation = Speculation(KINDS[kind], schedule, draft=draft, draft_tokens=count)
+        return Engine(EngineConfig(model="table", device="cpu", speculation=speculation, **settings))
+
+    return build
+
+
+class Recorder:
+    """`graphs.Recorder` on a CPU: a recording runs its program again."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def warm(self, program: Program) -> None:
+        program()
+
+    def record(self, program: Program) -> Program:
+        return program
+
+
+SETTINGS = {
+    "plain": {},
+    "chunks": {"prefill_chunk": 3},
+    "few pages": {"kv_pages": 24, "max_model_len": 70, "prefill_chunk": 8},
+    "no prefix": {"prefix_cache": False},
+    "graphs": {"graphs": BOTH, "prefill_chunk": 20},
+}
+
+
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_head_that_knows_has_every_draft_accepted(
+    table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
+) -> None:
+    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, COUNT, (n,), generator=generator).tolist() for n in (1, 2, 3, 4, 5, 8, 9, 23, 31)]
+    prompts += [prompts[-1][:16] + prompts[2], prompts[-1]]  # a prefix to share
+    # The head has no row for token 0, so the text must not come to it.
+    prompts = [prompt for prompt in prompts if 0 not in following(prompt[-1], 17)]
+    engine = table_engine(kind, schedule, **SETTINGS[setting])
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=17, ignore_eos=True))
+    assert [item.token_ids for item in done] == [following(prompt[-1], 17) for prompt in prompts]
+    record = engine.record()
+    # Only the last verify of a text may give less, as it is cut off there; after a retraction that is no whole one.
+    assert all(sum(item.metrics.emitted_histogram[:4]) <= 1 for item in done)
+    assert record.metrics["accept_length"] > 3.6
+    if setting == "few pages":
+        assert record.metrics["retractions"] > 0
+    else:
+        assert record.metrics["accept_length"] == 4.0
+    if setting == "graphs":
+        found = record.counters["graphs"]
+        assert set(found) == {"decode", "target_prefill", "draft_prefill"}
+        assert found["decode"]["replays"] == record.counters["iterations"] > 0
+        assert found["draft_prefill"]["replays"] == found["target_prefill"]["replays"] > 0
+        assert not any(item["fallbacks"] for item in found.values())
+        assert record.metrics["graph_coverage"] == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_is_three_drafts_and_others_may_be_asked_for(
+    table_engine: Callable[..., Engine], kind: str
+) -> None:
+    engine = table_engine(kind, count=None)
+    engine.generate([[1, 2]], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    assert engine.record().metrics["accept_length"] == 4.0
+    assert engine.caps["verify_rows"] == 4
+    engine = table_engine(kind, count=7)
+    engine.generate([[1, 2]], SamplingParams(max_new_tokens=17, ignore_eos=True))
+    assert engine.record().metrics["accept_length"] == 8.0

@@ -1,0 +1,251 @@
+"""Every draft of every head, in every spelling of its format, against its equations over the whole text.
+
+Prompts in odd chunks, then iterations that accept all, none and some; what is compared is the law of each draft.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.kernels.sampling import DRAFT, draw_ref, uniform_ref
+
+LENGTHS = (2, 3, 5, 6, 13, 21)
+
+
+def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
+    rows = len(LENGTHS)
+    turns = [[count] * rows, [0] * rows, [count] * rows]
+    return turns + [[randomness.randint(0, count) for _ in range(rows)] for _ in range(3)]
+
+
+def check(
+    kit: Any, run: Any, reference: Any, boundaries: tuple[int, ...] = (), ids: torch.Tensor | None = None
+) -> None:
+    """boundaries: where the features are read, as the test means it."""
+    randomness = random.Random(run.count)
+    # A view of its own, so that a wrong layer in the plan shows.
+    target = run.target.with_aux(tuple(k - 1 for k in boundaries))
+    for turn, accepted in enumerate(acceptances(run.count, randomness)):
+        step = run.here.step(run.count, spare=(0, 6)[turn % 2], temperature=1.0)
+        proposal = run.drafter.propose(step)
+        assert proposal.probabilities is not None
+        assert proposal.drafted.tolist() == [run.count] * len(LENGTHS)
+        for index, text in enumerate(run.here.texts):
+            drafts = proposal.tokens[index].tolist()
+            features = kit.features_of(target, text[:-1])
+            logits = reference.drafts(features, text, drafts, ids)
+            torch.testing.assert_close(proposal.probabilities[index].double(), logits.softmax(-1), rtol=1e-4, atol=2e-5)
+        run.verify(step, proposal, accepted, [randomness.randrange(13) for _ in LENGTHS])
+
+
+@pytest.fixture
+def start(kit: Any, bench: Any) -> Callable[..., Any]:
+    def build(stub: Any, algorithm: str, draft: str | None = None, count: int = 3, chunk: int = 5, **asked: Any) -> Any:
+        randomness = random.Random(count)
+        here = bench([[randomness.randrange(13) for _ in range(length)] for length in LENGTHS])
+        run = kit.Run(here, stub, algorithm, count, draft, **asked)
+        run.prefill(chunk)
+        return run
+
+    return build
+
+
+# -- EAGLE -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(1, 1000), (3, 3), (4, 7), (2, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_eagle(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: int) -> None:
+    """Without a theta of its own a head means 10000, whatever its target's is; bias by presence."""
+    stub, tensors = kit.TargetStub(2), kit.eagle(bias)
+    folder = write(kit.llama(bias=not bias, architectures=["LlamaForCausalLMEagle"]), tensors)
+    run = start(stub, "eagle", folder, count, chunk)
+    check(kit, run, kit.RefEagle(tensors, stub))
+    assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
+
+
+@pytest.mark.parametrize(
+    "spelling", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}]
+)
+@pytest.mark.parametrize("stored", [{}, {"binary": True}, {"prefix": "model."}])
+def test_eagle_in_its_spellings(kit: Any, write: Any, start: Any, spelling: Any, stored: Any) -> None:
+    stub, tensors = kit.TargetStub(2), kit.eagle(own=True)
+    tensors |= kit.randomise(
+        {f"layer.self_attn.{part}_proj.bias": (heads * kit.DIM,) for part, heads in (("q", 4), ("k", 2), ("v", 2))}, 9
+    )
+    run = start(stub, "eagle", write(kit.llama(**spelling), tensors, **stored))
+    check(kit, run, kit.RefEagle(tensors, stub, theta=500.0))
+
+
+def test_a_theta_that_is_asked_for_wins(kit: Any, write: Any, start: Any) -> None:
+    stub, tensors = kit.TargetStub(2), kit.eagle()
+    run = start(stub, "eagle", write(kit.llama(rope_theta=500.0), tensors), draft_rope_theta=30.0)
+    check(kit, run, kit.RefEagle(tensors, stub, theta=30.0))
+    assert any("rope theta 30 (from draft_rope_theta)" in line for line in run.lines)
+
+
+# -- EAGLE-3 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(1, 1000), (3, 3), (4, 7), (2, 1)])
+def test_eagle3(kit: Any, write: Any, start: Any, count: int, chunk: int) -> None:
+    """SafeAILab's spelling: midlayer, a reduced vocabulary, no theta, the usual layers."""
+    stub, tensors = kit.TargetStub(8), kit.eagle3()
+    config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
+    run = start(stub, "eagle3", write(config, tensors, "midlayer"), count, chunk)
+    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
+    assert any("inputs of layers 2, 4, 5 of 8 (from default)" in line for line in run.lines)
+    assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
+    assert any("drafts 9 of the target's 13 tokens" in line for line in run.lines)
+
+
+NESTED = [([1, 3, 5], (2, 4, 6)), ([2, 3, 5], (2, 3, 5)), ([], (2, 4, 5))]
+
+
+@pytest.mark.parametrize(("listed", "boundaries"), NESTED)
+@pytest.mark.parametrize("rope", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}])
+def test_eagle3_as_specforge_writes_it(
+    kit: Any, write: Any, start: Any, rope: Any, listed: list[int], boundaries: tuple[int, ...]
+) -> None:
+    """Layers in eagle_config are outputs if the first is 1, else inputs; names have a prefix; all tokens are drafted,
+    through the target's matrix."""
+    stub, tensors = kit.TargetStub(8), kit.eagle3(known=None, more={"fc.bias": kit.HIDDEN})
+    tensors |= kit.randomise({"embed_tokens.weight": (13, kit.HIDDEN)}, 8)
+    nested = {"eagle_aux_hidden_state_layer_ids": listed, "use_aux_hidden_state": True}
+    config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=None, eagle_config=nested, **rope)
+    run = start(stub, "eagle3", write(config, tensors, "midlayer", prefix="model."))
+    check(kit, run, kit.RefEagle3(tensors, stub, theta=500.0), boundaries)
+
+
+@pytest.mark.parametrize("before", [True, False, None])
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}]
+)
+def test_eagle3_as_speculators_writes_it(kit: Any, write: Any, start: Any, rope: Any, before: bool | None) -> None:
+    """A Qwen3 layer, described in a table of its own; layers at the top are inputs, 6 of 6 that of the final norm."""
+    more = {f"layer.self_attn.{part}_norm.weight": 12 for part in "qk"}
+    stub, tensors = kit.TargetStub(6), kit.eagle3(known=9, dim=12, more=more)
+    config = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": kit.llama(architectures=None, model_type="qwen3", head_dim=12, **rope),
+        "draft_vocab_size": 9,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
+        "norm_before_residual": before,
+    }
+    run = start(stub, "eagle3", write(config, tensors))
+    reference = kit.RefEagle3(tensors, stub, theta=500.0, norm_before_residual=bool(before))
+    check(kit, run, reference, (1, 3, 6), kit.ids(tensors))
+
+
+def test_eagle3_with_norms_before_fc_and_behind(kit: Any, write: Any, start: Any) -> None:
+    stub, tensors = kit.TargetStub(8), kit.eagle3(more={"input_norm.weight": 3 * kit.HIDDEN})
+    config = kit.llama(draft_vocab_size=9, norm_before_fc=True, norm_output=True)
+    run = start(stub, "eagle3", write(config, tensors))
+    check(kit, run, kit.RefEagle3(tensors, stub, norm_output=True), (2, 4, 5), kit.ids(tensors))
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("legacy", [True, False])
+def test_eagle3_with_a_norm_for_each_feature(kit: Any, write: Any, start: Any, legacy: bool, binary: bool) -> None:
+    stub, tensors = kit.TargetStub(8), kit.eagle3(more={f"fc_norm.{n}.weight": kit.HIDDEN for n in range(3)})
+    names = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+    rename = {f"fc_norm.{n}": name for n, name in enumerate(names)} if legacy else {}
+    config = kit.llama(draft_vocab_size=9) | ({} if legacy else {"fc_norm": True})
+    run = start(stub, "eagle3", write(config, tensors, "midlayer", rename=rename, binary=binary))
+    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
+
+
+def test_eagle3_of_another_width_than_its_target(kit: Any, write: Any, start: Any) -> None:
+    """With matrices of its own it may be narrower."""
+    stub, tensors = kit.TargetStub(8), kit.eagle3(hidden=16)
+    tensors |= kit.randomise({"embed_tokens.weight": (13, 16)}, 8)
+    config = kit.llama(draft_vocab_size=9, hidden_size=16, target_hidden_size=kit.HIDDEN)
+    run = start(stub, "eagle3", write(config, tensors))
+    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
+
+
+def test_layers_that_are_asked_for_win(kit: Any, write: Any, start: Any) -> None:
+    stub, tensors = kit.TargetStub(8), kit.eagle3()
+    config = kit.llama(draft_vocab_size=9, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    run = start(stub, "eagle3", write(config, tensors), aux_layers=(7, 2, 8))
+    check(kit, run, kit.RefEagle3(tensors, stub), (7, 2, 8), kit.ids(tensors))
+
+
+# -- MTP ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(1, 1000), (3, 3), (4, 7), (2, 1)])
+@pytest.mark.parametrize("turning", [8, 4, 2])
+def test_mtp(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None:
+    """The rope is the target's; here a part of each head may turn in the head alone."""
+    tensors = kit.mtp()
+    stub = kit.TargetStub(2, mtp=kit.stored(tensors))
+    whole, plain = stub.config, stub.model()
+    stub.config = replace(whole, rope=replace(whole.rope, rotary_dim=turning))
+    stub.model = lambda: plain
+    check(kit, start(stub, "mtp", None, count, chunk), kit.RefMtp(tensors, stub, theta=77.0, turning=turning))
+
+
+# -- all ---------------------------------------------------------------------------------------------------------
+
+
+ALGORITHMS = ("eagle", "eagle3", "mtp")
+
+
+@pytest.fixture
+def usual(kit: Any, write: Any, start: Any) -> Callable[[str], tuple[Any, Any, Any]]:
+    """A run of an algorithm's usual head, its reference, and the tokens that it drafts."""
+
+    def build(algorithm: str) -> tuple[Any, Any, Any]:
+        tensors = getattr(kit, algorithm)()
+        stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
+        folder = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
+        reference = {"eagle": kit.RefEagle, "eagle3": kit.RefEagle3, "mtp": kit.RefMtp}[algorithm](tensors, stub)
+        reference.theta = 77.0 if algorithm == "mtp" else 10000.0
+        return start(stub, algorithm, folder), reference, kit.ids(tensors)
+
+    return build
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_greedy_drafts_are_the_likeliest_while_a_batch_shrinks_and_changes_its_order(
+    kit: Any, usual: Any, algorithm: str
+) -> None:
+    (run, reference, ids), randomness = usual(algorithm), random.Random(3)
+    here = run.here
+    while len(here.texts) > 1:
+        step = here.step(3)
+        proposal = run.drafter.propose(step)
+        assert proposal.probabilities is None
+        for index, text in enumerate(here.texts):
+            features = kit.features_of(run.target, text[:-1])
+            logits = reference.drafts(features, text, proposal.tokens[index].tolist(), ids)
+            assert proposal.tokens[index].tolist() == logits.argmax(-1).tolist()
+        accepted = [randomness.randint(0, 3) for _ in here.texts]
+        run.verify(step, proposal, accepted, [1] * len(here.texts))
+        order = randomness.sample(range(len(here.texts)), len(here.texts) - 1)
+        here.rows, here.texts = here.rows[order], [here.texts[index] for index in order]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_each_draft_is_drawn_with_the_coin_of_its_place(usual: Any, algorithm: str) -> None:
+    run, _, ids = usual(algorithm)
+    step = run.here.step(3, temperature=torch.tensor([1.0, 0.0, 0.7, 1.5, 0.0, 1.0]), top_k=torch.full((6,), 4))
+    proposal = run.drafter.propose(step)
+    assert proposal.probabilities is not None
+    assert proposal.probabilities.dtype == torch.float32
+    assert ((proposal.probabilities > 0).sum(-1) <= 4).all()
+    for index, text in enumerate(run.here.texts):
+        for place in range(3):
+            law = proposal.probabilities[index, place]
+            coin = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+            # Drawn among the tokens that the head knows, in their order.
+            known = law if ids is None else law[ids]
+            drawn = draw_ref(known, coin)
+            assert proposal.tokens[index, place] == (drawn if ids is None else ids[drawn])
