@@ -9,8 +9,6 @@ from torch import nn
 from specbatch.kernels.rope import apply_rope_ref, rope_table
 from specbatch.models.config import ModelConfig
 
-INITIAL_STD = 0.02  # of matrices; what transformers gives these families
-
 
 class Norm(nn.Module):
     """RMSNorm that multiplies by `offset` + weight: 1 for the norms of Qwen3-Next, which are centred on zero."""
@@ -96,8 +94,8 @@ class Mlp(nn.Module):
 
 
 def initialise(module: nn.Module, seed: int) -> None:
-    """Matrices normal, from the seed alone; norms stay as they are made."""
+    """Matrices normal with variance 1 / inputs, from the seed alone; norms stay as they are made."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
