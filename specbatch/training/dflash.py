@@ -82,6 +82,7 @@ class DFlashHead(Head):
         hidden = (at >= places[:, :, :1])[:, :, None]  # [B, A, 1, L]: what stands in front of the anchor is seen
         x = blocks
         for layer in self.layers:
+            assert isinstance(layer, Layer)
             attention, read = layer.self_attn, layer.input_layernorm(x)
             q, _ = attention.queries(read, self._rotary, places)
             k, v = attention.keys_values(read, self._rotary, places)

@@ -22,6 +22,10 @@ from specbatch.training.target import Target
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
+class MidLayer(Layer):
+    hidden_norm: Norm
+
+
 class Eagle3Head(ChainHead):
     def __init__(self, target: Target, kept: torch.Tensor, *, steps: int, max_len: int, seed: int) -> None:
         """kept: int64 [Vd], ascending; steps: drafts that are unrolled."""
@@ -36,7 +40,7 @@ class Eagle3Head(ChainHead):
         self.aux = tuple(boundary - 1 for boundary in self._boundaries)
         self._sizes = sizes
         self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)
-        self.midlayer = Layer(Attention(sizes, inputs=2), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
+        self.midlayer = MidLayer(Attention(sizes, inputs=2), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
         self.midlayer.hidden_norm = Norm(hidden, eps)
         self.norm = Norm(hidden, eps)
         self.lm_head = nn.Linear(hidden, len(kept), bias=False)

@@ -48,6 +48,9 @@ class Scores:
 class Layer(nn.Module):
     """One decoder layer; how it attends is the method's own."""
 
+    input_layernorm: Norm
+    self_attn: Attention
+
     def __init__(self, attention: Attention, norm: Norm, mlp_norm: Norm, mlp: Mlp) -> None:
         super().__init__()
         self.input_layernorm = norm

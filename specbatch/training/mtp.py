@@ -51,6 +51,7 @@ class MtpHead(ChainHead):
 
     def advance(self, embedded: torch.Tensor, hidden: torch.Tensor, memory: Memory) -> torch.Tensor:
         layer = self.layers[0]
+        assert isinstance(layer, Layer)
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))
         read = layer.input_layernorm(x)
         q, gate = layer.self_attn.queries(read, memory.rotary, memory.positions)
