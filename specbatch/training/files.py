@@ -12,7 +12,6 @@ import torch
 from specbatch.errors import refuse
 from specbatch.metrics import write_atomic
 from specbatch.training.head import Head
-from specbatch.training.mtp import PREFIX
 from specbatch.weights import Checkpoint, read_config
 from specbatch.weights.folder import FolderCheckpoint
 
@@ -48,7 +47,7 @@ def takes_a_head(target: Checkpoint) -> FolderCheckpoint:
     """Refuse a target that a head cannot be put beside."""
     if not isinstance(target, FolderCheckpoint):
         raise refuse("algorithm", "mtp", f"its head is stored beside the target's files, and {target.name} has none")
-    if any(name.startswith(PREFIX) for name in target.names()):
+    if target.mtp:
         raise refuse("algorithm", "mtp", f"{target.name} has a head beside it already; train it for one without")
     target.tokenizer()  # a GGUF file's is written to its folder when it is first asked for
     return target

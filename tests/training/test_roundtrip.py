@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
+from specbatch.errors import SpecbatchError
 from specbatch.training.data import Batch, Example, split
-from specbatch.training.dflash import DFlashHead
+from specbatch.training.dflash import DFlashHead, feature_layers
 from specbatch.training.eagle3 import Eagle3Head
+from specbatch.training.files import takes_a_head
 from specbatch.training.mtp import MtpHead
+from specbatch.weights import open_checkpoint
 
 from .conftest import CPU, LAYERS, MAX_LEN, RECIPES, VOCABULARY
 
@@ -174,10 +177,22 @@ def test_the_engine_accepts_what_the_trainer_foresees(trained, algorithm, target
     assert max(mixed) > 2
 
 
-def test_a_dummy_target_has_no_place_for_a_head(tmp_path: Path):
-    from specbatch.errors import SpecbatchError
-    from specbatch.training.files import takes_a_head
-    from specbatch.weights import open_checkpoint
+def test_a_target_with_a_head_takes_no_other(trained):
+    with pytest.raises(SpecbatchError, match="has a head beside it already"):
+        takes_a_head(open_checkpoint(str(trained["mtp"][0])))
 
+
+def test_a_dummy_target_has_no_place_for_a_head():
     with pytest.raises(SpecbatchError, match="stored beside the target's files"):
         takes_a_head(open_checkpoint("toy", "dummy"))
+
+
+def test_a_shallow_target_gives_its_lowest_layers(target, monkeypatch):
+    """Readers' defaults would name a layer twice there, so the config lists boundaries itself."""
+    monkeypatch.setattr(target, "config", replace(target.config, num_layers=4))
+    head = Eagle3Head(target, torch.arange(VOCABULARY), steps=1, max_len=8, seed=0)
+    assert head.aux == (0, 1, 2)
+    assert head.config()["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert [feature_layers(36, 5), feature_layers(36, 2), feature_layers(4, 2), feature_layers(2, 1)] == [
+        (1, 9, 17, 25, 33), (1, 17, 33), (1,), (0,)
+    ]  # fmt: skip
