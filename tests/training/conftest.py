@@ -29,7 +29,7 @@ VOCABULARY, MAX_LEN, LAYERS = 40, 48, 9
 CPU = torch.device("cpu")
 RECIPES = {
     "eagle3": {"unroll": 3, "vocab": 24},
-    "mtp": {"unroll": 3},
+    "mtp": {"unroll": 3, "steps": 12, "lr": 1e-2},  # longer, and it would never err: nothing to compare
     "dflash": {"draft_layers": 2, "block_size": 5, "steps": 120, "lr": 1e-2},
 }
 
