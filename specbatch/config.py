@@ -28,7 +28,7 @@ def _choice(setting: str, value: str, allowed: tuple[str, ...]) -> None:
 class Speculation:
     """How tokens are drafted and when the host learns of them.
 
-    algorithm     "none" is plain decoding: the same iteration with zero drafted tokens
+    algorithm     "none" is plain decoding: the same iteration with zero drafted tokens; "nextn" means "mtp"
     schedule      "v1" waits for each result before it plans the next iteration, "v2" handles it one step late
     draft         for "standalone": a model of the same vocabulary, or "self:skip=12-15", the target without
                   those layers (inclusive ranges, comma separated), sharing its weights; for "eagle" and "eagle3": the

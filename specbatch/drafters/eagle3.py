@@ -37,6 +37,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     layer = fit(described.layer, described.target_hidden, files, target, asked, log)
     aux = _aux(described, target, asked, files, log)
     check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
+    if "speculators_model_type" in files.config and files.config.get("norm_before_residual") is None:
+        log("draft: its config lacks norm_before_residual: false, as speculators has it; vLLM takes it for true")
     d2t = _offsets(files, layer.vocab_size, log)
 
     def build(model: Llama, loader: Loader) -> FeatureChain:

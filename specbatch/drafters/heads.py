@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 def expect(files: DraftFiles, algorithm: str) -> None:
     """Refuse an EAGLE-3 head as "eagle" and the reverse: it would run, and no draft would be accepted."""
-    found = "eagle3" if f"{LAYER}.hidden_norm.weight" in files.shapes else "eagle"
+    names = files.shapes
+    found = "eagle3" if f"{LAYER}.hidden_norm.weight" in names else "eagle"
+    if "fc.weight" not in names or (found == "eagle" and f"{LAYER}.input_layernorm.weight" in names):
+        works = (
+            "its tensors are those of no EAGLE head: fc, and a first layer with hidden_norm or without input_layernorm"
+        )
+        raise refuse("draft", files.origin, works)
     if found != algorithm:
         has = "a" if found == "eagle3" else "no"
         works = f"{files.origin} has {has} tensor {LAYER}.hidden_norm, so it is for algorithm {found!r}; use that"

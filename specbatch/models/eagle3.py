@@ -40,7 +40,8 @@ class Eagle3Config:
 
     layer: sizes of its layer; target_hidden: of the target that it was made for; draft_vocabulary: tokens that it
     drafts; aux: boundary indices of the features (k is the input of layer k, or the output of layer k - 1), None if it
-    names none; aux_source: where they were read; norm_before_residual: what is added to is hidden_norm(h), not h;
+    names none; aux_source: where they were read; norm_before_residual: what is added to is hidden_norm(h), not h (a
+    speculators config without the key means h, as the class does that writes it; vLLM takes hidden_norm(h));
     norm_output: what is handed on is norm(y), not y; norm_before_fc: the features are normed together; fc_norm: each.
     """
 
@@ -66,7 +67,7 @@ class Eagle3Config:
         layer = layer_config(config.get("transformer_layer_config", {}) if method else config, shapes)
         if layer.num_layers != 1:
             raise refuse("num_hidden_layers", layer.num_layers, "EAGLE-3 heads of one layer are run")
-        switches = {name: bool(config.get(name, nested.get(name))) for name in _SWITCHES}
+        switches = {name: _switch(name, config.get(name, nested.get(name))) for name in _SWITCHES}
         switches["norm_before_fc"] |= "input_norm.weight" in names
         switches["fc_norm"] |= "fc_norm.0.weight" in names
         if switches["norm_before_fc"] and switches["fc_norm"]:
@@ -74,8 +75,8 @@ class Eagle3Config:
         aux, source = _aux_layers(config, nested)
         return cls(
             layer=layer,
-            target_hidden=int(config.get("target_hidden_size") or layer.hidden_size),
-            draft_vocabulary=int(config.get("draft_vocab_size") or layer.vocab_size),
+            target_hidden=_size("target_hidden_size", config.get("target_hidden_size"), layer.hidden_size),
+            draft_vocabulary=_size("draft_vocab_size", config.get("draft_vocab_size"), layer.vocab_size),
             aux=aux,
             aux_source=source,
             **switches,
@@ -100,6 +101,20 @@ class Eagle3Config:
         if hidden != self.target_hidden:  # then the target's matrices do not fit
             shapes |= {EMBEDDING: optional[EMBEDDING], **head}
         return shapes | {name: shape for name, shape in optional.items() if name in found}
+
+
+def _switch(key: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise refuse(key, value, "the config must say true or false")
+    return bool(value)
+
+
+def _size(key: str, value: object, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise refuse(key, value, "the config must give a positive whole number")
+    return value
 
 
 def _refuse_switches(config: dict[str, Any], nested: dict[str, Any]) -> None:

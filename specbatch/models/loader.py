@@ -65,7 +65,7 @@ class Loader:
         return self._way(model, "draft", False)
 
     def cache(self, config: ModelConfig, layers: int, role: str) -> KVCache:
-        """Keys and values of a model of that many layers, under the engine's pages."""
+        """A cache alone, for who fills it otherwise than by prompt passes."""
         return KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, self.attention[role])
 
     def _way(self, model: Llama, role: str, every: bool) -> tuple[Forward, KVCache]:

@@ -48,7 +48,10 @@ class Mtp(DraftHead):
 
 class _Plain:
     """The head's tensors as plain layers read them: norms with their 1 added, and of q_proj the queries only, with the
-    channels that turn spread over both halves of a head, as rope pairs them in whole heads."""
+    channels that turn spread over both halves of a head, as rope pairs them in whole heads.
+
+    In half precision 1 + weight is rounded, which the published code avoids; it is a matter of drafts alone.
+    """
 
     def __init__(self, config: ModelConfig, read: Callable[[str], torch.Tensor]) -> None:
         self._config = config

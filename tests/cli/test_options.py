@@ -39,6 +39,14 @@ def test_numbers_of_speculation_arrive():
     assert asked.speculation() == Speculation(algorithm="ngram", **numbers)
 
 
+def test_settings_of_heads_arrive():
+    asked = EngineOptions(algorithm="eagle3", draft="head", aux_layers="2,18,33", draft_rope_theta=1e4)
+    expected = Speculation("eagle3", draft="head", aux_layers=(2, 18, 33), draft_rope_theta=1e4)
+    assert asked.speculation() == expected
+    assert expected.drafted == 3
+    assert EngineOptions(algorithm="nextn").speculation().drafted == 3
+
+
 @pytest.mark.parametrize("name", _OF_DRAFTS)
 def test_a_number_of_speculation_without_speculation_is_refused(name):
     with pytest.raises(SpecbatchError, match=f"{name}=9: nothing is drafted"):

@@ -81,7 +81,7 @@ def randomise(shapes: dict[str, tuple[int, ...]], seed: int, scale: float = 1.0)
 
 def layer(width: int = 1, **changes: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a decoder layer, whose q, k and v read `width` hidden states."""
-    hidden, dim = changes.get("hidden", HIDDEN), changes.get("dim", DIM)
+    hidden, dim, mlp = changes.get("hidden", HIDDEN), changes.get("dim", DIM), changes.get("mlp", MLP)
     return {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (HEADS * dim, width * hidden),
@@ -89,9 +89,9 @@ def layer(width: int = 1, **changes: int) -> dict[str, tuple[int, ...]]:
         "self_attn.v_proj.weight": (KV * dim, width * hidden),
         "self_attn.o_proj.weight": (hidden, HEADS * dim),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (MLP, hidden),
-        "mlp.up_proj.weight": (MLP, hidden),
-        "mlp.down_proj.weight": (hidden, MLP),
+        "mlp.gate_proj.weight": (mlp, hidden),
+        "mlp.up_proj.weight": (mlp, hidden),
+        "mlp.down_proj.weight": (hidden, mlp),
     }
 
 

@@ -54,6 +54,17 @@ def test_one_kind_of_head_is_not_run_as_another(kit: Any, write: Any, plan: Plan
     assert "has no tensor layers.0.hidden_norm, so it is for algorithm 'eagle'" in message
 
 
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+@pytest.mark.parametrize("model", [True, False])
+def test_what_is_no_head_is_run_as_none(kit: Any, write: Any, plan: Plan, algorithm: str, model: bool) -> None:
+    """A whole model, and a draft that has fc but plain layers."""
+    tensors = kit.eagle() | {"layer.input_layernorm.weight": torch.ones(kit.HIDDEN)}
+    if model:
+        del tensors["fc.weight"]
+    message = refusal(plan, algorithm, write(kit.llama(), tensors))
+    assert "its tensors are those of no EAGLE head" in message
+
+
 OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"vocab_size": 14}, "vocabulary is 14 and that of target is 13", "layers.0"),
     ({"target_hidden_size": 36}, "features is 36", "layers.0"),
@@ -63,6 +74,9 @@ OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"norm_before_fc": True}, "input_norm.weight is missing", "layers.0"),
     ({"fc_norm": True}, "fc_norm.0.weight is missing", "layers.0"),
     ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc is true too", "layers.0"),
+    ({"norm_output": "no"}, "norm_output='no': the config must say true or false", "layers.0"),
+    ({"draft_vocab_size": "9"}, "draft_vocab_size='9'", "layers.0"),
+    ({"target_hidden_size": 0}, "target_hidden_size=0", "layers.0"),
     ({"norm_after_fc": True}, "norm_after_fc=True", "layers.0"),
     ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm=True", "layers.0"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False", "layers.0"),

@@ -59,38 +59,34 @@ class Table:
 
 
 def head(kit: Any, kind: str) -> dict[str, torch.Tensor]:
-    """What follows, out of the feature: fc picks it, the MLP replaces a token's vector with the next one's."""
-    width = {"eagle3": 2}.get(kind, 1)
-    tensors = {name: torch.zeros(shape) for name, shape in kit.named(kit.layer(width, hidden=SIZE)).items()}
-    tensors |= {f"layer.mlp.{part}_proj.weight": torch.zeros(SIZE, SIZE) for part in ("gate", "up", "down")}
-    ones = ["layer.input_layernorm", "layer.post_attention_layernorm"]
-    replaced = -torch.eye(SIZE)
-    replaced[FOLLOWS, range(COUNT)] += 1.0
-    for part in ("gate", "up"):
-        tensors[f"layer.mlp.{part}_proj.weight"] = 10 * torch.eye(SIZE)
-    tensors["layer.mlp.down_proj.weight"] = replaced / (100 * math.sqrt(SIZE))
+    """What follows, out of the feature: fc picks it, the MLP replaces a token's vector with that of the next.
+
+    "token" is an EAGLE head that reads the token alone, which its target's matrix turns into what follows.
+    """
+    sizes = kit.layer(2 if kind == "eagle3" else 1, hidden=SIZE, mlp=SIZE)
+    tensors = {name: torch.zeros(shape) for name, shape in kit.named(sizes).items()}
+    norms = ["layer.input_layernorm", "layer.post_attention_layernorm"]
+    step = -torch.eye(SIZE)
+    step[FOLLOWS, range(COUNT)] += 1.0
+    # silu(g) * g of g = 10 sqrt(SIZE) where the token is: 100 SIZE, and the vector is sqrt(SIZE) long.
+    tensors |= {f"layer.mlp.{part}_proj.weight": 10 * torch.eye(SIZE) for part in ("gate", "up")}
+    tensors["layer.mlp.down_proj.weight"] = step / (100 * math.sqrt(SIZE))
     none, picked = torch.zeros(SIZE, SIZE), torch.eye(SIZE)
+    tensors["fc.weight"] = torch.cat([none, picked], 1)
     if kind == "eagle3":
         tensors["fc.weight"] = torch.cat([none, picked, none], 1)
-        ones += ["layer.hidden_norm", "norm"]
-        known = torch.arange(1, COUNT)  # all tokens but one
+        norms += ["layer.hidden_norm", "norm"]
+        follows = torch.zeros(COUNT, SIZE)
+        follows[FOLLOWS, range(COUNT)] = 1.0
+        tensors["lm_head.weight"] = follows[1:]  # all tokens but the first
         tensors["d2t"] = torch.ones(COUNT - 1, dtype=torch.int64)
-        tensors["lm_head.weight"] = torch.zeros(COUNT, SIZE)
-        tensors["lm_head.weight"][FOLLOWS, range(COUNT)] = 1.0
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][known]
-    else:
-        tensors["fc.weight"] = torch.cat([none, picked], 1)
     if kind == "mtp":
-        ones += ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
-        ones += ["layer.self_attn.q_norm", "layer.self_attn.k_norm"]
+        norms += ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
         tensors["layer.self_attn.q_proj.weight"] = torch.zeros(2 * kit.HEADS * kit.DIM, SIZE)
-    for name in ones:
-        tensors[f"{name}.weight"] = torch.full(tensors.get(f"{name}.weight", torch.empty(SIZE)).shape, 1.0)
-    if kind == "mtp":
-        for part in "qk":
-            tensors[f"layer.self_attn.{part}_norm.weight"] = torch.ones(kit.DIM)
-        tensors |= {name: tensor - 1 for name, tensor in tensors.items() if tensor.dim() == 1}
-    if kind == "eagle" or kind == "token":
+        tensors |= {f"layer.self_attn.{part}_norm.weight": torch.zeros(kit.DIM) for part in "qk"}
+    # Of MTP 1 is added to them.
+    tensors |= {f"{name}.weight": torch.full((SIZE,), float(kind != "mtp")) for name in norms}
+    if kind in ("eagle", "token"):
         del tensors["layer.input_layernorm.weight"]
     if kind == "token":
         tensors["fc.weight"] = torch.cat([picked, none], 1)
@@ -190,3 +186,21 @@ def test_the_default_is_three_drafts_and_others_may_be_asked_for(
     engine = table_engine(kind, count=7)
     engine.generate([[1, 2]], SamplingParams(max_new_tokens=17, ignore_eos=True))
     assert engine.record().metrics["accept_length"] == 8.0
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
+def test_sampled_tokens_of_a_seed_are_the_same_in_every_schedule(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """With random heads, some of whose drafts are accepted."""
+    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    prompts = [list(prompt) for prompt in toy.prompts()[:6]]
+    params = [SamplingParams(temperature=1.2, seed=n, max_new_tokens=20, ignore_eos=True) for n in range(6)]
+    found = []
+    for schedule, graphs in (("v1", Graphs()), ("v2", Graphs()), ("v2", BOTH)):
+        draft = None if algorithm == "mtp" else "dummy"
+        engine = toy_engine(speculation=Speculation(algorithm, schedule, draft=draft), graphs=graphs)
+        found.append([item.token_ids for item in engine.generate(prompts, params)])
+        assert 1.05 < engine.record().metrics["accept_length"] < 3.5
+    assert found[0] == found[1] == found[2]

@@ -141,6 +141,7 @@ def test_eagle3_as_speculators_writes_it(kit: Any, write: Any, start: Any, rope:
     run = start(stub, "eagle3", write(config, tensors))
     reference = kit.RefEagle3(tensors, stub, theta=500.0, norm_before_residual=bool(before))
     check(kit, run, reference, (1, 3, 6), kit.ids(tensors))
+    assert any("lacks norm_before_residual" in line for line in run.lines) == (before is None)
 
 
 def test_eagle3_with_norms_before_fc_and_behind(kit: Any, write: Any, start: Any) -> None:

@@ -1,0 +1,51 @@
+"""Recorded passes over a prompt's pairs write the keys and values of plain ones, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.context import Prefill, Span
+from specbatch.drafters.features import PairGraphs, Pairs
+
+
+class Recorder:
+    """`graphs.Recorder` on a CPU: a recording runs its program again."""
+
+    def warm(self, program: Any) -> None:
+        program()
+
+    def record(self, program: Any) -> Any:
+        return program
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
+def test_a_recorded_pass_writes_what_a_plain_one_does(kit: Any, write: Any, bench: Any, algorithm: str) -> None:
+    tensors = getattr(kit, algorithm)()
+    stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
+    draft = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
+    here = bench([[1] * 50, [2] * 50, [3] * 50])
+    run = kit.Run(here, stub, algorithm, 3, draft)
+    head = run.drafter._head
+    plain, recorded = (here.cache_for(run.target) for _ in range(2))
+    pairs, graphs = Pairs(head, plain), PairGraphs(head, recorded, Recorder(), 40)  # type: ignore[arg-type]
+    assert len(list(graphs.capture())) == len(graphs)
+    rows = here.rows.tolist()
+    generator = torch.Generator().manual_seed(1)
+    # Long, then short ones: what is left from before must not come again.
+    for spans in ([(0, 0, 25), (1, 0, 12)], [(2, 0, 5)], [(2, 5, 6), (0, 25, 28)], [(1, 12, 45)]):
+        shape = Prefill(here.batch.page_table, [Span(rows[row], start, end) for row, start, end in spans], 4)
+        count = len(shape.positions)
+        tokens = torch.randint(0, 13, (count,), generator=generator)
+        taken = torch.randn(count, head.width, generator=generator)
+        pairs(tokens, taken, shape)
+        graphs(tokens, taken, shape)
+        for ours, theirs in ((recorded.k[0], plain.k[0]), (recorded.v[0], plain.v[0])):
+            torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)  # page 0 belongs to nobody
+            ours.zero_()  # as if the pages were another's now
+            theirs.zero_()
+    assert graphs.counters.replays == 4
+    assert graphs.counters.padded == 40 - 37 + 16 - 5 + 16 - 4 + 40 - 33
+    assert pairs.counters.fallbacks == {"off": 4}
