@@ -62,7 +62,7 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
     target = weights.open_checkpoint(
         config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
     )
-    dtype = _dtype(config.dtype, target.config.dtype, device)
+    dtype = find_dtype(config.dtype, target.config.dtype, device)
     # Refused, if need be, before anything is loaded.
     attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
@@ -270,7 +270,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
+def find_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
+    """The type that `name` means for a checkpoint published in `stored`: auto is float32 on a CPU."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else stored or "bfloat16"
     dtype: torch.dtype = getattr(torch, name)

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
-from specbatch.commands import measure
+from specbatch.commands import measure, train
 from specbatch.commands.check import check
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, rows_table, say, show
@@ -62,6 +62,8 @@ def specbatch(
     Run these prompts.               specbatch generate in.jsonl -o out.jsonl
 
     How fast is it on this device?   specbatch bench --model qwen3-8b --load-format dummy
+
+    Make a draft for my model.       specbatch train-draft --algorithm eagle3 --data in.jsonl --out draft
 
     What runs on this machine?       specbatch doctor
     """
@@ -133,6 +135,7 @@ app.command()(check)
 app.command()(measure.sweep)
 app.command()(measure.bench)
 app.command("trace")(measure.trace_steps)
+app.command("train-draft")(train.train_draft)
 
 
 @app.command()

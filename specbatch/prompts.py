@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: one JSON object a line, in one of four forms.
+"""Prompts from a JSONL file, one JSON object a line, or the rows of a Parquet file, in one of four forms.
 
 {"prompt": "text"}                                   continued as it stands
 {"prompt_token_ids": [1, 2, 3]}                      not tokenized again
@@ -46,9 +46,10 @@ class Prompt:
 
 
 def read_prompts(path: Path, setting: str = "input") -> list[Prompt]:
-    """All prompts of a file. The first malformed line is refused with its number; blank lines are skipped."""
+    """All prompts of a JSONL or Parquet file. The first malformed line is refused with its number; blank ones are
+    skipped."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = _parquet_lines(path) if path.suffix == ".parquet" else path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise refuse(setting, str(path), f"cannot be read ({error.strerror}); name a JSONL file") from error
     except UnicodeDecodeError as error:
@@ -57,6 +58,18 @@ def read_prompts(path: Path, setting: str = "input") -> list[Prompt]:
     if not prompts:
         raise refuse(setting, str(path), "holds no prompts; write one JSON object a line")
     return prompts
+
+
+def _parquet_lines(path: Path) -> list[str]:
+    """The rows of a data set's file as lines of JSON, of the columns that may hold prompts."""
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        names = parquet.read_schema(path).names
+        table = parquet.read_table(path, columns=[name for name in names if name in (*FORMS, "id")])
+    except ArrowInvalid as error:
+        raise refuse("data", str(path), f"is no Parquet file ({str(error).splitlines()[0]})") from None
+    return [json.dumps(row) for row in table.to_pylist()]
 
 
 def _parse(path: Path, setting: str, number: int, text: str) -> Prompt:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy")
-COMMANDS = ["eval", "check", "sweep", "bench", "trace", "generate", "send-one", "doctor", "models"]
+COMMANDS = ["eval", "check", "sweep", "bench", "trace", "train-draft", "generate", "send-one", "doctor", "models"]
 
 
 def plain(text: str) -> str:
@@ -20,7 +20,8 @@ def plain(text: str) -> str:
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
-        "pages = (['--help'], ['sweep', '--help'], ['bench', '--help'], ['eval', '--help'], ['check', '--help']);"
+        "commands = [[], ['sweep'], ['bench'], ['train-draft'], ['eval'], ['check']];"
+        "pages = [[*command, '--help'] for command in commands];"
         "results = [CliRunner().invoke(app, words) for words in pages];"
         "assert all(result.exit_code == 0 for result in results), results;"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
@@ -60,6 +61,15 @@ def test_help_of_bench_has_an_example_and_none_of_what_its_points_decide(run):
     for option in ("--model", "--dtype", "--page-size", "--prefill-chunk", "--sections", "--json"):
         assert option in shown
     for option in ("--spec ", "--kv-pages", "--max-running", "--draft ", "--prefix-cache"):
+        assert option not in shown
+
+
+def test_help_of_train_draft_has_an_example_and_none_of_what_drafts_while_running(run):
+    shown = plain(run("train-draft", "--help").output)
+    assert "specbatch train-draft --algorithm dflash --answers" in shown
+    for option in ("--model", "--dtype", "--max-running", "--block-size", "--unroll", "--vocab", "--held-out", "--lr"):
+        assert option in shown
+    for option in ("--spec ", "--kv-pages", "--draft-tokens", "--draft-topk", "--prefix-cache", "--max-model-len"):
         assert option not in shown
 
 

@@ -1,0 +1,1 @@
+"""Training of draft heads for a model of one's own: `specbatch train-draft`."""

@@ -1,0 +1,110 @@
+"""Heads that draft token by token, trained on their own hidden states ("training-time test" of EAGLE-3).
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025);
+github.com/sgl-project/SpecForge. Place p pairs the target's feature f_p with token t_{p+1} and predicts t_{p+2}. Step k
+goes on from there as a draft would: its own output of step k - 1 and the token t_{p+1+k}, at position p + k. It attends
+to the pairs of real features up to p, and to what its own steps 1..k left at this place. So all places of a sequence
+draft at once, each from its own prefix.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.training.data import Batch
+from specbatch.training.head import Guess, Head, Scores
+from specbatch.training.layers import Rotary
+from specbatch.training.target import Target
+
+DECAY = 0.8  # SpecForge's weight of a step over the one before
+
+
+class ChainHead(Head):
+    """kept: int64 [Vd], the target's ids of the tokens that it drafts, ascending; None is all."""
+
+    kept: torch.Tensor | None = None
+    rotary: Rotary
+
+    def begin(self, last: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        """The target's features -> hidden [B, L, H], which its own output stands for later."""
+        raise NotImplementedError
+
+    def advance(self, embedded: torch.Tensor, hidden: torch.Tensor, memory: Memory) -> torch.Tensor:
+        """One step: embedded, hidden [B, L, H] -> the next hidden [B, L, H]."""
+        raise NotImplementedError
+
+    def predict(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
+        """[n, H] -> logits [n, Vd]."""
+        raise NotImplementedError
+
+    def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
+        last, aux = target.features(batch, self.aux)
+        tokens = batch.tokens
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        # Hidden states of answer tokens behind which another one stands: what the target would say there is learnt.
+        known = (places >= batch.prompts[:, None]) & (places + 1 < batch.lengths[:, None])
+        wanted, inside = self._laws(target, last[known])
+        law = torch.full_like(tokens, -1)
+        law[known] = torch.arange(len(wanted), device=tokens.device)
+
+        guesses = []
+        memory = Memory(self.rotary, places)
+        hidden = self.begin(last, aux)
+        right = ahead(known, 1, False)  # the root is a token of the answer
+        for step in range(self.drafts):
+            hidden = self.advance(F.embedding(ahead(tokens, 1 + step, 0), target.embedding), hidden, memory)
+            rows = ahead(law, 1 + step, -1)
+            stands = ahead(known, 1, False) & (rows >= 0)
+            logits = self.predict(hidden[stands], target).float()
+            drafted = logits.argmax(-1) if self.kept is None else self.kept[logits.argmax(-1)]
+            hits = drafted == ahead(tokens, 2 + step, 0)[stands]
+            right = right & stands
+            right[stands] &= hits
+            learnt = inside[rows[stands]]
+            losses = -(wanted[rows[stands]][learnt] * logits[learnt].log_softmax(-1)).sum(-1)
+            guesses.append(Guess(losses, hits, right[stands]))
+        return Scores.of(guesses, DECAY)
+
+    def _laws(self, target: Target, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's distribution over the head's tokens, float32 [n, Vd], and whether its likeliest token is one of
+        them: bool [n]."""
+        logits = target.logits(last)
+        if self.kept is None:
+            return logits.softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        return logits[:, self.kept].softmax(-1), torch.isin(logits.argmax(-1), self.kept)
+
+
+class Memory:
+    """Keys and values of the steps so far. Place p of step k is at position p + k."""
+
+    def __init__(self, rotary: Rotary, places: torch.Tensor) -> None:
+        self.rotary = rotary
+        self._places = places
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [L], of the step whose keys are not here yet."""
+        return self._places + len(self._keys)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [B, L, kv heads, group, head_dim], k and v [B, L, kv heads, head_dim] of this step, which are kept ->
+        [B, L, kv heads, group, head_dim]."""
+        self._keys.append(k)
+        self._values.append(v)
+        length = len(self._places)
+        scores = torch.einsum("blkgd,bmkd->bkglm", q, self._keys[0])
+        scores = scores.masked_fill(self._places > self._places[:, None], -torch.inf)
+        own = [torch.einsum("blkgd,blkd->bkgl", q, key)[..., None] for key in self._keys[1:]]
+        weights = (torch.cat([scores, *own], -1).float() * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
+        attended = torch.einsum("bkglm,bmkd->blkgd", weights[..., :length], self._values[0])
+        for step, value in enumerate(self._values[1:]):
+            attended = attended + torch.einsum("bkgl,blkd->blkgd", weights[..., length + step], value)
+        return attended
+
+
+def ahead(x: torch.Tensor, count: int, fill: int | bool) -> torch.Tensor:
+    """x [B, L] of `count` places further on; `fill` where there is none."""
+    return F.pad(x[:, count:], (0, min(count, x.shape[1])), value=fill)

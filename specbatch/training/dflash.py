@@ -1,0 +1,128 @@
+"""DFlash in the format of z-lab (`DFlashDraftModel`): a block of mask tokens, filled in one pass.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). Anchors are drawn at random
+among an answer's tokens. Behind an anchor stand block_size - 1 masks; they read the target's features in front of the
+anchor, and each other, and row j learns the token at anchor + j. Embedding and output matrix are the target's and do
+not train. Rows further on weigh less, exp(-(j - 1) / (block_size / 2)): what counts is all before it being
+right.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specbatch.training.data import Batch
+from specbatch.training.eagle3 import layer_keys, plain_rope
+from specbatch.training.head import Guess, Head, Layer, Scores
+from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialise
+from specbatch.training.target import Target
+
+ARCHITECTURE = "DFlashDraftModel"
+
+
+class DFlashHead(Head):
+    def __init__(
+        self, target: Target, *, layers: int, block: int, anchors: int, mask_token: int, max_len: int, seed: int
+    ) -> None:
+        """block: rows of a pass, the anchor's included; anchors: most of them in one example."""
+        super().__init__()
+        base = target.config
+        sizes = replace(
+            base, num_layers=layers, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, rope=plain_rope(base)
+        )
+        hidden, eps = base.hidden_size, base.rms_norm_eps
+        self.drafts = block - 1
+        self.aux = feature_layers(base.num_layers, layers)
+        self._sizes, self._depth = sizes, base.num_layers
+        self._anchors, self._mask_token = anchors, mask_token
+        self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)
+        self.hidden_norm = Norm(hidden, eps)
+        self.layers = nn.ModuleList(
+            Layer(Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes)) for _ in range(layers)
+        )
+        self.norm = Norm(hidden, eps)
+        initialise(self, seed)
+        with torch.no_grad():
+            self.norm.weight.copy_(target.norm)
+        self.to(target.device)
+        self._rotary = Rotary(sizes, max_len + block, target.device)
+
+    def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
+        _, aux = target.features(batch, self.aux)
+        assert aux is not None
+        anchors, drawn = self._draw(batch, generator)
+        places = anchors[..., None] + torch.arange(self.drafts + 1, device=anchors.device)  # [B, A, rows]
+        tokens = F.pad(batch.tokens, (0, self.drafts + 1))
+        truth = tokens.gather(1, places.flatten(1)).view_as(places)
+        blocks = torch.full_like(places, self._mask_token)
+        blocks[..., 0] = truth[..., 0]
+        hidden = self(aux, F.embedding(blocks, target.embedding), places)
+        alive = drawn
+        guesses = []
+        for row in range(1, self.drafts + 1):
+            stands = drawn & (places[..., row] < batch.lengths[:, None])
+            logits = F.linear(hidden[:, :, row][stands], target.head).float()
+            wanted = truth[..., row][stands]
+            hits = logits.argmax(-1) == wanted
+            alive = alive & stands
+            alive[stands] &= hits
+            guesses.append(Guess(F.cross_entropy(logits, wanted, reduction="none"), hits, alive[stands]))
+        return Scores.of(guesses, math.exp(-2 / (self.drafts + 1)))
+
+    def forward(self, aux: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """aux [B, L, n * H]; blocks [B, A, rows, H] embedded, at places int64 [B, A, rows] -> [B, A, rows, H]."""
+        context = self.hidden_norm(self.fc(aux))  # no layer's input norm is applied to it
+        at = torch.arange(aux.shape[1], device=aux.device)
+        hidden = (at >= places[:, :, :1])[:, :, None]  # [B, A, 1, L]: what stands in front of the anchor is seen
+        x = blocks
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            attention, read = layer.self_attn, layer.input_layernorm(x)
+            q, _ = attention.queries(read, self._rotary, places)
+            k, v = attention.keys_values(read, self._rotary, places)
+            seen_k, seen_v = attention.keys_values(context, self._rotary, at)
+            far = torch.einsum("barkgd,blkd->bkgarl", q, seen_k).masked_fill(hidden[:, None, None], -torch.inf)
+            near = torch.einsum("barkgd,bamkd->bkgarm", q, k)  # every row of a block sees all of it
+            weights = (torch.cat([far, near], -1).float() * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)
+            length = aux.shape[1]
+            attended = torch.einsum("bkgarl,blkd->barkgd", weights[..., :length], seen_v)
+            attended = attended + torch.einsum("bkgarm,bamkd->barkgd", weights[..., length:], v)
+            x = layer.leave(x, attended)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+    def _draw(self, batch: Batch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Anchors int64 [B, A], and whether each is one, as an answer may be too short for so many: bool [B, A]."""
+        rows, length = batch.tokens.shape
+        at = torch.arange(length, device=batch.tokens.device)
+        possible = (at >= batch.prompts[:, None]) & (at + 1 < batch.lengths[:, None])
+        lots = torch.rand(rows, length, generator=generator).to(possible.device).masked_fill(~possible, -1)
+        drawn = lots.topk(min(self._anchors, length), 1)
+        return drawn.indices, drawn.values >= 0
+
+    def config(self) -> dict[str, Any]:
+        layers = self._sizes.num_layers
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "qwen3",
+            **layer_keys(self._sizes),
+            "num_hidden_layers": layers,
+            "layer_types": ["full_attention"] * layers,
+            "num_target_layers": self._depth,
+            "block_size": self.drafts + 1,
+            "dflash_config": {"mask_token_id": self._mask_token, "target_layer_ids": list(self.aux)},
+        }
+
+
+def feature_layers(depth: int, layers: int) -> tuple[int, ...]:
+    """Layers of the target, from 0, whose output is read: as many as the draft has, and three at least, from the second
+    to the fourth from the end at equal distances (z-lab/dflash); fewer where the target is too shallow."""
+    count = max(layers, 3)
+    wanted = {round(1 + index * (depth - 4) / (count - 1)) for index in range(count)}
+    return tuple(sorted({min(max(layer, 0), max(depth - 2, 0)) for layer in wanted}))

@@ -1,0 +1,122 @@
+"""EAGLE-3 in the format of SafeAILab and SpecForge (`LlamaForCausalLMEagle3`).
+
+h = fc(three residual streams of the target, side by side); q, k and v read [norm(embed(t)) ; norm(h)], and attention is
+added to h itself. The output matrix knows the commonest tokens only; `d2t` holds what to add to a draft's id for the
+target's, `t2d` which of the target's tokens are known. The embedding is the target's and not in the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from specbatch.models.config import ModelConfig, Rope
+from specbatch.training.chain import ChainHead, Memory
+from specbatch.training.head import Layer
+from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialise
+from specbatch.training.target import Target
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+class MidLayer(Layer):
+    hidden_norm: Norm
+
+
+class Eagle3Head(ChainHead):
+    def __init__(self, target: Target, kept: torch.Tensor, *, steps: int, max_len: int, seed: int) -> None:
+        """kept: int64 [Vd], ascending; steps: drafts that are unrolled."""
+        super().__init__()
+        base = target.config
+        sizes = replace(base, num_layers=1, qk_norm=False, rope=plain_rope(base))
+        hidden, eps = base.hidden_size, base.rms_norm_eps
+        self.drafts = steps
+        self.kept = kept.to(target.device)
+        self._usual = usual_boundaries(base.num_layers)
+        self._boundaries = feature_boundaries(base.num_layers)
+        self.aux = tuple(boundary - 1 for boundary in self._boundaries)
+        self._sizes = sizes
+        self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)
+        self.midlayer = MidLayer(Attention(sizes, inputs=2), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
+        self.midlayer.hidden_norm = Norm(hidden, eps)
+        self.norm = Norm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, len(kept), bias=False)
+        initialise(self, seed)
+        with torch.no_grad():
+            # It begins as what the target makes of its own upper layer: far less is left to learn.
+            self.fc.weight[:, -hidden:] += torch.eye(hidden)
+            self.norm.weight.copy_(target.norm)
+            self.lm_head.weight.copy_(target.head[self.kept])
+        self.to(target.device)
+        self.rotary = Rotary(sizes, max_len + steps, target.device)
+
+    def begin(self, last: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = self.fc(aux)
+        return out
+
+    def advance(self, embedded: torch.Tensor, hidden: torch.Tensor, memory: Memory) -> torch.Tensor:
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
+        q, _ = attention.queries(x, memory.rotary, memory.positions)
+        return layer.leave(hidden, memory.attend(q, *attention.keys_values(x, memory.rotary, memory.positions)))
+
+    def predict(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
+        out: torch.Tensor = self.lm_head(self.norm(hidden))
+        return out
+
+    def config(self) -> dict[str, Any]:
+        described = {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            **layer_keys(self._sizes),
+            "num_hidden_layers": 1,
+            "draft_vocab_size": self.lm_head.out_features,
+            "target_hidden_size": self._sizes.hidden_size,
+        }
+        if self._boundaries != self._usual:  # the same key inside eagle_config has two readings, here it has one
+            described["eagle_aux_hidden_state_layer_ids"] = list(self._boundaries)
+        return described
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        assert self.kept is not None
+        kept = self.kept.cpu()
+        known = torch.zeros(self._sizes.vocab_size, dtype=torch.bool)
+        known[kept] = True
+        return super().tensors() | {"d2t": kept - torch.arange(len(kept)), "t2d": known}
+
+
+def usual_boundaries(layers: int) -> tuple[int, int, int]:
+    """What all readers take where a config names none: k is the input of layer k, or the output of layer k - 1."""
+    return 2, layers // 2, layers - 3
+
+
+def feature_boundaries(layers: int) -> tuple[int, ...]:
+    """The usual ones, or in a target with too few layers for three of them the lowest three."""
+    usual = usual_boundaries(layers)
+    return usual if 1 <= usual[0] < usual[1] < usual[2] else tuple(range(1, min(layers, 4)))
+
+
+def plain_rope(target: ModelConfig) -> Rope:
+    """The target's theta without its scaling: a draft learns at the lengths it will see."""
+    return Rope(theta=target.rope.theta, rotary_dim=target.head_dim, source="rope_theta")
+
+
+def layer_keys(sizes: ModelConfig) -> dict[str, Any]:
+    """What configs of heads say of their layers, in the spelling that all readers know."""
+    return {
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "max_position_embeddings": sizes.max_position,
+        "rope_theta": sizes.rope.theta,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }

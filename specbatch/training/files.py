@@ -1,0 +1,80 @@
+"""A trained head in its published format. Every file appears whole or not at all, config.json as the last one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from specbatch.errors import refuse
+from specbatch.metrics import write_atomic
+from specbatch.training.head import Head
+from specbatch.weights import Checkpoint, read_config
+from specbatch.weights.folder import FolderCheckpoint
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MTP_WEIGHTS = "model-mtp.safetensors"
+
+
+def write_head(folder: Path, head: Head, dtype: torch.dtype) -> None:
+    """config.json and model.safetensors, weights in `dtype`."""
+    _write_tensors(folder / WEIGHTS, _stored(head, dtype))
+    described = head.config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    write_atomic(folder / CONFIG, json.dumps(described, indent=2) + "\n")
+
+
+def write_beside(folder: Path, head: Head, dtype: torch.dtype, target: FolderCheckpoint) -> None:
+    """The target's own checkpoint with the head's tensors in one file more. The target's files are linked, or copied
+    where a link cannot be made."""
+    tensors = _stored(head, dtype)
+    source = target.folder
+    for path in source.iterdir():
+        if path.is_file() and path.name not in (CONFIG, INDEX):
+            _link(path, folder / path.name)
+    _write_tensors(folder / MTP_WEIGHTS, tensors)
+    index = read_config(source / INDEX) if (source / INDEX).is_file() else {"metadata": {}}
+    only = next(path.name for path in sorted(source.glob("*.safetensors")))
+    index.setdefault("weight_map", dict.fromkeys(target.names(), only))
+    index["weight_map"] |= dict.fromkeys(tensors, MTP_WEIGHTS)
+    write_atomic(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    write_atomic(folder / CONFIG, json.dumps(read_config(source / CONFIG) | head.config(), indent=2) + "\n")
+
+
+def takes_a_head(target: Checkpoint) -> FolderCheckpoint:
+    """Refuse a target that a head cannot be put beside."""
+    if not isinstance(target, FolderCheckpoint):
+        raise refuse("algorithm", "mtp", f"its head is stored beside the target's files, and {target.name} has none")
+    if target.mtp:
+        raise refuse("algorithm", "mtp", f"{target.name} has a head beside it already; train it for one without")
+    target.tokenizer()  # a GGUF file's is written to its folder when it is first asked for
+    return target
+
+
+def _stored(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    tensors = {name: tensor.detach().cpu() for name, tensor in head.tensors().items()}
+    return {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    part = path.with_name(f".{path.name}.part{os.getpid()}")
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _link(source: Path, place: Path) -> None:
+    try:
+        os.link(source.resolve(), place)
+    except OSError:
+        shutil.copyfile(source, place)

@@ -1,0 +1,70 @@
+"""MTP, or NEXTN: one layer beside the target as `mtp.*`, in the layout of Qwen3-Next and Qwen3.5.
+
+x = fc([norm(embed(t)) ; norm(h)]) with the target's hidden state after its final norm; a layer with gated attention; a
+norm whose output goes through the target's output matrix and is the next h. All norms are centred on zero: they
+multiply by 1 + weight. Embedding and output matrix are the target's and do not train.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specbatch.training.chain import ChainHead, Memory
+from specbatch.training.head import Layer
+from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialise
+from specbatch.training.target import Target
+
+PREFIX = "mtp."
+
+
+class MtpHead(ChainHead):
+    def __init__(self, target: Target, *, steps: int, max_len: int, seed: int) -> None:
+        """steps: drafts that are unrolled."""
+        super().__init__()
+        base = target.config
+        sizes = replace(base, num_layers=1, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False)
+        hidden, eps = base.hidden_size, base.rms_norm_eps
+        self.drafts = steps
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.pre_fc_norm_embedding = Norm(hidden, eps, offset=1)
+        self.pre_fc_norm_hidden = Norm(hidden, eps, offset=1)
+        attention = Attention(sizes, gated=True, offset=1)
+        self.layers = nn.ModuleList(
+            [Layer(attention, Norm(hidden, eps, offset=1), Norm(hidden, eps, offset=1), Mlp(sizes))]
+        )
+        self.norm = Norm(hidden, eps, offset=1)
+        initialise(self, seed)
+        with torch.no_grad():
+            # It begins as the target's own hidden state, in the size that the output matrix expects.
+            self.fc.weight[:, hidden:] += torch.eye(hidden)
+            self.norm.weight.fill_(target.norm.float().square().mean().sqrt() - 1)
+        self.to(target.device)
+        self.rotary = Rotary(sizes, max_len + steps, target.device)
+
+    def begin(self, last: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        return last
+
+    def advance(self, embedded: torch.Tensor, hidden: torch.Tensor, memory: Memory) -> torch.Tensor:
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))
+        read = layer.input_layernorm(x)
+        q, gate = layer.self_attn.queries(read, memory.rotary, memory.positions)
+        k, v = layer.self_attn.keys_values(read, memory.rotary, memory.positions)
+        out: torch.Tensor = self.norm(layer.leave(x, memory.attend(q, k, v), gate))
+        return out
+
+    def predict(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
+        return F.linear(hidden, target.head)
+
+    def config(self) -> dict[str, Any]:
+        """What the target's own config.json says more, once the head lies beside it."""
+        return {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f"{PREFIX}{name}": tensor for name, tensor in super().tensors().items()}

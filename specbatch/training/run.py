@@ -1,0 +1,175 @@
+"""`specbatch train-draft` from prompts to files: answers, training, the head, and a record of how it was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbatch import weights
+from specbatch.build import find_device, find_dtype
+from specbatch.config import EngineConfig
+from specbatch.errors import at_least, refuse
+from specbatch.metrics import hardware, versions, write_atomic
+from specbatch.progress import Report
+from specbatch.prompts import read_prompts
+from specbatch.request import SamplingParams
+from specbatch.training import files
+from specbatch.training.data import ANSWERS, Example, answer, answers_hash, read_answers, split, write_answers
+from specbatch.training.recipe import Recipe
+from specbatch.training.target import Target
+from specbatch.training.trainer import History, make_head, train
+from specbatch.transfer import on_device
+from specbatch.weights.bundled import file_hash
+
+if TYPE_CHECKING:
+    from specbatch.engine import Engine
+    from specbatch.weights import Checkpoint
+
+RECORD = "record.json"
+OpenEngine = Callable[[EngineConfig], AbstractContextManager["Engine"]]
+Progress = Callable[[str], AbstractContextManager[Report]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where answers come from: prompts in `data`, the first `limit` of them, answered under `params`; or `answers`, a
+    file that an earlier run has written."""
+
+    data: Path | None
+    answers: Path | None
+    params: SamplingParams
+    chat_template: bool = True
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.data is None) == (self.answers is None):
+            found = None if self.data is None else str(self.data)
+            raise refuse("data", found, "give either --data (prompts) or --answers (of an earlier run)")
+        if self.limit is not None:
+            at_least("limit", self.limit, 1)
+
+
+def train_draft(
+    config: EngineConfig,
+    source: Source,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    open_engine: OpenEngine,
+    progress: Progress,
+    log: Callable[[str], None],
+) -> dict[str, Any]:
+    """Train a head for `config.model` and write it to `folder`, which exists and is empty; returns the record.
+
+    Raises SpecbatchError for what cannot be trained. An interruption of the training itself writes the head as it is,
+    and then goes on its way as KeyboardInterrupt.
+    """
+    device = find_device(config.device)
+    checkpoint = weights.open_checkpoint(
+        config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=log
+    )
+    dtype = find_dtype(config.dtype, checkpoint.config.dtype, device)
+    if dtype == torch.float16:
+        raise refuse("dtype", "float16", "small gradients vanish in it; use bfloat16 or float32")
+    if recipe.max_len > checkpoint.config.max_position:
+        works = f"{checkpoint.name} has {checkpoint.config.max_position} positions; use at most that"
+        raise refuse("max_len", recipe.max_len, works)
+    recipe.vocabulary(checkpoint.config.vocab_size)
+    beside = files.takes_a_head(checkpoint) if recipe.algorithm == "mtp" else None
+    examples, described = _examples(config, source, recipe, checkpoint, folder, open_engine, progress)
+    kept, held_out = split(examples, recipe.held_out)
+    log(f"data: {len(kept)} answers to train on, {len(held_out)} kept out; {described['answer_tokens']} tokens in all")
+
+    with on_device(device), progress("train") as report:
+        target = Target(checkpoint, dtype, device, recipe.max_len)
+        head = make_head(recipe, target, kept, checkpoint.tokenizer().vocab_size)
+        count = sum(parameter.numel() for parameter in head.parameters())
+        log(f"head: {recipe.algorithm}, {count / 1e6:.1f} M parameters, for {checkpoint.name} in {_name(dtype)}")
+        history = train(head, target, kept, held_out, recipe, log=log, report=report)
+        if beside is None:
+            files.write_head(folder, head, dtype)
+        else:
+            files.write_beside(folder, head, dtype, beside)
+    record = _record(config, recipe, described, history, checkpoint, count)
+    write_atomic(folder / RECORD, json.dumps(record, indent=2) + "\n")
+    if history.interrupted:
+        raise KeyboardInterrupt(f"the head as it was after {history.steps} of {recipe.steps} steps is in {folder}")
+    return record
+
+
+def _examples(
+    config: EngineConfig,
+    source: Source,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    folder: Path,
+    open_engine: OpenEngine,
+    progress: Progress,
+) -> tuple[list[Example], dict[str, Any]]:
+    """The answers, and what a record says of them."""
+    described: dict[str, Any]
+    if source.answers is not None:
+        examples = read_answers(source.answers, checkpoint.config.vocab_size, recipe.max_len)
+        described = {"answers": str(source.answers), "file_sha256": file_hash(source.answers)}
+    else:
+        assert source.data is not None
+        prompts = read_prompts(source.data, "data")[: source.limit]
+        with open_engine(config) as engine, progress("answers") as report:
+            examples = answer(
+                engine,
+                prompts,
+                source.params,
+                max_len=recipe.max_len,
+                chat_template=source.chat_template,
+                report=report,
+            )
+        write_answers(folder / ANSWERS, examples)
+        described = {
+            "data": str(source.data),
+            "file_sha256": file_hash(source.data),
+            "prompts": len(prompts),
+            "chat_template": source.chat_template,
+            "temperature": source.params.temperature,
+            "top_p": source.params.top_p,
+            "max_new_tokens": source.params.max_new_tokens,
+        }
+    tokens = sum(len(item.tokens) - item.prompt for item in examples)
+    return examples, described | {
+        "answers_used": len(examples),
+        "answer_tokens": tokens,
+        "answers_sha256": answers_hash(examples),
+    }
+
+
+def _record(
+    config: EngineConfig,
+    recipe: Recipe,
+    data: dict[str, Any],
+    history: History,
+    checkpoint: Checkpoint,
+    parameters: int,
+) -> dict[str, Any]:
+    return {
+        "command": "train-draft",
+        "model": config.model,
+        "origin": checkpoint.origin,
+        "engine": config.as_dict(),
+        "recipe": recipe.as_dict(),
+        "data": data,
+        "parameters": parameters,
+        "history": history.as_dict(),
+        "versions": versions(),
+        "hardware": hardware(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

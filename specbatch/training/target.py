@@ -1,0 +1,58 @@
+"""The frozen target as its drafts see it while they train: features of a batch, and what it would say."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels.heads import Heads, split_heads_ref
+from specbatch.models.config import ModelConfig
+from specbatch.models.llama import Llama
+from specbatch.training.data import Batch
+from specbatch.weights import Checkpoint
+
+HEAD = "lm_head.weight"
+
+
+class Target:
+    """embedding, head [V, H]: its two matrices as plain tensors, for drafts that read and write through them."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
+        """max_len: tokens of the longest example."""
+        self.name = checkpoint.name
+        self.config: ModelConfig = checkpoint.config
+        self.dtype = dtype
+        self.device = device
+        self._model = Llama(checkpoint.config, checkpoint.tensor, dtype=dtype, device=device, max_positions=max_len)
+        self.embedding = self._model.embedding
+        tied = checkpoint.config.tie_embeddings
+        self.head = self.embedding if tied else checkpoint.tensor(HEAD).to(device=device, dtype=dtype)
+        self.norm = self._model.norm.weight
+
+    @torch.no_grad()
+    def features(self, batch: Batch, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states after the final norm [B, L, H], and the residual stream behind `layers`, side by side
+        [B, L, n * H], or None without any. What stands behind an example's end is of no account."""
+        rows, length = batch.tokens.shape
+        positions = torch.arange(length, device=self.device).repeat(rows)
+        model = self._model.with_aux(layers)
+        last, aux = model.forward(batch.tokens.flatten(), positions, _Whole(rows))
+        return last.unflatten(0, (rows, length)), None if aux is None else aux.unflatten(0, (rows, length))
+
+    @torch.no_grad()
+    def logits(self, last: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> float32 [T, V]."""
+        return self._model.logits(last).float()
+
+
+class _Whole:
+    """A forward pass over whole sequences of one length, without a cache: padding behind a sequence is never seen."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+        parts = split_heads_ref(qkv, heads, positions)
+        q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(0, 1).flatten(1)

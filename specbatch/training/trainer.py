@@ -1,0 +1,193 @@
+"""The training loop: AdamW, a cosine, clipped gradients, and what the head is worth on answers that it never saw."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from specbatch.errors import refuse
+from specbatch.progress import Report
+from specbatch.training.data import Batch, Example, endless, frequent, groups
+from specbatch.training.dflash import DFlashHead
+from specbatch.training.eagle3 import Eagle3Head
+from specbatch.training.head import Head
+from specbatch.training.mtp import MtpHead
+from specbatch.training.recipe import Recipe
+from specbatch.training.target import Target
+
+WARMUP = 0.04  # share of the steps in which the learning rate rises
+FLOOR = 0.1  # of the learning rate, at the end
+CLIP = 1.0  # largest norm of the gradient
+WEIGHT_DECAY = 0.01
+BETAS = (0.9, 0.95)
+ANCHORS = 16  # blocks of an example and update
+LINES = 10  # measurements in a run, the first of them before any update
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a head is worth, by draft position.
+
+    loss        cross entropy with the target (eagle3, mtp: with its distribution; dflash: with its tokens)
+    accuracy    share of places where the draft is the token that the target wrote
+    chain       share of places where it is, and so are all drafts before it
+    accept_length  1 + the sum of `chain`: tokens per verify if verifies began at every token of an answer alike
+    places      over how many
+    """
+
+    loss: list[float]
+    accuracy: list[float]
+    chain: list[float]
+    accept_length: float
+    places: list[int]
+
+    @classmethod
+    def of(cls, sums: torch.Tensor) -> Measured:
+        """sums: as in `Scores`."""
+        losses, hits, chains = (part / sums[3].clamp(min=1) for part in sums[:3])
+        length = 1 + float(chains.sum())
+        return cls(losses.tolist(), hits.tolist(), chains.tolist(), length, sums[3].long().tolist())
+
+    def __str__(self) -> str:
+        shares = " ".join(f"{100 * share:.0f}" for share in self.accuracy)
+        return f"loss {self.loss[0]:.3f}, accuracy by position {shares} %, accept length {self.accept_length:.2f}"
+
+
+@dataclass
+class History:
+    """steps: updates made; seconds: training alone; measured: step -> on answers kept out; losses: step -> mean
+    training loss since the one before."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+    measured: dict[int, Measured] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Head:
+    """An untrained head. spare_tokens: ids from here on stand for no text."""
+    shared = {"max_len": recipe.max_len, "seed": recipe.seed}
+    if recipe.algorithm == "eagle3":
+        assert recipe.unroll is not None
+        total = target.config.vocab_size
+        kept = frequent(train, recipe.vocabulary(total), total)
+        return Eagle3Head(target, kept, steps=recipe.unroll, **shared)
+    if recipe.algorithm == "mtp":
+        assert recipe.unroll is not None
+        return MtpHead(target, steps=recipe.unroll, **shared)
+    assert recipe.draft_layers is not None
+    assert recipe.block_size is not None
+    if target.config.num_layers < 2:
+        raise refuse("algorithm", "dflash", f"{target.name} has one layer and DFLASH reads one below the last; use mtp")
+    mask = _mask_token(train, target.config.vocab_size, spare_tokens)
+    return DFlashHead(
+        target, layers=recipe.draft_layers, block=recipe.block_size, anchors=ANCHORS, mask_token=mask, **shared
+    )
+
+
+def train(
+    head: Head,
+    target: Target,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    recipe: Recipe,
+    *,
+    log: Callable[[str], None],
+    report: Report,
+) -> History:
+    """Update `head` in place. Ctrl-C ends the training early and is noted, not raised: what was learnt is not lost."""
+    history = History()
+    optimizer = torch.optim.AdamW(head.parameters(), recipe.lr, BETAS, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, recipe.steps))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    batches = endless(examples, recipe.batch_tokens, recipe.seed)
+    every = max(1, math.ceil(recipe.steps / LINES))
+    losses: list[float] = []
+    start = time.perf_counter()
+    try:
+        _note(history, head, target, held_out, recipe, log)
+        for group in batches:
+            with _precision(target):
+                scores = head.score(Batch.of(group, target.device), target, generator)
+            if not torch.isfinite(scores.sums).all():
+                raise refuse("lr", recipe.lr, f"the loss is no number any more after {history.steps} steps; lower it")
+            optimizer.zero_grad()
+            scores.loss.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+            history.steps += 1
+            losses.append(float(scores.loss.detach()))
+            report(history.steps, recipe.steps)
+            if history.steps % every == 0 or history.steps == recipe.steps:
+                history.losses[history.steps] = sum(losses) / len(losses)
+                losses.clear()
+                _note(history, head, target, held_out, recipe, log)
+            if history.steps == recipe.steps:
+                break
+    except KeyboardInterrupt:
+        history.interrupted = True
+    history.seconds = time.perf_counter() - start
+    return history
+
+
+@torch.no_grad()
+def measure(head: Head, target: Target, examples: Sequence[Example], recipe: Recipe) -> Measured:
+    """On `examples`; what a method draws is the same each time."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    sums = torch.zeros(4, head.drafts, dtype=torch.float64)
+    for group in groups(examples, recipe.batch_tokens):
+        with _precision(target):
+            sums += head.score(Batch.of(group, target.device), target, generator).sums
+    return Measured.of(sums)
+
+
+def rate(step: int, steps: int) -> float:
+    """Factor on the learning rate: a line up, then half a cosine down to FLOOR."""
+    rise = max(1, round(WARMUP * steps))
+    if step < rise:
+        return (step + 1) / rise
+    done = (step - rise) / max(1, steps - rise)
+    return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def _note(
+    history: History,
+    head: Head,
+    target: Target,
+    held_out: Sequence[Example],
+    recipe: Recipe,
+    log: Callable[[str], None],
+) -> None:
+    found = history.measured[history.steps] = measure(head, target, held_out, recipe)
+    trained = history.losses.get(history.steps)
+    log(f"step {history.steps}: {'' if trained is None else f'training loss {trained:.3f}; '}held out: {found}")
+
+
+def _mask_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
+    """An id that never stands in a text: one behind the tokenizer's own, else the last one that no answer holds."""
+    if spare < vocabulary:
+        return spare
+    seen = {token for example in train for token in example.tokens}
+    unseen = (token for token in reversed(range(vocabulary)) if token not in seen)
+    token = next(unseen, None)
+    if token is None:
+        raise refuse("algorithm", "dflash", "the data hold every token of the target, and none is left for a mask")
+    return token
+
+
+@contextmanager
+def _precision(target: Target) -> Iterator[None]:
+    """Products in the target's type; weights, sums and the optimizer's state stay float32."""
+    with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
+        yield

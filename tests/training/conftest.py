@@ -1,0 +1,145 @@
+"""A tiny target on disk, its answers, and heads trained for it by the command's own way."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+
+from specbatch import weights
+from specbatch.commands.output import open_engine
+from specbatch.config import EngineConfig
+from specbatch.models.config import ModelConfig
+from specbatch.request import SamplingParams
+from specbatch.training.data import Example, read_answers
+from specbatch.training.recipe import Recipe
+from specbatch.training.run import Source, train_draft
+from specbatch.training.target import Target
+
+VOCABULARY, MAX_LEN, LAYERS = 40, 48, 9
+CPU = torch.device("cpu")
+RECIPES = {
+    "eagle3": {"unroll": 3, "vocab": 24},
+    "mtp": {"unroll": 3, "steps": 12, "lr": 1e-2},  # longer, and it would never err: nothing to compare
+    "dflash": {"draft_layers": 2, "block_size": 5, "steps": 120, "lr": 1e-2},
+}
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with an output matrix of its own and a theta that is no default."""
+    folder = tmp_path_factory.mktemp("target")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * 0.8 / math.sqrt(shape[-1])
+        if len(shape) > 1
+        else 1 + torch.randn(shape, generator=generator) / 4
+        for name, shape in ModelConfig.from_dict(config).tensor_shapes().items()
+    }
+    # Mostly a token decides what comes next, in one long circle, and what stands before it sometimes.
+    embedding = tensors["model.embed_tokens.weight"] = 10 * F.normalize(tensors["model.embed_tokens.weight"])
+    circle = 3 + torch.randperm(VOCABULARY - 5, generator=generator)
+    tensors["lm_head.weight"][circle.roll(-1)] = embedding[circle] / 7
+    save_file(tensors, folder / "model.safetensors")
+    words = {f"w{index}": index for index in range(VOCABULARY - 2)}  # two rows stand for no text
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = torch.Generator().manual_seed(6)
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [torch.randint(3, VOCABULARY - 2, (3 + index % 7,), generator=generator).tolist() for index in range(70)]
+    path.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
+    """`train(folder, algorithm, data=..., log=..., **recipe)` runs the whole command but for its options."""
+
+    def run(
+        folder: Path,
+        algorithm: str,
+        *,
+        data: Path | None = None,
+        answers: Path | None = None,
+        log: Callable[[str], None] = lambda line: None,
+        report: Callable[[int, int], None] = lambda done, total: None,
+        temperature: float = 0.0,
+        **settings: Any,
+    ) -> dict[str, Any]:
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {"steps": 60, "batch_tokens": 200, "max_len": MAX_LEN, "lr": 5e-3, "held_out": 10} | settings
+        recipe = Recipe(algorithm=algorithm, **RECIPES.get(algorithm, {}) | settings)
+        config = EngineConfig(
+            model=str(target_folder), device="cpu", max_model_len=MAX_LEN, max_running=8, page_size=4, seed=recipe.seed
+        )
+        source = Source(data, answers, SamplingParams(temperature=temperature, max_new_tokens=30))
+        return train_draft(
+            config,
+            source,
+            recipe,
+            folder,
+            open_engine=open_engine,
+            progress=lambda label: nullcontext(report),
+            log=log,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def answers_file(
+    train: Callable[..., dict[str, Any]], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("answers") / "head"
+    train(folder, "eagle3", data=prompts_file, steps=1)
+    return folder / "answers.jsonl"
+
+
+@pytest.fixture(scope="session")
+def examples(answers_file: Path) -> list[Example]:
+    return read_answers(answers_file, VOCABULARY, MAX_LEN)
+
+
+@pytest.fixture(scope="session")
+def target(target_folder: Path) -> Target:
+    return Target(weights.open_checkpoint(str(target_folder)), torch.float32, CPU, MAX_LEN)
+
+
+@pytest.fixture(scope="session")
+def trained(
+    train: Callable[..., dict[str, Any]], answers_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Algorithm -> the folder of a trained head and its record."""
+    room = tmp_path_factory.mktemp("heads")
+    return {name: (room / name, train(room / name, name, answers=answers_file)) for name in RECIPES}

@@ -1,0 +1,64 @@
+"""All places of a text drafting at once equal one place drafting alone, pair by pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specbatch.training.chain import Memory, ahead
+from specbatch.training.data import Batch, Example
+from specbatch.training.eagle3 import Eagle3Head
+from specbatch.training.mtp import MtpHead
+
+from .conftest import CPU, VOCABULARY
+
+STEPS, LENGTH = 3, 12
+
+
+@pytest.fixture(params=["eagle3", "mtp"])
+def head(request, target):
+    """Random in every parameter, and far from harmless."""
+    if request.param == "mtp":
+        made = MtpHead(target, steps=STEPS, max_len=LENGTH, seed=3)
+    else:
+        made = Eagle3Head(target, torch.arange(VOCABULARY), steps=STEPS, max_len=LENGTH, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+    return made
+
+
+@torch.no_grad()
+def test_unrolled_steps_are_drafts_of_each_place_alone(head, target):
+    tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    batch = Batch.of([Example(tuple(row), 1) for row in tokens.tolist()], CPU)
+    start = head.begin(*target.features(batch, head.aux))
+    memory, hidden, unrolled = Memory(head.rotary, torch.arange(LENGTH)), start, []
+    for step in range(STEPS):
+        hidden = head.advance(F.embedding(ahead(tokens, 1 + step, 0), target.embedding), hidden, memory)
+        unrolled.append(hidden)
+    for place in (0, 3, LENGTH - STEPS - 1):
+        pairs = start[:, : place + 1]
+        for step in range(STEPS):
+            count = place + 1 + step
+            embedded = F.embedding(tokens[:, 1 : count + 1], target.embedding)
+            alone = head.advance(embedded, pairs, Memory(head.rotary, torch.arange(count)))[:, -1:]
+            torch.testing.assert_close(unrolled[step][:, place], alone[:, 0], rtol=1e-4, atol=1e-4)
+            pairs = torch.cat([pairs, alone], 1)
+
+
+@torch.no_grad()
+def test_what_is_scored_are_drafts_behind_roots_of_the_answer(head, target):
+    """An answer of n tokens has n - 1 - k places for draft k: its first token is the first root."""
+    tokens = tuple(torch.randint(3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist())
+    batch = Batch.of([Example(tokens, 5), Example(tokens[:9], 6)], CPU)
+    places = head.score(batch, target, torch.Generator()).sums[3].tolist()
+    assert places == [(7 - 1 - k) + (3 - 1 - k) for k in range(STEPS)]
+
+
+def test_places_ahead():
+    rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert ahead(rows, 1, 0).tolist() == [[2, 3, 0], [5, 6, 0]]
+    assert ahead(rows, 5, -1).tolist() == [[-1] * 3] * 2

@@ -1,0 +1,137 @@
+"""What heads learn from: the target's own answers, kept as token ids, never those kept out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from specbatch.errors import SpecbatchError
+from specbatch.training.data import Batch, Example, endless, frequent, groups, read_answers, split, write_answers
+from specbatch.training.target import Target
+
+from .conftest import CPU, MAX_LEN, VOCABULARY
+
+
+def some(*lengths: int) -> list[Example]:
+    return [Example(tuple(range(count, count + count)), 2) for count in lengths]
+
+
+def test_answers_are_the_targets_own(examples, target):
+    """Greedy: every token of an answer is the likeliest one behind what stands before it."""
+    for start in range(0, 12, 4):
+        batch = Batch.of(examples[start : start + 4], CPU)
+        last, _ = target.features(batch, ())
+        likeliest = target.logits(last.flatten(0, 1)).argmax(-1).view_as(batch.tokens)
+        for row, item in enumerate(examples[start : start + 4]):
+            assert likeliest[row, item.prompt - 1 : len(item.tokens) - 1].tolist() == list(item.tokens[item.prompt :])
+
+
+def test_sampled_answers_depend_on_the_seed(train, prompts_file, tmp_path):
+    found = {}
+    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+        train(tmp_path / name, "eagle3", data=prompts_file, steps=1, temperature=1.0, seed=seed)
+        found[name] = read_answers(tmp_path / name / "answers.jsonl", VOCABULARY, MAX_LEN)
+    assert found["first"] == found["again"] != found["other"]
+
+
+def test_what_is_written_is_read(tmp_path):
+    examples = some(5, 9, 6)
+    write_answers(tmp_path / "a.jsonl", examples)
+    assert read_answers(tmp_path / "a.jsonl", 100, 64) == examples
+    cut = read_answers(tmp_path / "a.jsonl", 100, 6)
+    assert [len(item.tokens) for item in cut] == [5, 6, 6]
+    assert read_answers(tmp_path / "a.jsonl", 100, 4) == []  # answers of two tokens teach nothing
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[1]",
+        '{"prompt_token_ids": [1]}',
+        '{"prompt_token_ids": [1], "token_ids": [40, 1, 1]}',
+        '{"prompt_token_ids": [true], "token_ids": [1, 1, 1]}',
+        '{"prompt_token_ids": [], "token_ids": [1, 1, 1]}',
+    ],
+)
+def test_other_lines_are_refused_with_their_number(tmp_path, line):
+    write_answers(tmp_path / "a.jsonl", some(5))
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(SpecbatchError, match=r"a\.jsonl:2': a row has"):
+        read_answers(tmp_path / "a.jsonl", VOCABULARY, 64)
+
+
+def test_held_out_prompts_never_train():
+    examples = some(5, 6, 7, 8)
+    twin = Example((*examples[-1].tokens[:2], 1, 2, 3), 2)  # the same prompt, another answer
+    train, kept = split([twin, *examples], 2)
+    assert kept == examples[2:]
+    assert train == examples[:2]
+    with pytest.raises(SpecbatchError, match="held_out=4"):
+        split(examples, 4)
+
+
+def test_batches_hold_what_fits_and_every_example_once():
+    examples = some(5, 9, 3, 4, 30, 8, 8)
+    found = list(groups(examples, 24))
+    assert [item for group in found for item in group] == examples
+    for group in found:
+        assert len(group) == 1 or len(group) * max(len(item.tokens) for item in group) <= 24
+    assert max(map(len, found)) > 1
+
+
+def test_a_pass_is_shuffled_by_the_seed():
+    examples = some(*range(4, 20))
+
+    def take(seed: int, passes: int) -> list[Example]:
+        batches = endless(examples, 40, seed)
+        found: list[Example] = []
+        while len(found) < passes * len(examples):
+            found += next(batches)
+        return found
+
+    first = take(3, 2)
+    assert first == take(3, 2) != take(4, 2)
+    assert sorted(first[:16], key=lambda item: len(item.tokens)) == examples
+    assert first[:16] != first[16:]
+
+
+def test_the_commonest_tokens_of_answers():
+    examples = [Example((9, 9, 9, 9, 5, 5, 5, 3), 4), Example((9, 4, 3, 1), 1)]
+    assert frequent(examples, 3, 12).tolist() == [1, 3, 5]  # of those seen once, the lowest
+    assert frequent(examples, 5, 12).tolist() == [0, 1, 3, 4, 5]
+
+
+def test_features_are_those_of_the_text_alone(target: Target):
+    """Neither padding nor a neighbour is seen, and layers are counted from 0."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in (9, 4, 12)]
+    batch = Batch.of([Example(row, 1) for row in rows], CPU)
+    last, aux = target.features(batch, (1, 5))
+    assert aux is not None
+    for index, row in enumerate(rows):
+        alone, behind = target.features(Batch.of([Example(row, 1)], CPU), (5, 1))
+        assert behind is not None
+        torch.testing.assert_close(last[index, : len(row)], alone[0])
+        torch.testing.assert_close(aux[index, : len(row)], torch.cat([*reversed(behind[0].chunk(2, -1))], -1))
+
+
+def test_prompts_may_lie_in_parquet(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    from specbatch.prompts import read_prompts
+
+    table = {"question": ["1 + 1?", "2 + 2?"], "answer": ["2", "4"], "id": ["a", "b"]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "p.parquet")
+    found = read_prompts(tmp_path / "p.parquet")
+    assert [(row.form, row.value, row.id) for row in found] == [
+        ("question", "1 + 1?", "a"),
+        ("question", "2 + 2?", "b"),
+    ]
+    (tmp_path / "p.parquet").write_text(json.dumps(table))
+    with pytest.raises(SpecbatchError, match="is no Parquet file"):
+        read_prompts(tmp_path / "p.parquet")

@@ -1,0 +1,203 @@
+"""What was trained is what runs: the engine accepts as many drafts at every verify as the trainer's own pass says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specbatch import Engine, EngineConfig, SamplingParams, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.training.data import Batch, Example, split
+from specbatch.training.dflash import DFlashHead, feature_layers
+from specbatch.training.eagle3 import Eagle3Head
+from specbatch.training.files import takes_a_head, write_beside
+from specbatch.training.mtp import MtpHead
+from specbatch.weights import open_checkpoint
+
+from .conftest import CPU, LAYERS, MAX_LEN, RECIPES, VOCABULARY
+
+HIDDEN, MLP, QUERIES, KEYS, DIM = 24, 40, 48, 16, 8
+
+
+def layer(stem: str, inputs: int = 1, gated: bool = False) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{stem}.input_layernorm.weight": (HIDDEN,),
+        f"{stem}.self_attn.q_proj.weight": ((1 + gated) * QUERIES, inputs * HIDDEN),
+        f"{stem}.self_attn.k_proj.weight": (KEYS, inputs * HIDDEN),
+        f"{stem}.self_attn.v_proj.weight": (KEYS, inputs * HIDDEN),
+        f"{stem}.self_attn.o_proj.weight": (HIDDEN, QUERIES),
+        f"{stem}.post_attention_layernorm.weight": (HIDDEN,),
+        f"{stem}.mlp.gate_proj.weight": (MLP, HIDDEN),
+        f"{stem}.mlp.up_proj.weight": (MLP, HIDDEN),
+        f"{stem}.mlp.down_proj.weight": (HIDDEN, MLP),
+    }
+
+
+def head_norms(stem: str) -> dict[str, tuple[int, ...]]:
+    return {f"{stem}.self_attn.{name}_norm.weight": (DIM,) for name in "qk"}
+
+
+PUBLISHED = {
+    "eagle3": {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "midlayer.hidden_norm.weight": (HIDDEN,),
+        **layer("midlayer", inputs=2),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (24, HIDDEN),
+        "d2t": (24,),
+        "t2d": (VOCABULARY,),
+    },
+    "dflash": {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        **{name: shape for i in (0, 1) for name, shape in (layer(f"layers.{i}") | head_norms(f"layers.{i}")).items()},
+        "norm.weight": (HIDDEN,),
+    },
+    "mtp": {
+        "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
+        "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),
+        "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
+        **layer("mtp.layers.0", gated=True),
+        **head_norms("mtp.layers.0"),
+        "mtp.norm.weight": (HIDDEN,),
+    },
+}
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_names_and_shapes_are_the_published_ones(trained, algorithm):
+    folder = trained[algorithm][0]
+    tensors = load_file(folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors"))
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == PUBLISHED[algorithm]
+
+
+def test_configs_say_what_readers_ask_for(trained):
+    eagle, dflash = (json.loads((trained[name][0] / "config.json").read_text()) for name in ("eagle3", "dflash"))
+    assert eagle["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (eagle["model_type"], eagle["num_hidden_layers"], eagle["draft_vocab_size"]) == ("llama", 1, 24)
+    assert "eagle_config" not in eagle  # the usual layers need no list, and lists are read in two ways
+    assert dflash["architectures"] == ["DFlashDraftModel"]
+    assert (dflash["model_type"], dflash["block_size"], dflash["num_target_layers"]) == ("qwen3", 5, LAYERS)
+    assert dflash["dflash_config"] == {"mask_token_id": VOCABULARY - 2, "target_layer_ids": [1, 4, 6]}
+    for config in (eagle, dflash):
+        assert (config["rope_theta"], config["head_dim"], config["vocab_size"]) == (500.0, DIM, VOCABULARY)
+
+
+def test_the_maps_between_vocabularies_agree(trained, examples):
+    tensors = load_file(trained["eagle3"][0] / "model.safetensors")
+    ids = torch.arange(24) + tensors["d2t"]
+    assert tensors["t2d"].nonzero().flatten().tolist() == ids.tolist()
+    kept, _ = split(examples, 10)
+    seen = torch.bincount(torch.tensor([t for item in kept for t in item.tokens[item.prompt :]]), minlength=VOCABULARY)
+    assert seen[ids].min() >= seen[~tensors["t2d"]].max()
+
+
+def test_mtp_lies_beside_the_target(trained, target_folder):
+    folder = trained["mtp"][0]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    own = load_file(target_folder / "model.safetensors")
+    assert {name for name, file in index.items() if file == "model.safetensors"} == set(own)
+    assert {name for name, file in index.items() if file == "model-mtp.safetensors"} == set(PUBLISHED["mtp"])
+    before = json.loads((target_folder / "config.json").read_text())
+    after = json.loads((folder / "config.json").read_text())
+    assert after == before | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+
+
+def read_back(algorithm, folder, target):
+    """The trainer's own module, with the weights of the files."""
+    if algorithm == "mtp":
+        head = MtpHead(target, steps=3, max_len=MAX_LEN, seed=99)
+    elif algorithm == "eagle3":
+        d2t = load_file(folder / "model.safetensors")["d2t"]
+        head = Eagle3Head(target, torch.arange(24) + d2t, steps=3, max_len=MAX_LEN, seed=99)
+    else:
+        mask = json.loads((folder / "config.json").read_text())["dflash_config"]["mask_token_id"]
+        sizes = {"layers": 2, "block": 5, "anchors": MAX_LEN}
+        head = DFlashHead(target, **sizes, mask_token=mask, max_len=MAX_LEN, seed=99)
+    file = folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors")
+    named = {name.removeprefix("mtp."): tensor for name, tensor in load_file(file).items()}
+    head.load_state_dict({name: named[name] for name in head.state_dict()})
+    return head
+
+
+@torch.no_grad()
+def emitted(head, target, example: Example) -> list[int]:
+    """Tokens of each verify of a greedy answer: drafts accepted behind every root, and one more."""
+    counts = []
+    root = example.prompt
+    while root + 1 < len(example.tokens):
+        accepted = 0
+        while accepted < head.drafts and root + accepted + 2 <= len(example.tokens):
+            # Of this text only the root has so many tokens behind it.
+            alone = Example(example.tokens[: root + accepted + 2], root)
+            batch = Batch.of([alone], CPU)
+            chains, places = head.score(batch, target, torch.Generator().manual_seed(0)).sums[2:, accepted].tolist()
+            assert places == 1
+            if not chains:
+                break
+            accepted += 1
+        counts.append(min(accepted + 1, len(example.tokens) - root - 1))
+        root += accepted + 1
+    return counts
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_the_engine_accepts_what_the_trainer_foresees(trained, algorithm, target, target_folder, examples, tmp_path):
+    if find_spec(f"specbatch.drafters.{algorithm}") is None:
+        pytest.skip(f"this engine does not run {algorithm} yet")
+    head = read_back(algorithm, trained[algorithm][0], target)
+    folder = trained[algorithm][0]
+    if algorithm == "mtp":  # its gates have hardly learnt to be anything but halves
+        folder = tmp_path
+        with torch.no_grad():
+            gates = head.layers[0].self_attn.q_proj.weight.view(-1, 2, DIM, HIDDEN)[:, 1]
+            gates += torch.randn(gates.shape, generator=torch.Generator().manual_seed(8)) * 2
+        write_beside(folder, head, torch.float32, takes_a_head(open_checkpoint(str(target_folder))))
+    shown = split(examples, 10)[1][:6]
+    speculation = Speculation(
+        algorithm=algorithm, draft=None if algorithm == "mtp" else str(folder), draft_tokens=head.drafts
+    )
+    model = folder if algorithm == "mtp" else target_folder
+    config = EngineConfig(
+        model=str(model), device="cpu", max_model_len=MAX_LEN + 8, max_running=4, page_size=4, speculation=speculation
+    )
+    longest = max(len(item.tokens) - item.prompt for item in shown)
+    with Engine(config) as engine:
+        prompts = [list(item.tokens[: item.prompt]) for item in shown]
+        completions = engine.generate(prompts, SamplingParams(max_new_tokens=longest))
+    mixed = set()
+    for item, completion in zip(shown, completions, strict=True):
+        assert tuple(completion.token_ids) == item.tokens[item.prompt :]
+        wanted = emitted(head, target, item)
+        mixed |= set(wanted)
+        histogram = completion.metrics.emitted_histogram
+        counts = [wanted.count(count) for count in range(len(histogram))]
+        assert sum(counts) == len(wanted)
+        assert histogram == counts
+    assert len(mixed) > 2
+
+
+def test_a_target_with_a_head_takes_no_other(trained):
+    with pytest.raises(SpecbatchError, match="has a head beside it already"):
+        takes_a_head(open_checkpoint(str(trained["mtp"][0])))
+
+
+def test_a_dummy_target_has_no_place_for_a_head():
+    with pytest.raises(SpecbatchError, match="stored beside the target's files"):
+        takes_a_head(open_checkpoint("toy", "dummy"))
+
+
+def test_a_shallow_target_gives_its_lowest_layers(target, monkeypatch):
+    """Readers' defaults would name a layer twice there, so the config lists boundaries itself."""
+    monkeypatch.setattr(target, "config", replace(target.config, num_layers=4))
+    head = Eagle3Head(target, torch.arange(VOCABULARY), steps=1, max_len=8, seed=0)
+    assert head.aux == (0, 1, 2)
+    assert head.config()["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert [feature_layers(36, 5), feature_layers(36, 2), feature_layers(4, 2), feature_layers(2, 1)] == [
+        (1, 9, 17, 25, 33), (1, 17, 33), (1,), (0,)
+    ]  # fmt: skip

@@ -1,0 +1,69 @@
+"""Heads learn: losses fall, and on answers that they never saw a trained head is far better than an untrained one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from specbatch.training.recipe import Recipe
+from specbatch.training.trainer import FLOOR, rate
+
+from .conftest import RECIPES
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_a_trained_head_beats_an_untrained_one(trained, algorithm):
+    record = trained[algorithm][1]
+    history = record["history"]
+    before, after = history["measured"][0], history["measured"][record["recipe"]["steps"]]
+    assert len(after["accuracy"]) == (4 if algorithm == "dflash" else 3)
+    for untrained, learnt in zip(before["accuracy"], after["accuracy"], strict=True):
+        assert learnt > untrained + 0.25
+    assert after["accept_length"] > before["accept_length"] + 0.5
+    losses = list(history["losses"].values())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_the_same_seed_trains_the_same_head(train, answers_file, tmp_path):
+    first, again, other = (
+        train(tmp_path / name, "dflash", answers=answers_file, steps=3, seed=seed)["history"]["losses"]
+        for name, seed in (("first", 7), ("again", 7), ("other", 8))
+    )
+    assert first == again
+    assert first != other
+
+
+def test_the_record_says_how_the_head_was_made(trained, answers_file):
+    folder = trained["eagle3"][0]
+    written = json.loads((folder / "record.json").read_text())
+    assert written["recipe"] == Recipe("eagle3", 60, 200, 48, 5e-3, 10, 0, 3, 24).as_dict()
+    assert written["data"]["answers"] == str(answers_file)
+    assert written["data"]["answers_used"] == 70
+    assert len(written["data"]["answers_sha256"]) == 64
+    assert written["versions"]["torch"] == torch.__version__
+    assert written["history"]["steps"] == 60
+    assert not written["history"]["interrupted"]
+    assert list(map(int, written["history"]["measured"])) == list(range(0, 61, 6))
+
+
+def test_an_interruption_keeps_the_head_as_it_is(train, answers_file, tmp_path):
+    def stop(done: int, total: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="4 of 60 steps"):
+        train(tmp_path, "eagle3", answers=answers_file, report=stop)
+    written = json.loads((tmp_path / "record.json").read_text())
+    assert written["history"]["interrupted"]
+    assert written["history"]["steps"] == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "record.json"]
+
+
+def test_the_learning_rate_rises_and_then_falls_to_its_floor():
+    rates = [rate(step, 100) for step in range(100)]
+    assert rates.index(max(rates)) in (3, 4)
+    assert max(rates) == 1
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rate(100, 100) == pytest.approx(FLOOR)
