@@ -40,7 +40,7 @@ PUBLISHED = {
     "nextn": DraftShape(3, 1, 3),
     "dflash": DraftShape(15, 1, 15),
 }
-CHAINS = ("eagle", "eagle3", "mtp", "nextn", "dflash")  # which draft no trees
+CHAINS = ("dflash",)  # which draft no trees
 
 
 def shape_of(algorithm: str, steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:

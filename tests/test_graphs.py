@@ -31,6 +31,7 @@ SPECULATIONS = {
     "eagle": Speculation("eagle", draft="dummy"),
     "eagle3": Speculation("eagle3", draft="dummy"),
     "mtp": Speculation("mtp", draft_tokens=2),
+    "eagle3-tree": Speculation("eagle3", draft="dummy", draft_steps=3, draft_topk=2, draft_tokens=5),
     "block": Speculation("dflash", draft="toy-block"),
     "block-34": Speculation("dflash", draft="toy-block-34", draft_tokens=3),
     "ngram-tree": Speculation("ngram", draft_steps=3, draft_topk=2, ngram_min=1),

@@ -55,7 +55,7 @@ VALUES: list[tuple[Callable[[], Any], str, str]] = [
     (speculation(algorithm="dflash"), "draft=None", "made for the model"),
     (speculation(algorithm="dflash", draft="x", draft_tokens=5, draft_steps=2), "draft_steps=2", "draft_tokens=5"),
     (speculation(algorithm="dflash", draft="x", simulate_accept_length=0.5), "simulate_accept_length=0.5", "1 to 16"),
-    (speculation(algorithm="eagle", draft="x", draft_topk=2), "draft_topk=2", "chains"),
+    (speculation(algorithm="dflash", draft="x", draft_topk=2), "draft_topk=2", "chains"),
     (speculation(draft_steps=0), "draft_steps=0", "at least 1"),
     (speculation(draft_steps=64), "draft_steps=64", "at most 63"),
     (speculation(algorithm="ngram", draft_steps=64, draft_topk=2), "draft_steps=64", "at most 63"),

@@ -47,8 +47,10 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return feature_chain(head, loader, config, target.config.vocab_size)
 
     behind = tuple(boundary - 1 for boundary in aux)
-    lag = config.speculation.drafted + 1  # the pairs of the newest verify still wait
-    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True, aux=behind, lag=lag)
+    drafted = config.speculation.shape
+    # Of a request that ends, the pairs of the newest verify still wait.
+    room = {"slots": drafted.draft_slots, "lag": drafted.steps + 1}
+    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True, aux=behind, **room)
 
 
 def _aux(

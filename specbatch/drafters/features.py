@@ -1,4 +1,4 @@
-"""Chains drafted by a head on the target's features: the mechanics that EAGLE, EAGLE-3 and MTP share.
+"""Chains and trees drafted by a head on the target's features: the mechanics that EAGLE, EAGLE-3 and MTP share.
 
 The pair (f_i, t_{i+1}) of a feature and the token behind it has its key and value at slot i of the head's own cache,
 under the target's pages. Which pairs are whole depends on what was accepted, so those features of a verify whose pairs
@@ -17,7 +17,9 @@ import torch
 
 from specbatch.batch import DeviceBatch, Sampling
 from specbatch.context import Prefill, Verify, chain
+from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Step
+from specbatch.drafters.expansion import Beams, expand
 from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.kernels.heads import split_heads
 from specbatch.kernels.sampling import DRAFT
@@ -117,13 +119,7 @@ class FeatureChain:
         self._ready[rows] = 1
 
     def propose(self, step: Step) -> Proposal:
-        batch, rows, lengths = step.batch, step.rows, step.lengths
-        ready, most = self._ready[rows], self._waiting.shape[1]
-        start = lengths - ready
-        # Pairs beyond the ready ones are made of leftovers; their places are written again before anything sees them.
-        tokens = batch.tokens[rows[:, None], chain(start + 1, most)]
-        newest = torch.arange(0, len(rows) * most, most, device=rows.device) + ready - 1
-        hidden = self._run(step.verify(start, most), tokens, self._waiting[rows].flatten(0, 1), newest)
+        lengths, hidden = step.lengths, self._newest(step)
         drafts: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
         for index in range(self._count):
@@ -136,8 +132,11 @@ class FeatureChain:
         return Proposal(torch.cat(drafts, 1), drafted, torch.cat(laws, 1) if laws else None)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        hidden = self._head.project(self._head.take(features))
-        self._waiting[step.rows] = hidden.view(-1, *self._waiting.shape[1:])
+        hidden = self._head.project(self._head.take(features)).unflatten(0, (len(step.rows), -1))
+        if path is not None:  # of a tree no more than the longest path can stand for tokens that were kept
+            places = path[:, : self._waiting.shape[1], None]
+            hidden = hidden.gather(1, places.expand(-1, -1, hidden.shape[2]))
+        self._waiting[step.rows] = hidden
         # Padding rows stay where they are: at length 1 there is one place before the root.
         self._ready[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)
 
@@ -156,16 +155,65 @@ class FeatureChain:
         # What the head cannot draft has probability 0.
         return ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
 
+    def _newest(self, step: Step) -> torch.Tensor:
+        """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root."""
+        batch, rows = step.batch, step.rows
+        ready, most = self._ready[rows], self._waiting.shape[1]
+        start = step.lengths - ready
+        # Pairs beyond the ready ones are made of leftovers; their places are written again before anything sees them.
+        tokens = batch.tokens[rows[:, None], chain(start + 1, most)]
+        newest = torch.arange(0, len(rows) * most, most, device=rows.device) + ready - 1
+        return self._run(step.verify(start, most), tokens, self._waiting[rows].flatten(0, 1), newest)
+
     def _run(
-        self, shape: Verify, tokens: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor | None = None
+        self,
+        shape: Verify,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Pairs of `shape` through the layer: the hidden states [n, hidden_size] of `rows`, or of all."""
         head = self._head
         x, qkv = head.enter(tokens.flatten(), hidden)
-        attended = shape.on(self._cache).attend(0, qkv, head.heads, chain(shape.lengths, shape.rows).flatten())
+        if positions is None:
+            positions = chain(shape.lengths, shape.rows).flatten()
+        attended = shape.on(self._cache).attend(0, qkv, head.heads, positions)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return head.leave(x, attended)
+
+
+class FeatureTree(FeatureChain):
+    """The same by best-first expansion. The pair of the root is the tree's own root: nodes stand behind it."""
+
+    def __init__(
+        self, head: DraftHead, cache: KVCache, pairs: Pairs, shape: DraftShape, slots: int, vocabulary: int
+    ) -> None:
+        super().__init__(head, cache, pairs, shape.steps, slots, vocabulary)
+        self._shape = shape
+
+    def propose(self, step: Step) -> Proposal:
+        head, root = self._head, step.lengths - 1
+        before = self._newest(step)[:, None]
+
+        def run(beams: Beams) -> torch.Tensor:
+            nonlocal before
+            width = beams.tokens.shape[1]
+            parents = before.gather(1, beams.origin[:, :, None].expand(-1, -1, before.shape[2])).flatten(0, 1)
+            shape = step.verify(root, width, beams.ancestors, beams.first)
+            positions = (root + beams.depth).repeat_interleave(width)
+            hidden = self._run(shape, self._ids(beams.tokens), parents, positions=positions)
+            before = hidden.unflatten(0, (-1, width))
+            return head.logits(hidden).unflatten(0, (-1, width))
+
+        drafts, ancestors = expand(head.logits(before[:, 0]), self._shape, run)
+        drafted = torch.full_like(root, self._shape.tokens)
+        return Proposal(self._ids(drafts), drafted, ancestors=ancestors)
+
+    def _ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        ids = self._head.vocabulary
+        return tokens if ids is None else ids[tokens]
 
 
 def feature_chain(head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int) -> FeatureChain:
@@ -175,4 +223,7 @@ def feature_chain(head: DraftHead, loader: Loader, config: EngineConfig, vocabul
     if loader.recorder is not None:
         pairs = PairGraphs(head, cache, loader.recorder, loader.chunk)
     loader.forwards["draft"] = pairs
-    return FeatureChain(head, cache, pairs, config.speculation.drafted, config.max_running, vocabulary)
+    shape, slots = config.speculation.shape, config.max_running
+    if shape.topk > 1:
+        return FeatureTree(head, cache, pairs, shape, slots, vocabulary)
+    return FeatureChain(head, cache, pairs, shape.tokens, slots, vocabulary)

@@ -46,8 +46,10 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Mtp(layer, found, read, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
-    lag = config.speculation.drafted + 1  # the pairs of the newest verify still wait
-    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(found), every=True, lag=lag)
+    drafted = config.speculation.shape
+    # Of a request that ends, the pairs of the newest verify still wait.
+    room = {"slots": drafted.draft_slots, "lag": drafted.steps + 1}
+    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(found), every=True, **room)
 
 
 def _check(found: Shapes, wanted: Shapes, target: str, algorithm: str) -> None:

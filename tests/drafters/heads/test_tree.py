@@ -1,0 +1,87 @@
+"""Trees of every head: which nodes they have, against the equations over each node's own text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.draft_shape import DraftShape
+from specbatch.drafters.expansion import Beams, expand
+
+LENGTHS = (2, 3, 6, 13)
+SHAPES = [DraftShape(3, 2, 5), DraftShape(1, 3, 3), DraftShape(4, 3, 9)]
+
+
+def expected(
+    reference: Any, features: Any, text: list[int], ids: torch.Tensor | None, shape: DraftShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tree behind a text, every node's logits from a pass over all that stands before it."""
+
+    def behind(path: list[int]) -> torch.Tensor:
+        return reference.drafts(features, text, [*path, 0], ids)[-1]
+
+    paths: list[list[int]] = [[]]
+
+    def run(beams: Beams) -> torch.Tensor:
+        nonlocal paths
+        nodes = zip(beams.origin[0].tolist(), beams.tokens[0].tolist(), strict=True)
+        paths = [[*paths[origin], token] for origin, token in nodes]
+        return torch.stack([behind(path) for path in paths])[None]
+
+    tokens, ancestors = expand(behind([])[None], shape, run)
+    return tokens[0], ancestors[0]
+
+
+def walk(ancestors: torch.Tensor, randomness: random.Random) -> list[int]:
+    """Rows of a random way down from the root, which may end anywhere."""
+    words, way = ancestors.tolist(), [0]
+    while True:
+        below = [row for row, word in enumerate(words) if word & ~(1 << row) == words[way[-1]] and row not in way]
+        if not below or randomness.random() < 0.25:
+            return way
+        way.append(randomness.choice(below))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
+def test_the_likeliest_nodes_are_drafted_whatever_was_accepted_before(
+    kit: Any, bench: Any, write: Callable[..., str], algorithm: str, shape: DraftShape
+) -> None:
+    tensors = getattr(kit, algorithm)()
+    stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
+    folder = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
+    reference = {"eagle": kit.RefEagle, "eagle3": kit.RefEagle3, "mtp": kit.RefMtp}[algorithm](tensors, stub)
+    reference.theta = 77.0 if algorithm == "mtp" else 10000.0
+    randomness = random.Random(4)
+    here = bench([[randomness.randrange(13) for _ in range(length)] for length in LENGTHS])
+    run = kit.Run(here, stub, algorithm, shape.tokens, folder, draft_steps=shape.steps, draft_topk=shape.topk)
+    assert run.plan.lag == shape.steps + 1
+    run.prefill(5)
+    for turn in range(5):
+        step = here.step(shape.tokens, spare=8, temperature=float(turn % 2))
+        proposal = run.drafter.propose(step)
+        assert proposal.probabilities is None
+        for index, text in enumerate(here.texts):
+            features = kit.features_of(run.target, text[:-1])
+            tokens, ancestors = expected(reference, features, text, kit.ids(tensors), shape)
+            assert proposal.tokens[index].tolist() == tokens.tolist()
+            assert proposal.ancestors[index].tolist() == ancestors.tolist()
+        ways = [walk(words, randomness) for words in proposal.ancestors]
+        rows = range(shape.tokens + 1)
+        path = torch.tensor([[*way, *(row for row in rows if row not in way)] for way in ways])
+        verify(run, step, proposal, path, [len(way) - 1 for way in ways], [randomness.randrange(13) for _ in ways])
+
+
+def verify(run: Any, step: Any, proposal: Any, path: torch.Tensor, accepted: list[int], bonus: list[int]) -> None:
+    here, rows = run.here, path.shape[1]
+    tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens, proposal.ancestors)
+    shape = step.verify(step.lengths, rows, proposal.ancestors)
+    features = run.target.forward(tokens, positions, shape.on(run.cache))
+    counts = torch.tensor(accepted)
+    run.cache.keep_path(here.batch.page_table, step.rows, step.lengths, path, counts)
+    here.commit(proposal.tokens.gather(1, path[:, 1:] - 1), accepted, bonus)
+    run.drafter.absorb(step, features, counts, path)
