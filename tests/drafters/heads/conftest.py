@@ -291,7 +291,7 @@ class Run:
 
     def verify(self, step: Any, proposal: Proposal, accepted: list[int], bonus: list[int]) -> None:
         here = self.here
-        tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens)
+        tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens, None)
         shape = step.verify(step.lengths, self.count + 1)
         features = self.target.forward(tokens, positions, shape.on(self.cache))
         here.commit(proposal.tokens, accepted, bonus)
