@@ -142,7 +142,7 @@ ALIEN = {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 3}  # a dr
 def warnings(toy: Any, toy_engine: Callable[..., Engine], speculation: Speculation) -> list[str]:
     lines: list[str] = []
     prompts = [list(prompt) for prompt in toy.prompts()[:8]]
-    with toy_engine(log=lines.append, speculation=speculation) as engine:
+    with toy_engine(load_format="auto", log=lines.append, speculation=speculation) as engine:
         for _ in range(2):
             engine.generate(prompts, LONG)
             engine.reset_record()

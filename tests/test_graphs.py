@@ -77,7 +77,7 @@ def test_every_algorithm_replays_and_gives_the_tokens_of_naive_decoding(
     assert [tuple(item.token_ids) for item in completions] == expected
     record = engine.record()
     found = record.counters["graphs"]
-    heads = name not in ("none", "ngram", "ngram-tree")
+    heads = name not in ("none", "ngram", "ngram-tree", "block", "block-34")  # DFLASH writes a prompt in three launches
     assert set(found) == {"decode", "target_prefill"} | ({"draft_prefill"} if heads else set())
     assert found["decode"]["replays"] == record.counters["iterations"] > 0
     assert found["target_prefill"]["replays"] == record.counters["prefill_passes"] > 0
