@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.features import FeatureChain, feature_chain
+from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import expect, fit, parameters, usual_head
 from specbatch.errors import refuse
 from specbatch.models.draft_head import Reader, layer_config
@@ -41,7 +41,4 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Eagle(layer, read, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
-    drafted = config.speculation.shape
-    # Of a request that ends, the pairs of the newest verify still wait.
-    room = {"slots": drafted.draft_slots, "lag": drafted.steps + 1}
-    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True, **room)
+    return head_plan(build, layer, parameters(files.shapes), config)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.features import FeatureChain, feature_chain
+from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import expect, fit, parameters, usual_head
 from specbatch.errors import refuse
 from specbatch.models.draft_head import Reader
@@ -47,10 +47,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return feature_chain(head, loader, config, target.config.vocab_size)
 
     behind = tuple(boundary - 1 for boundary in aux)
-    drafted = config.speculation.shape
-    # Of a request that ends, the pairs of the newest verify still wait.
-    room = {"slots": drafted.draft_slots, "lag": drafted.steps + 1}
-    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(files.shapes), every=True, aux=behind, **room)
+    return head_plan(build, layer, parameters(files.shapes), config, behind)
 
 
 def _aux(

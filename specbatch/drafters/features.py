@@ -10,7 +10,7 @@ another token behind: this costs at most a little acceptance.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +18,15 @@ import torch
 from specbatch.batch import DeviceBatch, Sampling
 from specbatch.context import Prefill, Verify, chain
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import Step
+from specbatch.drafters.base import DraftPlan, Step
 from specbatch.drafters.expansion import Beams, expand
 from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.kernels.heads import split_heads
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
 from specbatch.models.draft_head import DraftHead
-from specbatch.models.llama import Features
+from specbatch.models.llama import Features, Llama
 from specbatch.models.loader import Loader
 from specbatch.verification import Proposal
 
@@ -205,7 +206,8 @@ class FeatureTree(FeatureChain):
             positions = (root + beams.depth).repeat_interleave(width)
             hidden = self._run(shape, self._ids(beams.tokens), parents, positions=positions)
             before = hidden.unflatten(0, (-1, width))
-            return head.logits(hidden).unflatten(0, (-1, width))
+            logits: torch.Tensor = head.logits(hidden).unflatten(0, (-1, width))
+            return logits
 
         drafts, ancestors = expand(head.logits(before[:, 0]), self._shape, run)
         drafted = torch.full_like(root, self._shape.tokens)
@@ -214,6 +216,27 @@ class FeatureTree(FeatureChain):
     def _ids(self, tokens: torch.Tensor) -> torch.Tensor:
         ids = self._head.vocabulary
         return tokens if ids is None else ids[tokens]
+
+
+def head_plan(
+    build: Callable[[Llama, Loader], FeatureChain],
+    layer: ModelConfig,
+    parameters: int,
+    config: EngineConfig,
+    aux: tuple[int, ...] = (),
+) -> DraftPlan:
+    """What a head of one `layer` takes. Of a request that ends, the pairs of the newest verify still wait."""
+    shape = config.speculation.shape
+    return DraftPlan(
+        build,
+        layer,
+        kv_layers=1,
+        parameters=parameters,
+        every=True,
+        aux=aux,
+        slots=shape.draft_slots,
+        lag=shape.steps + 1,
+    )
 
 
 def feature_chain(head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int) -> FeatureChain:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.features import FeatureChain, feature_chain
+from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import parameters
 from specbatch.errors import refuse
 from specbatch.models.draft_head import Shapes
@@ -46,10 +46,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Mtp(layer, found, read, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
-    drafted = config.speculation.shape
-    # Of a request that ends, the pairs of the newest verify still wait.
-    room = {"slots": drafted.draft_slots, "lag": drafted.steps + 1}
-    return DraftPlan(build, layer, kv_layers=1, parameters=parameters(found), every=True, **room)
+    return head_plan(build, layer, parameters(found), config)
 
 
 def _check(found: Shapes, wanted: Shapes, target: str, algorithm: str) -> None:
