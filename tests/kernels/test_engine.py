@@ -91,7 +91,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     assert called == expected | own.get(name, set())
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "self", "eagle3", "block", "self-tree"])
+@pytest.mark.parametrize("name", ["none", "ngram", "eagle3", "block", "self-tree"])
 def test_sampled_tokens_of_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
 ) -> None:
