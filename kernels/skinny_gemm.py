@@ -167,7 +167,7 @@ def is_skinny(rows: int, weight: torch.Tensor) -> bool:
     """Are these kernels the right choice for so many rows and this weight [N, K]? (else the library's product is)
 
     Measured on an H200 (`sweeps/gemm_speed.py`): up to 16 rows a layer of Qwen3-8B takes less time than the library's
-    products alone; with 32 the best tiles are no faster than the library's.
+    products alone; with 32 the library is faster.
     """
     k, is_half = weight.shape[1], weight.dtype in (torch.bfloat16, torch.float16)
     return weight.is_cuda and weight.is_contiguous() and is_half and rows <= 16 and k % 8 == 0
