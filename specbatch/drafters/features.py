@@ -117,7 +117,7 @@ class FeatureChain:
         self._pairs(batch.tokens[shape.rows, shape.positions + 1], taken, shape)
         rows = shape.rows[shape.last]
         self._waiting[rows, 0] = self._head.project(taken[shape.last])
-        self._ready[rows] = 1
+        self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
 
     def propose(self, step: Step) -> Proposal:
         lengths, hidden = step.lengths, self._newest(step)
