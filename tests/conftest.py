@@ -215,12 +215,19 @@ def toy() -> Toy:
 
 
 @pytest.fixture(scope="session")
-def toy_engine() -> Callable[..., Any]:
+def open_toy() -> Callable[..., ToyCheckpoint]:
+    """In place of `specbatch.weights.open_checkpoint`."""
+
+    def opened(model: str, load_format: str = "auto", **_: Any) -> ToyCheckpoint:
+        return ToyBlock(model) if model.startswith("toy-block") else ToyCheckpoint(model)
+
+    return opened
+
+
+@pytest.fixture(scope="session")
+def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
     """`toy_engine(**settings of EngineConfig)` builds an Engine over the toy model, whatever weights are installed."""
     from specbatch.engine import Engine
-
-    def open_toy(model: str, load_format: str = "auto", **_: Any) -> ToyCheckpoint:
-        return ToyBlock(model) if model.startswith("toy-block") else ToyCheckpoint(model)
 
     def build(
         log: Callable[[str], None] | None = None, report: Callable[[int, int], None] | None = None, **config: Any

@@ -168,12 +168,12 @@ def test_keys_and_values_in_float8(toy: Any, toy_engine: Callable[..., Any]) -> 
 @pytest.mark.parametrize("schedule", ["v1", "v2"])
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_a_check_from_graphs_is_equal(
-    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
+    open_toy: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
 ) -> None:
-    checkpoint = type(toy.checkpoint)
-    monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
+    monkeypatch.setattr("specbatch.weights.open_checkpoint", open_toy)
     config = EngineConfig(
         model="toy",
+        load_format="dummy",
         device="cuda",
         dtype="float32",
         max_model_len=120,
