@@ -40,8 +40,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine works with. `caps`: what it can hold at most, for the record; `forwards`: by role."""
+    """What an engine works with. `config`: as asked for, with what the draft decides; `caps`: what it can hold at most,
+    for the record; `forwards`: by role."""
 
+    config: EngineConfig
     device: torch.device
     tokenizer: Tokenizer
     model: Llama
@@ -207,6 +209,7 @@ def _assemble(
             passes += [partial(prompt_pass.warm, batch, sizes[0], ends=n) for n in (2, 16) if n <= config.max_running]
         caps |= _capture(recordings, passes, device, say, report)
     return Parts(
+        config=config,
         device=device,
         tokenizer=target.tokenizer(),
         model=model,

@@ -148,8 +148,9 @@ class Prefill:
         counts = self.spans.counts
         shift = np.subtract(self.spans.starts, self.spans.offsets[:-1])  # from a token's place here to its position
         positions = np.arange(self.spans.offsets[-1]) + np.repeat(shift, counts)
-        # of each of the T tokens
-        self.rows, self.positions = upload(np.stack([np.repeat(self.spans.rows, counts), positions]), page_table.device)
+        # Of each of the T tokens. Kernels take the positions: as the first row they begin where memory is aligned for
+        # any T, and no pass makes Triton compile a kernel again.
+        self.positions, self.rows = upload(np.stack([positions, np.repeat(self.spans.rows, counts)]), page_table.device)
         self.slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
         self.last = self.spans.table[3, 1:] - 1  # where each span's last token is among the T
 

@@ -54,7 +54,6 @@ class Engine:
         report: Report | None = None,
         weights_of: Engine | None = None,
     ) -> None:
-        self.config = config
         log = log or (lambda line: None)
         if weights_of is not None:
             weights_of._check_sharing(config)
@@ -65,6 +64,7 @@ class Engine:
             self._on_tokens,
             shared=None if weights_of is None else weights_of._model,
         )
+        self.config = parts.config
         self.device = parts.device
         self.tokenizer = parts.tokenizer
         self.plan = parts.plan
