@@ -77,6 +77,17 @@ def _inputs(x, before, line, x_stride, before_stride, channel, mask):
 
 
 @triton.jit
+def _around(
+    x, before, window, offset, at, oldest, x_stride, before_stride, channel, width, mask, TAPS: tl.constexpr
+):  # fmt: skip
+    """Inputs `at` [N] of a span, float32: those before it are the window's, from `oldest` on."""
+    u = _inputs(x, before, offset + at, x_stride, before_stride, channel, mask & (at >= 0)[:, None])
+    past = mask & ((at < 0) & (at >= oldest))[:, None]
+    old = tl.load(window + (at[:, None] + TAPS - 1) * width + channel, past, 0.0)
+    return u.to(tl.float32) + old.to(tl.float32)  # one of them is 0
+
+
+@triton.jit
 def _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU: tl.constexpr):
     """What the taps add up to, finished: rows `line` of y [T, width]."""
     if bias is not None:
@@ -117,24 +128,22 @@ def _prefill(
     mask = (place < count)[:, None] & inside
     sums = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for tap in tl.static_range(TAPS):
-        at = place + tap - (TAPS - 1)
-        u = _inputs(x, before, offset + at, x_stride, before_stride, channel, mask & (at >= 0)[:, None])
-        old = window + (at[:, None] + TAPS - 1) * width + channel
-        past = tl.load(old, mask & ((at < 0) & (at >= oldest))[:, None], 0.0)
-        w = tl.load(weight + channel * TAPS + tap, channel < width, 0.0).to(tl.float32)
-        sums += w[None, :] * (u.to(tl.float32) + past.to(tl.float32))  # one of them is 0
+        u = _around(
+            x, before, window, offset, place + tap - (TAPS - 1), oldest, x_stride, before_stride, channel, width, mask,
+            TAPS,
+        )  # fmt: skip
+        sums += tl.load(weight + channel * TAPS + tap, channel < width, 0.0).to(tl.float32)[None, :] * u
     _store(y, sums, after, offset + place, after_stride, bias, channel, width, mask, SILU)
 
     if first == 0:
         slot = tl.arange(0, PAST)
-        at = count + slot - (TAPS - 1)
-        mask = (slot < TAPS - 1)[:, None] & inside
-        u = _inputs(x, before, offset + at, x_stride, before_stride, channel, mask & (at >= 0)[:, None])
-        old = window + (at[:, None] + TAPS - 1) * width + channel
-        past = tl.load(old, mask & ((at < 0) & (at >= oldest))[:, None], 0.0)
+        held = (slot < TAPS - 1)[:, None] & inside
+        last = _around(
+            x, before, window, offset, count + slot - (TAPS - 1), oldest, x_stride, before_stride, channel, width, held,
+            TAPS,
+        )  # fmt: skip
         tl.debug_barrier()  # every thread has read the old window
-        kept = u.to(tl.float32) + past.to(tl.float32)
-        tl.store(window + slot[:, None] * width + channel, kept.to(window.dtype.element_ty), mask)
+        tl.store(window + slot[:, None] * width + channel, last.to(window.dtype.element_ty), held)
 
 
 @triton.jit

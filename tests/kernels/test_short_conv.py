@@ -92,8 +92,8 @@ class Case:
             torch.testing.assert_close(self.window[row].double().cpu(), torch.stack(path[1 - self.taps :]))
 
     def verifies(self, nodes: int, tree: bool, rounds: int) -> None:
-        """All sequences and two padding rows, a random part of what is drafted kept each time."""
-        rows = [*self.seen, 0, 0]
+        """All sequences and a padding row, a random part of what is drafted kept each time."""
+        rows = [*self.seen, 0]
         before = self.window.clone()
         for _ in range(rounds):
             parents = [parents_of(self.random, nodes, tree) for _ in rows]
@@ -136,21 +136,26 @@ def words_of(parents: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("dtype", SLACK)
 @pytest.mark.parametrize(
-    ("channels", "taps", "bias", "activation", "gates"),
-    [(37, 4, False, True, False), (150, 3, False, False, True), (24, 2, True, True, False), (40, 8, True, False, False)],
+    ("dtype", "channels", "taps", "bias", "activation", "gates"),
+    [
+        (torch.float32, 37, 4, False, True, False),
+        (torch.float32, 130, 3, False, False, True),
+        (torch.float32, 24, 2, True, True, False),
+        (torch.float32, 40, 8, True, False, False),
+        (torch.float16, 37, 3, True, True, True),
+        (torch.bfloat16, 130, 4, False, True, False),
+    ],
 )
 def test_a_prompt_and_verifies(device, dtype, twin, channels, taps, bias, activation, gates) -> None:
     case = Case(device, dtype, twin, channels, taps, bias, activation, gates)
-    case.prompt([(3, 2), (5, 37), (1, 1)])
+    case.prompt([(3, 2), (5, 21), (1, 1)])
     case.prompt([(1, 1), (3, 1), (5, 16)])
-    case.prompt([(1, 5), (2, 3)])
-    case.verifies(1, False, 3)
-    del case.seen[3], case.seen[5]
-    case.prompt([(3, 1), (5, 33)])
-    case.verifies(5, False, 4)
-    case.verifies(7, True, 4)
+    case.verifies(1, False, 1)
+    del case.seen[3]
+    case.prompt([(3, 1)])
+    case.verifies(5, False, 2)
+    case.verifies(7, True, 2)
 
 
 @pytest.mark.parametrize("twin", TWINS)
