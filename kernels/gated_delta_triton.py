@@ -19,6 +19,7 @@ from specbatch.kernels.recurrent import Fold
 from specbatch.kernels.spans import Spans
 
 _PROGRAM = 2048  # elements of a program of the norm
+_STAGES = 2  # of the walk: the inputs of the next chunk are on their way
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
 
 
@@ -52,7 +53,7 @@ def delta_prefill(
     columns = min(32, max(16, triton.next_power_of_2(heads.value_dim)))
     _walk[(triton.cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1)](
         qkv, inverse, scores, sums, spans.table, state, o, qkv.stride(0), spans.table.stride(0), state.stride(0),
-        CHUNK=chunk, COLUMNS=columns, num_warps=4, num_stages=2, **sizes,
+        CHUNK=chunk, COLUMNS=columns, num_warps=4, num_stages=_STAGES, **sizes,
     )  # fmt: skip
     return _normalise(o, qkv, z, a, heads)
 
@@ -77,14 +78,16 @@ def delta_verify(
     columns = 32 if batch * heads.values * triton.cdiv(heads.value_dim, 32) >= _FEW else 16
     columns = min(columns, max(16, triton.next_power_of_2(heads.value_dim)))
     o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
-    block = max(16, triton.next_power_of_2(rows))
+    block, sizes = max(16, triton.next_power_of_2(rows)), _sizes(heads, qkv)
+    full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
     _verify[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
         qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.count, fold.kept, fold.ancestors, o,
         qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
         0 if fold.kept is None else fold.kept.stride(0),
         N=rows, ROWS=block, HELD=max(16, triton.next_power_of_2(held)), LEVELS=(rows - 1).bit_length(),
         COLUMNS=columns, PDL=qkv.is_cuda, num_warps=4 if block <= 32 else 8, launch_pdl=qkv.is_cuda,
-        **_sizes(heads, qkv),
+        maxnreg=128 if full else None,  # four programs on a processor: the memory waits for none of them
+        **sizes,
     )  # fmt: skip
     return _normalise(o, qkv, z, a, heads, pending, fold)
 
@@ -152,13 +155,12 @@ def _invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """
     row, column = tl.arange(0, a.shape[0])[:, None], tl.arange(0, a.shape[0])[None, :]
     x = tl.where(row == column, 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
+    if LEVELS > 0:
+        x -= tl.where((row == column + 1) & (column % 2 == 0), a, 0.0)
+    for level in tl.range(1, LEVELS, num_stages=1):  # not unrolled: exact products are long
         corner = tl.where((row >> level == (column >> level) + 1) & ((column >> level) % 2 == 0), a, 0.0)
-        if level == 0:
-            x -= corner
-        else:
-            part = tl.dot(x, corner, input_precision=PRECISION)
-            x -= tl.dot(part, x, input_precision=PRECISION)
+        part = tl.dot(x, corner, input_precision=PRECISION)
+        x -= tl.dot(part, x, input_precision=PRECISION)
     return x
 
 
@@ -217,13 +219,14 @@ def _verify(
     g = _decay(a + token * a_stride + head, a_log + head + node * 0, dt_bias + head + node * 0, live)
     total = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
     decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
-    lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
-    inverse = _invert(tl.where(node[:, None] > node[None, :], lower, 0.0), LEVELS, PRECISION)
     fade = tl.exp(total)[:, None]
     rest = beta[:, None] * (v - fade * tl.dot(k, s, input_precision=PRECISION))
-    u = tl.dot(inverse, rest, input_precision=PRECISION)
+    out = fade * tl.dot(q, s, input_precision=PRECISION)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-    out = tl.dot(scores, u, fade * tl.dot(q, s, input_precision=PRECISION), input_precision=PRECISION)
+    lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
+    inverse = _invert(tl.where(node[:, None] > node[None, :], lower, 0.0), LEVELS, PRECISION)
+    u = tl.dot(inverse, rest, input_precision=PRECISION)
+    out = tl.dot(scores, u, out, input_precision=PRECISION)
     mask = live[:, None] & in_v
     tl.store(o + (token[:, None] * VALUES + head) * V + v_column[None, :], out.to(o.dtype.element_ty), mask)
     if row != 0:
@@ -257,12 +260,12 @@ def _chunks(
     total = tl.cumsum(_decay(a + token * a_stride + head, a_log + head + step * 0, dt_bias + head + step * 0, live), 0)
     sees = step[:, None] >= step[None, :]
     decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
+    cells = (token[:, None] * VALUES + head) * CHUNK + step[None, :]
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
+    tl.store(scores + cells, score.to(scores.dtype.element_ty), live[:, None])
     lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
     solved = _invert(tl.where(step[:, None] > step[None, :], lower, 0.0), LEVELS, PRECISION) * beta[None, :]
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-    cells = (token[:, None] * VALUES + head) * CHUNK + step[None, :]
     tl.store(inverse + cells, solved.to(inverse.dtype.element_ty), live[:, None])
-    tl.store(scores + cells, score.to(scores.dtype.element_ty), live[:, None])
     tl.store(sums + token * VALUES + head, total, live)
 
 

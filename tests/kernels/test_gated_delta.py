@@ -183,8 +183,9 @@ def test_prompts_and_verifies(
     device: torch.device, twin: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]
 ) -> None:
     case = Case(device, dtype, twin, sizes)
-    case.prompt([(3, 0, 2), (5, 0, 67), (1, 0, 1)])
-    case.prompt([(1, 1, 34), (3, 2, 3)])
+    chunk = 16 if dtype == torch.float32 else 64
+    case.prompt([(3, 0, 2), (5, 0, chunk + 3), (1, 0, 1)])
+    case.prompt([(1, 1, chunk + 2), (3, 2, 3)])
     case.verifies(1, False, 1)
     case.prompt([(3, 0, 5)])
     case.verifies(5, False, 2)
@@ -209,7 +210,7 @@ def test_narrow_states(device: torch.device, twin: str, stored: torch.dtype) -> 
 
 @pytest.mark.parametrize("twin", ["reference", "kernel"])
 def test_wide_trees(device: torch.device, twin: str) -> None:
-    case = Case(device, torch.float32, twin, (1, 1, 16, 16), held=64)
+    case = Case(device, torch.float16, twin, (1, 1, 16, 16), held=64)
     case.prompt([(4, 0, 3)])
     case.verifies(18, False, 1)
     case.verifies(64, True, 2)
