@@ -10,6 +10,8 @@ Products of float32 models are exact (no tf32); those of others round their fact
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,10 +35,9 @@ def delta_prefill(
     spans: Spans,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """`delta_prefill_ref`; `chunk` rows are computed together (None: by the type; exact products take many registers).
-    """
+    """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""
     total, exact = len(qkv), qkv.dtype == torch.float32
-    chunk = chunk or (16 if exact else CHUNK)
+    chunk = chunk or (16 if exact else CHUNK)  # exact products take many registers
     # No entry of either matrix is above 1, and float16 rounds as tf32 does.
     inverse, scores = (
         torch.empty(total, heads.values, chunk, dtype=torch.float32 if exact else torch.float16, device=qkv.device)
@@ -103,7 +104,7 @@ def _normalise(
 ) -> torch.Tensor:
     """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept."""
     sizes = _sizes(heads, qkv)
-    lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // max(sizes["BLOCK_K"], sizes["BLOCK_V"]))
+    lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // triton.next_power_of_2(heads.value_dim))
     k, g = (pending.k, pending.g) if pending is not None else (None, None)
     _norm[(triton.cdiv(lines, tile),)](
         o, qkv, z, a, heads.a_log, heads.dt_bias, heads.norm, None if fold is None else fold.rows, k, g,
@@ -114,7 +115,7 @@ def _normalise(
     return o.flatten(1)
 
 
-def _sizes(heads: DeltaHeads, x: torch.Tensor) -> dict[str, int | str]:
+def _sizes(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
     return {
         "KEYS": heads.keys, "VALUES": heads.values, "K": heads.key_dim, "V": heads.value_dim,
         "BLOCK_K": max(16, triton.next_power_of_2(heads.key_dim)),
@@ -190,12 +191,10 @@ def _verify(
             place = tl.load(kept + row * kept_stride + step, there, 0)
         g = tl.load(old_g + row * g_stride + place * VALUES + head, there, 0.0).to(tl.float32)
         later = tl.sum(tl.where(step[None, :] > step[:, None], g[None, :], 0.0), 1)
-        k = tl.load(
-            old_k + row * k_stride + (place[:, None] * KEYS + key) * K + k_column[None, :], there[:, None] & in_k, 0.0
-        )
-        u = tl.load(
-            old_u + row * u_stride + (place[:, None] * VALUES + head) * V + v_column[None, :], there[:, None] & in_v, 0.0
-        )
+        k_cells = row * k_stride + (place[:, None] * KEYS + key) * K + k_column[None, :]
+        u_cells = row * u_stride + (place[:, None] * VALUES + head) * V + v_column[None, :]
+        k = tl.load(old_k + k_cells, there[:, None] & in_k, 0.0)
+        u = tl.load(old_u + u_cells, there[:, None] & in_v, 0.0)
         k = k.to(tl.float32) * tl.exp(later)[:, None]
         s = tl.dot(tl.trans(k), u.to(tl.float32), s * tl.exp(tl.sum(g, 0)), input_precision=PRECISION)
         if row != 0:  # several sequences may be the padding row at once; it stays as it is
@@ -220,13 +219,12 @@ def _verify(
     total = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
     decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
     fade = tl.exp(total)[:, None]
-    rest = beta[:, None] * (v - fade * tl.dot(k, s, input_precision=PRECISION))
-    out = fade * tl.dot(q, s, input_precision=PRECISION)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
     lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
     inverse = _invert(tl.where(node[:, None] > node[None, :], lower, 0.0), LEVELS, PRECISION)
+    rest = beta[:, None] * (v - fade * tl.dot(k, s, input_precision=PRECISION))
     u = tl.dot(inverse, rest, input_precision=PRECISION)
-    out = tl.dot(scores, u, out, input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
+    out = tl.dot(scores, u, fade * tl.dot(q, s, input_precision=PRECISION), input_precision=PRECISION)
     mask = live[:, None] & in_v
     tl.store(o + (token[:, None] * VALUES + head) * V + v_column[None, :], out.to(o.dtype.element_ty), mask)
     if row != 0:
