@@ -37,7 +37,9 @@ def conv_prefill_ref(
     for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
         old = window[row] if start else torch.zeros_like(window[row])
         inputs = torch.cat([old.float(), u[begin:end].float()])
-        sums = torch.stack([inputs[tap : tap + end - begin] * weight[:, tap].float() for tap in range(taps)]).sum(0)
+        sums = inputs[: end - begin] * weight[:, 0].float()
+        for tap in range(1, taps):
+            sums.addcmul_(inputs[tap : tap + end - begin], weight[:, tap].float())
         y[begin:end] = _finish(sums, bias, activation)
         window[row] = inputs[end - begin :]
     return y if after is None else after * y
