@@ -12,6 +12,9 @@ Rule", 2024). G_i is the sum of g over row i and the rows before it, D_ij = exp(
 
 "Before" is the order of a prompt's chunk or that of a verify's chain, or a tree's ancestors. The state behind some rows
 of a path is e^G S0 + sum e^(G - G_i) k_i u_i^T with G their sum: k, u and g of a verify are kept for that.
+
+Inputs may be columns of wider products (any row stride), states and what is kept one layer of a pool (any stride
+between device rows). Arithmetic is float32.
 """
 
 from __future__ import annotations

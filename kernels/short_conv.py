@@ -4,7 +4,8 @@ y_t = sum over j of weight[:, j] * u_{t - K + 1 + j} + bias, then silu if `activ
 is given (LFM2) before * x in the type of x; `after` multiplies what comes out, likewise. All gates have x's shape.
 
 A window holds the last K - 1 inputs u, oldest first, not yet activated. Rows may be columns of a wider product: x and
-the gates [T, C] have any row stride. Sums are float32, rounded once.
+the gates [T, C] have any row stride, as windows and pending inputs have any between device rows. Sums are float32,
+rounded once.
 """
 
 from __future__ import annotations

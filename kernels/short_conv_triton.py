@@ -155,7 +155,7 @@ def _history(window, pending, kept, folded, slot, channel, width, mask, TAPS: tl
     place = at
     if kept is not None:
         place = tl.load(kept + at, (at >= 0) & (at < folded), 0)
-    late = tl.load(pending + place[:, None] * width + channel, mask & ((at >= 0) & (at < folded))[:, None], 0.0)
+    late = tl.load(pending + place[:, None] * width + channel, mask & (at >= 0)[:, None], 0.0)
     return old.to(tl.float32) + late.to(window.dtype.element_ty).to(tl.float32)  # one of them is 0
 
 

@@ -57,8 +57,9 @@ class Case:
         norm = (torch.rand(value_dim) + 0.5).to(device, dtype)
         self.heads = DeltaHeads(keys, values, key_dim, value_dim, a_log - 1, dt_bias - 1, norm, 1e-5)
         shapes = (keys, key_dim), (values, value_dim), (values,)
-        self.state = torch.full((ROWS, values, key_dim, value_dim), torch.nan, device=device, dtype=stored)
-        self.pending = Pending(*(torch.full((ROWS, held, *shape), torch.nan, device=device) for shape in shapes))
+        # Of two layers, one behind the other for each device row.
+        self.state = torch.full((ROWS, 2, values, key_dim, value_dim), torch.nan, device=device, dtype=stored)[:, 1]
+        self.pending = Pending(*(torch.full((ROWS, 2, held, *at), torch.nan, device=device)[:, 1] for at in shapes))
         for item in (self.state, *self.pending):
             item[0] = torch.randn(item.shape[1:])  # the padding row: anything that is finite
         self.count = torch.zeros(ROWS, dtype=torch.int64)

@@ -37,11 +37,12 @@ class Case:
         self.weight = torch.randn(channels, taps).to(device, dtype)
         self.bias = torch.randn(channels).to(device, dtype) if bias else None
         self.activation = activation
-        self.window = torch.full((ROWS, taps - 1, channels), torch.nan, device=device, dtype=dtype)
+        # Of two layers, one behind the other for each device row.
+        self.window = torch.full((ROWS, 2, taps - 1, channels), torch.nan, device=device, dtype=dtype)[:, 1]
         self.window[0] = 0
         self.count = torch.zeros(ROWS, dtype=torch.int64)
         self.kept = torch.randint(held, (ROWS, held))
-        self.pending = torch.full((ROWS, held, channels), torch.nan, device=device, dtype=dtype)
+        self.pending = torch.full((ROWS, 2, held, channels), torch.nan, device=device, dtype=dtype)[:, 1]
         self.pending[0] = 0
         self.seen: dict[int, list[torch.Tensor]] = {}
 
