@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.errors import refuse
 
 if TYPE_CHECKING:
     import torch
+
+    from specbatch.memory.recurrent import StateShape
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 DEFAULT_THETA = 10000.0  # what all three families mean when a config says nothing
@@ -117,6 +119,14 @@ class Rope:
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
 
+class Ends(NamedTuple):
+    """What a checkpoint calls the tensors before and behind its layers; the norm without its ".weight"."""
+
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm"
+    head: str = "lm_head.weight"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a dense decoder.
@@ -193,6 +203,31 @@ class ModelConfig:
             bos_id=next(iter(token_ids(config, "bos_token_id")), None),
             dtype=_dtype(config),
         )
+
+    @property
+    def module(self) -> str:
+        """Whose `layer` makes the layers."""
+        return "specbatch.models.llama"
+
+    @property
+    def names(self) -> Ends:
+        return Ends()
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that keep keys and values; the others keep a state."""
+        return self.num_layers
+
+    @property
+    def mixer_widths(self) -> tuple[int, int]:
+        """The most columns that a layer projects before its cut, and that come out of it."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return queries + 2 * keys, queries
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What each recurrent layer keeps."""
+        return ()
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that a checkpoint of this model must hold; matrices are [out, in]."""
