@@ -32,8 +32,7 @@ def delta_prefill(
     spans: Spans,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """`delta_prefill_ref`; `chunk` rows are computed together (None: by the type; exact products take many registers).
-    """
+    """`delta_prefill_ref`; `chunk` rows are computed together (None: by the type; exact products take many registers)."""
     total, exact = len(qkv), qkv.dtype == torch.float32
     chunk = chunk or (16 if exact else CHUNK)
     # No entry of either matrix is above 1, and float16 rounds as tf32 does.
@@ -192,7 +191,9 @@ def _verify(
             old_k + row * k_stride + (place[:, None] * KEYS + key) * K + k_column[None, :], there[:, None] & in_k, 0.0
         )
         u = tl.load(
-            old_u + row * u_stride + (place[:, None] * VALUES + head) * V + v_column[None, :], there[:, None] & in_v, 0.0
+            old_u + row * u_stride + (place[:, None] * VALUES + head) * V + v_column[None, :],
+            there[:, None] & in_v,
+            0.0,
         )
         k = k.to(tl.float32) * tl.exp(later)[:, None]
         s = tl.dot(tl.trans(k), u.to(tl.float32), s * tl.exp(tl.sum(g, 0)), input_precision=PRECISION)

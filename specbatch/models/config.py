@@ -8,7 +8,8 @@ default.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.errors import refuse
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
     from specbatch.memory.recurrent import StateShape
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+# Families with a description of their own: architecture -> model_type, and where its config is read.
+_OTHERS = {
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe", "Qwen3MoeConfig"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "qwen3_next", "Qwen3NextConfig"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_next", "Qwen3NextConfig"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "qwen3_next", "Qwen3NextConfig"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_next", "Qwen3NextConfig"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_next", "Qwen3NextConfig"),
+    "NemotronHForCausalLM": ("nemotron_h", "nemotron_h", "NemotronHConfig"),
+    "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
+}
 DEFAULT_THETA = 10000.0  # what all three families mean when a config says nothing
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -159,6 +171,9 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a `config.json`. SpecbatchError names the key and value that cannot be run as written."""
+        other = _other(config)
+        if other is not None:
+            return other.from_dict(config)
         family = _family(config)
         if config.get("quantization_config"):
             quantization = config["quantization_config"]
@@ -259,6 +274,11 @@ class ModelConfig:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def fit(self, found: dict[str, tuple[int, ...]]) -> ModelConfig:
+        """The same as a file's tensors (name -> shape) have it, where they say more than the config.json."""
+        # An output matrix of its own is the one to use.
+        return replace(self, tie_embeddings=self.tie_embeddings and self.names.head not in found)
+
     def is_spare(self, name: str) -> bool:
         """Is this a tensor that a file may hold beside them?"""
         return False
@@ -268,9 +288,21 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
 
+def _other(config: dict[str, Any]) -> type[ModelConfig] | None:
+    """Who reads a config.json of a family that is not dense attention throughout."""
+    names, model_type = config.get("architectures"), config.get("model_type")
+    for architecture, (kind, module, name) in _OTHERS.items():
+        if names == [architecture] if names else model_type == kind:
+            if model_type not in (None, kind):
+                raise refuse("model_type", model_type, f"architectures={names!r} goes with {kind!r}")
+            found: type[ModelConfig] = getattr(import_module(f"specbatch.models.{module}"), name)
+            return found
+    return None
+
+
 def _family(config: dict[str, Any]) -> str:
     names, model_type = config.get("architectures"), config.get("model_type")
-    works = f"supported are {', '.join(FAMILIES)}"
+    works = f"supported are {', '.join([*FAMILIES, *_OTHERS])}"
     if names:
         family = FAMILIES.get(names[0]) if len(names) == 1 else None
         if family is None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.context import Context
-from specbatch.kernels.linear import Linear
+from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.norm import rms_norm
 from specbatch.kernels.rope import rope_table
 from specbatch.models.config import ModelConfig
@@ -51,11 +51,13 @@ class Decoder:
         self.device = device
         names, fetch = config.names, Reader(config, read, dtype, device)
         tables = rope_tables(config, max_positions, dtype, device)
-        make: Callable[[Reader, int, object], Layer] = import_module(config.module).layer
+        family = import_module(config.module)
         self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding
         with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
-            self.layers = tuple(pool.map(lambda index: make(fetch, index, tables), range(config.num_layers)))
-        self.norm = fetch.norm(names.norm)
+            self.layers: tuple[Layer, ...] = tuple(
+                pool.map(lambda index: family.layer(fetch, index, tables), range(config.num_layers))
+            )
+        self.norm: Norm = family.final_norm(fetch, names.norm)
         self.head: Linear = (
             Linear(self.embedding if config.tie_embeddings else fetch(names.head)) if ends is None else ends.head
         )

@@ -139,7 +139,12 @@ def words_of(parents: list[int]) -> list[int]:
 @pytest.mark.parametrize("dtype", SLACK)
 @pytest.mark.parametrize(
     ("channels", "taps", "bias", "activation", "gates"),
-    [(37, 4, False, True, False), (150, 3, False, False, True), (24, 2, True, True, False), (40, 8, True, False, False)],
+    [
+        (37, 4, False, True, False),
+        (150, 3, False, False, True),
+        (24, 2, True, True, False),
+        (40, 8, True, False, False),
+    ],
 )
 def test_a_prompt_and_verifies(device, dtype, twin, channels, taps, bias, activation, gates) -> None:
     case = Case(device, dtype, twin, channels, taps, bias, activation, gates)
