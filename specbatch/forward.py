@@ -35,7 +35,7 @@ class Forward(PromptWork, Protocol):
     """Fills the model's cache with the keys and values of a prompt pass."""
 
     def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
-        """tokens int64 [T]; rows int64 [n]: those whose last features are wanted, None is all; see `Decoder.forward`."""
+        """tokens int64 [T]; rows int64 [n]: those whose last features are wanted, None is all."""
         ...
 
 

@@ -81,6 +81,8 @@ class Rope:
     divisors: tuple[float, ...] = ()
 
     def __str__(self) -> str:
+        if not self.rotary_dim:
+            return "no rope"
         scaling = "" if self.kind == "default" else f", scaled by {self.kind}"
         return f"rope theta {self.theta:g} (from {self.source}{scaling})"
 
