@@ -21,6 +21,7 @@ from specbatch.forward import PromptWork, static_bytes
 from specbatch.graphs import Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
+from specbatch.memory.checkpoints import Checkpoints
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory, size_text
@@ -118,7 +119,8 @@ def _plan(
         + draft.parameters * dtype.itemsize,
         page_bytes=bytes_per_page(target.config, target.config.attention_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
-        state_bytes=_state_bytes(config, target.config, dtype),
+        state_bytes=_state_bytes(config, target.config, dtype, config.speculation.drafted + 1),
+        checkpoint_bytes=_state_bytes(config, target.config, dtype, 0),
         vocabulary=target.config.vocab_size,
         rows=draft.slots_of(config.speculation.drafted + 1),
         token_bytes=token_bytes(target.config, dtype) + len(draft.aux) * target.config.hidden_size * dtype.itemsize,
@@ -126,11 +128,10 @@ def _plan(
     )
 
 
-def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> int:
-    """Of one device row."""
+def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """Of one device row with a verify of `rows` rows; without, of a checkpoint."""
     layers = target.num_layers - target.attention_layers
-    types = state_types(dtype, config.state_dtype)
-    return state_bytes(target.state_shapes, layers, config.speculation.drafted + 1, types)
+    return state_bytes(target.state_shapes, layers, rows, state_types(dtype, config.state_dtype))
 
 
 def _assemble(
@@ -163,23 +164,30 @@ def _assemble(
         page_table=batch.page_table,
         rows=rows,
         state_dtype=config.state_dtype,
+        checkpoints=plan.checkpoints,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
     forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
+    prefixes, checkpoints = None, None
+    if config.prefix_cache and (not model.recurrent_layers or plan.checkpoints):
+        prefixes = PrefixCache(pool, config.page_size)
+        if model.recurrent_layers:
+            checkpoints = Checkpoints(prefixes, config.page_size, plan.checkpoints)
     scheduler = Scheduler(
         pool,
-        PrefixCache(pool, config.page_size) if config.prefix_cache else None,
+        prefixes,
         page_size=config.page_size,
         max_running=config.max_running,
         max_model_len=plan.max_model_len,
         prefill_chunk=config.prefill_chunk,
         rows=slots,
         lag=draft.lag,
+        checkpoints=checkpoints,
     )
-    prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every)
+    prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every, states=cache.states)
     runner = Runner(
         scheduler,
         batch,
@@ -207,6 +215,8 @@ def _assemble(
         "draft_shape": str(config.speculation.shape) if rows > 1 else "none",
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
+        "state_bytes": plan.states,
+        "state_checkpoints": plan.checkpoints,
     }
     recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, Recordings)]
     if runner.graphs is not None:

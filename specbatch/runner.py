@@ -108,7 +108,7 @@ class Runner:
             return None
         if plan.admitted:
             self._batch.admit(plan.admitted, [self._seed_of(request) for request in plan.admitted])
-        result = self._prompt_pass(self._batch, plan.chunks)
+        result = self._prompt_pass(self._batch, plan)
         self._lap = None
         self.counters.prefill_passes += 1
         self.counters.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)

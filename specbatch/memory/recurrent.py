@@ -35,8 +35,9 @@ class States:
         rows: int,
         types: dict[str, torch.dtype],
         device: torch.device,
+        checkpoints: int = 0,
     ) -> None:
-        """rows: N of a verify; types: by kind."""
+        """rows: N of a verify; types: by kind; checkpoints: places for states of prefixes, numbered from 1."""
         found = {
             item.name: torch.zeros(
                 layers, device_rows, *(rows,) * item.pending, *item.shape, dtype=types[item.kind], device=device
@@ -44,6 +45,13 @@ class States:
             for item in shapes
         }
         self.layers = [{name: tensor[layer] for name, tensor in found.items()} for layer in range(layers)]
+        # Behind a prompt nothing is pending, so that the rest is the state.
+        self._kept_states = [
+            (tensor, tensor.new_zeros(layers, checkpoints + 1, *tensor.shape[2:]))
+            for item in shapes
+            if not item.pending and checkpoints
+            for tensor in [found[item.name]]
+        ]
         self._count = torch.zeros(device_rows, dtype=torch.int64, device=device)
         self._kept = torch.zeros(device_rows, rows, dtype=torch.int64, device=device)
         self._kept[:] = torch.arange(rows, device=device)
@@ -55,6 +63,16 @@ class States:
     def begin(self, rows: torch.Tensor) -> None:
         """A prompt pass on device rows [S] leaves nothing to be folded in."""
         self._count.index_fill_(0, rows, 0)
+
+    def load(self, checkpoints: torch.Tensor, rows: torch.Tensor) -> None:
+        """Device rows [S] begin with the states of checkpoints [S]."""
+        for tensor, kept in self._kept_states:
+            tensor.index_copy_(1, rows, kept.index_select(1, checkpoints))
+
+    def save(self, rows: torch.Tensor, checkpoints: torch.Tensor) -> None:
+        """Keep the states of device rows [S], whose prompts have just been computed that far."""
+        for tensor, kept in self._kept_states:
+            kept.index_copy_(1, checkpoints, tensor.index_select(1, rows))
 
     def commit(self, rows: torch.Tensor, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         """Of the verify that was just made on device rows [B], the root and accepted [B] drafts stay: the first ones,
@@ -71,6 +89,6 @@ def state_types(activation: torch.dtype, state: str) -> dict[str, torch.dtype]:
 
 
 def state_bytes(shapes: tuple[StateShape, ...], layers: int, rows: int, types: dict[str, torch.dtype]) -> int:
-    """What one device row takes in all layers."""
+    """What one device row takes in all layers, with `rows` lines of what is pending; a checkpoint has none."""
     each = (math.prod(item.shape) * (rows if item.pending else 1) * types[item.kind].itemsize for item in shapes)
     return layers * sum(each)

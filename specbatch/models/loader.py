@@ -47,6 +47,7 @@ class Loader:
     page_table: torch.Tensor  # of the engine's batch
     rows: int  # of a verify
     state_dtype: str  # of recurrent layers' matrix states
+    checkpoints: int  # places for states of prefixes
     recorder: Recorder | None = None
     forwards: dict[str, PromptWork] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class Loader:
             return None
         types = state_types(self.dtype, self.state_dtype)
         shapes, device_rows = model.config.state_shapes, self.page_table.shape[0]
-        return States(shapes, model.recurrent_layers, device_rows, self.rows, types, self.device)
+        return States(shapes, model.recurrent_layers, device_rows, self.rows, types, self.device, self.checkpoints)
 
     def _way(self, model: Decoder, role: str, every: bool) -> tuple[Forward, KVCache]:
         cache = self.cache(model.config, model.attention_layers, role, self._states(model))
