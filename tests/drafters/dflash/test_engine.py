@@ -110,7 +110,7 @@ def test_a_draft_that_agrees_is_accepted(toy: Any, toy_engine: Any, schedule: st
     prompts = [prompt for prompt in toy.prompts() if toy.greedy(prompt).count(34) > 8]
     engine = toy_engine(speculation=Speculation("dflash", schedule, draft="toy-block-34"))
     done = engine.generate([list(prompt) for prompt in prompts], SamplingParams(max_new_tokens=40, ignore_eos=True))
-    assert engine.record().config["speculation"]["draft_tokens"] == 3  # the draft's blocks decide
+    assert engine.record().config["speculation"]["draft_tokens"] == 4  # the draft's blocks decide
     assert len(prompts) > 2
     for prompt, item in zip(prompts, done, strict=True):
         tokens, at, verifies = toy.greedy(prompt), 1, 0
