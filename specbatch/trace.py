@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS = 8
 EXCLUSIVE = (
-    "us exclusive: from the end of all that began before on the same stream. A kernel that was launched early and waits "
-    "for the one before it counts as running there, so that only this column adds up to the busy time."
+    "us exclusive: without the time in which a kernel that began before it on the same stream was still running. One "
+    "that is launched early and waits for another counts as running; only this column adds up to the busy time."
 )
 
 
@@ -116,8 +116,8 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
     """Decode `prompts`, record `steps` steps behind a warm-up to `path`, and sum them up.
 
     Returns batch, configuration, steps, rows_per_step, step_ms (host time of a step, tracing included), metrics of the
-    record, kernels (launches and times by name) and waits (None without a CUDA device). Refused: a batch that the engine
-    cannot hold at once.
+    record, kernels (see `kernel_rows`) and waits (None without a CUDA device). Refused: a batch that the engine cannot
+    hold at once.
     """
     # Long enough that none ends while others still start.
     spare = sum(map(len, prompts)) // engine.caps["prefill_chunk"] + 4
