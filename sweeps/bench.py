@@ -168,12 +168,12 @@ def _noting(reasons: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def _warm_up(engine: Engine, load: Load) -> None:
-    """As many requests at once as the load has, and of new tokens so many that the first still runs when the last
-    has begun, a prompt pass and an iteration in turn."""
-    batch = min(load.prompts, load.concurrency)
-    passes = -(-batch * load.prompt_tokens // engine.caps["prefill_chunk"])
+    """The load's own batch, and one request that takes another's place. As prompt passes and iterations take turns,
+    each has so many new tokens that the first still runs when the last begins."""
+    passes = -(-load.concurrency * load.prompt_tokens // engine.caps["prefill_chunk"])
     enough = max(WARM_UP_TOKENS, (passes + 2) * engine.caps["verify_rows"])
-    _measure(engine, replace(load, prompts=batch, new_tokens=(min(enough, load.new_tokens[-1]),)))
+    few = min(load.prompts, load.concurrency + 1)
+    _measure(engine, replace(load, prompts=few, new_tokens=(min(enough, load.new_tokens[-1]),)))
 
 
 def _measure(engine: Engine, load: Load) -> RunRecord:

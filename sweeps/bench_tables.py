@@ -85,9 +85,9 @@ def _row(
 ) -> Row:
     section, size, name = key
     records = groups[key]
-    values = {name: _values(column.value, records) for name, column in MEASURED.items()}
+    values = {column: _values(how.value, records) for column, how in MEASURED.items()}
     row: Row = {"section": section, "size": size or None, "configuration": name}
-    row["drafting"] = next(map(drafting_of, sorted(records, key=lambda record: not record.caps)))
+    row["drafting"] = drafting_of(records[0]) if name else ""
     row["repeats"] = sum("error" not in record.workload for record in records)
     for column, found in values.items():
         row[column] = median(found.values()) if found else None

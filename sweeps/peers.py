@@ -81,13 +81,11 @@ def comparable(folder: Path, records: list[RunRecord], points: set[Point]) -> di
 
 
 def drafting_of(record: RunRecord) -> str:
-    """Algorithm, shape and simulated accept length of a record; "" for plain decoding."""
+    """Algorithm, shape and simulated accept length of a record of a bench; "" for plain decoding."""
     if not drafts(record):
         return ""
-    asked = speculation_of(record)
-    shape = record.caps.get("draft_shape", str(asked.shape))
-    mean = simulated(record)
-    return f"{asked.algorithm}, {shape}, accept length {'real' if mean is None else f'{mean:g}'}"
+    asked, mean = speculation_of(record), simulated(record)
+    return f"{asked.algorithm}, {asked.shape}, accept length {'real' if mean is None else f'{mean:g}'}"
 
 
 def _drafting(peer: Peer) -> str:
