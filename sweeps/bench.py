@@ -5,10 +5,10 @@
 
 decode   a step of plain decoding at some batch sizes: two runs of the same prompts that differ in new tokens alone,
          their difference in time over their difference in tokens; prefill, start and tail cancel out
+         with an algorithm or a draft: an iteration of a baseline and of engines that draft, the mean of those of one
+         run that ran all requests, as requests that accept by themselves do not stay in step
 verify   the same for a verify of 16 rows, beside the 1-row step. NGRAM drafts, as that costs next to nothing, and a
          simulated accept length of 1 keeps the requests in step
-         With an algorithm or a draft it is the iterations of one run, of a baseline and of engines that draft, in
-         which all requests ran: requests accept by themselves and do not stay in step
 closed   a closed loop that keeps C requests unfinished: 2C prompts, 3 at C = 1
 ttft     requests on their own, one after the other
 

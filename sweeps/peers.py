@@ -13,8 +13,8 @@ import io
 import math
 from pathlib import Path
 
-from specbatch.draft_shape import PUBLISHED, DraftShape
-from specbatch.errors import refuse
+from specbatch.draft_shape import PUBLISHED, shape_of
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.metrics import RunRecord
 from specbatch.sweeps.summaries import drafts, run_on, simulated, speculation_of
 
@@ -63,6 +63,10 @@ def _wrong(header: list[str], cells: list[str]) -> str | None:
                 raise ValueError
         except ValueError:
             return f"{column} {row[column]!r} is no {'whole ' if kind is int else ''}number"
+    try:
+        _drafting(row)
+    except SpecbatchError as error:
+        return str(error)
     return None
 
 
@@ -89,8 +93,8 @@ def drafting_of(record: RunRecord) -> str:
 
 
 def _drafting(peer: Peer) -> str:
-    """The same of a row of the CSV."""
+    """The same of a row of the CSV. Raises SpecbatchError for a shape that is impossible."""
     if not peer.get("algorithm"):
         return ""
-    shape = DraftShape(*(int(peer[column]) for column in _SHAPE))
+    shape = shape_of(peer["algorithm"], *(int(peer[column]) for column in _SHAPE))
     return f"{peer['algorithm']}, {shape}, accept length {float(peer['accept_length']):g}"
