@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,10 +57,20 @@ class Parts:
     forwards: dict[str, PromptWork]
 
 
-def build(
-    config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Decoder | None = None
-) -> Parts:
-    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit.
+class Prepared(NamedTuple):
+    """What is known of an engine before its memory is planned. config: with what the draft says filled in; attention:
+    by role."""
+
+    config: EngineConfig
+    device: torch.device
+    target: Checkpoint
+    dtype: torch.dtype
+    attention: dict[str, PrefillAttention]
+    draft: DraftPlan
+
+
+def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) -> Prepared:
+    """Refuse what cannot run, a draft that was made for another model among it, before anything is planned or loaded.
 
     shared: the target as another engine has loaded it.
     """
@@ -70,7 +80,6 @@ def build(
         config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
-    # Refused, if need be, before anything is loaded.
     attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
         works = f"the weights are {_name(shared.dtype)} on {shared.device}; ask for the same"
@@ -83,6 +92,12 @@ def build(
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
+    return Prepared(config, device, target, dtype, attention, draft)
+
+
+def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Decoder | None = None) -> Parts:
+    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
+    config, device, target, dtype, attention, draft = prepare(config, say, shared=shared)
     plan = _plan(config, target, draft, dtype, device, shared is not None)
     say(f"speculation: {config.speculation}")
     for line in plan.lines():

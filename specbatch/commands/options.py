@@ -213,7 +213,7 @@ class EngineOptions:
         if self.spec is None and self.algorithm is None and self.draft is None:
             for name in _OF_DRAFTS:
                 if getattr(self, name) != getattr(Speculation, name):
-                    raise refuse(name, getattr(self, name), "nothing is drafted; add --spec v1 or v2, or leave it out")
+                    raise refuse(name, getattr(self, name), "nothing is drafted; add --algorithm, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
         return Speculation(
             algorithm=self.algorithm or default,
