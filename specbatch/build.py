@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +21,14 @@ from specbatch.forward import PromptWork, static_bytes
 from specbatch.graphs import Program, Recorder, Recordings, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
+from specbatch.memory.checkpoints import Checkpoints
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.models.llama import Llama, token_bytes
+from specbatch.memory.recurrent import state_bytes, state_types
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.models.loader import Loader, weight_bytes
 from specbatch.prefill import PromptPass
 from specbatch.progress import Report
@@ -46,7 +49,7 @@ class Parts:
     config: EngineConfig
     device: torch.device
     tokenizer: Tokenizer
-    model: Llama
+    model: Decoder
     plan: MemoryPlan
     caps: dict[str, Any]
     scheduler: Scheduler
@@ -54,8 +57,20 @@ class Parts:
     forwards: dict[str, PromptWork]
 
 
-def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Llama | None = None) -> Parts:
-    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit.
+class Prepared(NamedTuple):
+    """What is known of an engine before its memory is planned. config: with what the draft says filled in; attention:
+    by role."""
+
+    config: EngineConfig
+    device: torch.device
+    target: Checkpoint
+    dtype: torch.dtype
+    attention: dict[str, PrefillAttention]
+    draft: DraftPlan
+
+
+def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) -> Prepared:
+    """Refuse what cannot run, a draft that was made for another model among it, before anything is planned or loaded.
 
     shared: the target as another engine has loaded it.
     """
@@ -65,7 +80,6 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
         config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
-    # Refused, if need be, before anything is loaded.
     attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
         works = f"the weights are {_name(shared.dtype)} on {shared.device}; ask for the same"
@@ -78,6 +92,12 @@ def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
+    return Prepared(config, device, target, dtype, attention, draft)
+
+
+def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Decoder | None = None) -> Parts:
+    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
+    config, device, target, dtype, attention, draft = prepare(config, say, shared=shared)
     plan = _plan(config, target, draft, dtype, device, shared is not None)
     say(f"speculation: {config.speculation}")
     for line in plan.lines():
@@ -112,8 +132,10 @@ def _plan(
         weights=0 if is_shared else weight_bytes(target.config, dtype, device),
         draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
         + draft.parameters * dtype.itemsize,
-        page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, kv_dtype)
+        page_bytes=bytes_per_page(target.config, target.config.attention_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
+        state_bytes=_state_bytes(config, target.config, dtype, config.speculation.drafted + 1),
+        checkpoint_bytes=_state_bytes(config, target.config, dtype, 0),
         vocabulary=target.config.vocab_size,
         rows=draft.slots_of(config.speculation.drafted + 1),
         token_bytes=token_bytes(target.config, dtype) + len(draft.aux) * target.config.hidden_size * dtype.itemsize,
@@ -121,10 +143,16 @@ def _plan(
     )
 
 
+def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """Of one device row with a verify of `rows` rows; without, of a checkpoint."""
+    layers = target.num_layers - target.attention_layers
+    return state_bytes(target.state_shapes, layers, rows, state_types(dtype, config.state_dtype))
+
+
 def _assemble(
     config: EngineConfig,
     target: Checkpoint,
-    shared: Llama | None,
+    shared: Decoder | None,
     draft: DraftPlan,
     attention: dict[str, PrefillAttention],
     plan: MemoryPlan,
@@ -149,23 +177,32 @@ def _assemble(
         attention=attention,
         chunk=config.prefill_chunk,
         page_table=batch.page_table,
+        rows=rows,
+        state_dtype=config.state_dtype,
+        checkpoints=plan.checkpoints,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
     forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
+    prefixes, checkpoints = None, None
+    if config.prefix_cache and (not model.recurrent_layers or plan.checkpoints):
+        prefixes = PrefixCache(pool, config.page_size)
+        if model.recurrent_layers:
+            checkpoints = Checkpoints(prefixes, config.page_size, plan.checkpoints)
     scheduler = Scheduler(
         pool,
-        PrefixCache(pool, config.page_size) if config.prefix_cache else None,
+        prefixes,
         page_size=config.page_size,
         max_running=config.max_running,
         max_model_len=plan.max_model_len,
         prefill_chunk=config.prefill_chunk,
         rows=slots,
         lag=draft.lag,
+        checkpoints=checkpoints,
     )
-    prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every)
+    prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every, states=cache.states)
     runner = Runner(
         scheduler,
         batch,
@@ -193,6 +230,8 @@ def _assemble(
         "draft_shape": str(config.speculation.shape) if rows > 1 else "none",
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
+        "state_bytes": plan.states,
+        "state_checkpoints": plan.checkpoints,
     }
     recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, Recordings)]
     if runner.graphs is not None:

@@ -18,6 +18,7 @@
   launch call itself counts as busy. None without a CUDA device.
 * step time: from one iteration to the next, if no prefill lies between: device step and gap; without a CUDA device the
   host's `iteration_s / iterations`.
+* step time at n rows: the same, of the iterations that ran n requests alone: their seconds / their number.
 * break-even: the accept length at which drafting is as fast as plain decoding = step time of the run that drafts / step
   time of plain decoding at the same concurrency. Drafting pays above it, by accept length / break-even - 1.
 * launch lead: from the end of a launch to the result of the iteration before it, which is how far the host is ahead;
@@ -146,6 +147,12 @@ def _step_time(counters: dict[str, Any]) -> float | None:
     return float(counters["iteration_s"] / iterations) if iterations else None
 
 
+def steps_at(counters: dict[str, Any], rows: int) -> tuple[int, float | None]:
+    """The iterations that ran `rows` requests, and their step time in seconds; None if there were none."""
+    steps, seconds = counters["steps_by_rows"].get(str(rows), (0, 0.0))
+    return int(steps), seconds / steps if steps else None
+
+
 def acceptance(completions: Iterable[Completion]) -> Acceptance:
     """Counts of all verifies by draft and by context; aborted requests count nowhere."""
     total = Acceptance()
@@ -206,10 +213,13 @@ class RunRecord:
         return cls(**body)
 
 
-def break_even(drafting: RunRecord, plain: Iterable[RunRecord]) -> float | None:
-    """The accept length that `drafting` needs to be as fast as the fastest of `plain`; None where a time is missing."""
-    time = drafting.metrics.get("step_time_s")
-    others = [other for record in plain if (other := record.metrics.get("step_time_s"))]
+def break_even(drafting: RunRecord, plain: Iterable[RunRecord], of: str = "step_time_s") -> float | None:
+    """The accept length that `drafting` needs to be as fast as the fastest of `plain`; None where a time is missing.
+
+    of: the metric that is the time of a step.
+    """
+    time = drafting.metrics.get(of)
+    others = [other for record in plain if (other := record.metrics.get(of))]
     return time / min(others) if time and others else None
 
 

@@ -12,8 +12,9 @@ from specbatch.drafters.base import Drafter
 from specbatch.forward import Forward
 from specbatch.graphs import Result
 from specbatch.kernels.sampling import TARGET
-from specbatch.models.llama import Llama
-from specbatch.scheduler import Chunk
+from specbatch.memory.recurrent import States
+from specbatch.models.decoder import Decoder
+from specbatch.scheduler import PrefillPlan
 from specbatch.transfer import upload
 from specbatch.verification import is_sound, logprobs_of
 
@@ -21,13 +22,23 @@ from specbatch.verification import is_sound, logprobs_of
 class PromptPass:
     """Runs planned chunks; knows the same model and drafter as the iteration."""
 
-    def __init__(self, model: Llama, forward: Forward, page_size: int, drafter: Drafter, *, every: bool) -> None:
-        """every: the drafter wants the features of all tokens."""
+    def __init__(
+        self,
+        model: Decoder,
+        forward: Forward,
+        page_size: int,
+        drafter: Drafter,
+        *,
+        every: bool,
+        states: States | None = None,
+    ) -> None:
+        """every: the drafter wants the features of all tokens; states: of the model's recurrent layers."""
         self._model = model
         self._forward = forward
         self._page_size = page_size
         self._drafter = drafter
         self._every = every
+        self._states = states
         self.watch: Callable[[torch.Tensor], None] | None = None  # is shown logits [B, V] behind prompts
 
     def warm(self, batch: DeviceBatch, count: int, prefix: int = 0, ends: int = 1) -> None:
@@ -39,12 +50,18 @@ class PromptPass:
         self._run(batch, [Span(0, start, start + count)], [0] * ends, Needs())
         batch.lengths[0] = 1  # as it was
 
-    def __call__(self, batch: DeviceBatch, chunks: list[Chunk]) -> Result | None:
-        """Compute the chunks. For those that complete a prompt: int64 [B, 2] of first token and sound, and float32
-        [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
+    def __call__(self, batch: DeviceBatch, plan: PrefillPlan) -> Result | None:
+        """Compute the chunks of a plan. For those that complete a prompt: int64 [B, 2] of first token and sound, and
+        float32 [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
+        chunks = plan.chunks
         spans = [Span(chunk.slot, chunk.start, chunk.end) for chunk in chunks]
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
-        return self._run(batch, spans, ending, Needs.of(chunks[i].request for i in ending))
+        if self._states is not None and plan.loads:
+            self._states.load(*upload(plan.loads, batch.device).unbind(1))
+        result = self._run(batch, spans, ending, Needs.of(chunks[i].request for i in ending))
+        if self._states is not None and plan.saves:
+            self._states.save(*upload(plan.saves, batch.device).unbind(1))
+        return result
 
     def _run(self, batch: DeviceBatch, spans: list[Span], ending: list[int], needs: Needs) -> Result | None:
         """ending: the spans whose prompts are then complete."""

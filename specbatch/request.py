@@ -174,6 +174,7 @@ class Request:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.prefilled = 0  # tokens whose KV exists or is on its way (prefill)
+        self.branch = 0  # tokens of its prompt that others began with
         self.committed = 0  # KV length that the last handled result told of
         self.in_flight = 0  # iterations launched whose result is not handled yet
         self.pending = 0  # the same, a first token from prefill included: each will leave at least one token

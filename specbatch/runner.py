@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,7 @@ class Launched:
     ticket: Ticket
     first: bool
     lap: Lap | None = None  # device time of an iteration
+    host_s: float = 0.0  # host time in launching it
 
 
 @dataclass
@@ -50,6 +51,14 @@ class Counters:
     device_steps: int = 0
     device_idle_s: float = 0.0  # device time between iterations that follow each other with no prefill between
     device_gaps: int = 0
+    # By the number of requests that ran, as text: steps, and their seconds: device time and the gap before it where
+    # that is known; without a CUDA device the host's time in launching and waiting.
+    steps_by_rows: dict[str, list[float]] = field(default_factory=dict)
+
+    def add_step(self, rows: int, seconds: float) -> None:
+        entry = self.steps_by_rows.setdefault(str(rows), [0, 0.0])
+        entry[0] += 1
+        entry[1] += seconds
 
 
 class Runner:
@@ -108,7 +117,7 @@ class Runner:
             return None
         if plan.admitted:
             self._batch.admit(plan.admitted, [self._seed_of(request) for request in plan.admitted])
-        result = self._prompt_pass(self._batch, plan.chunks)
+        result = self._prompt_pass(self._batch, plan)
         self._lap = None
         self.counters.prefill_passes += 1
         self.counters.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
@@ -139,12 +148,12 @@ class Runner:
         if lap is not None:
             lap.end(behind=self._lap)
         self._lap = lap
-        launched = Launched(plan.rows, self._send(result), first=False, lap=lap)
+        ticket = self._send(result)
         self._launched_at = time.perf_counter()
         self.counters.iterations += 1
         self.counters.iteration_rows += len(plan.rows)
         self.counters.iteration_s += self._launched_at - start
-        return launched
+        return Launched(plan.rows, ticket, first=False, lap=lap, host_s=self._launched_at - start)
 
     def _run(self, slots: torch.Tensor, needs: Needs, bound: int | None = None) -> Result:
         """One iteration over device rows [B]; what a graph records."""
@@ -178,7 +187,10 @@ class Runner:
     def _count_times(self, launched: Launched, start: float, now: float, overlapped: bool, late: bool) -> None:
         counters = self.counters
         counters.iteration_s += now - start
-        if launched.lap is None:  # a CPU runs each operation before the host goes on
+        rows = len(launched.rows)
+        if launched.lap is None:
+            if self._stream is None:  # a CPU runs each operation before the host goes on
+                counters.add_step(rows, launched.host_s + now - start)
             return
         if not overlapped:
             counters.host_waits += 1
@@ -192,6 +204,7 @@ class Runner:
         if gap is not None:
             counters.device_idle_s += gap
             counters.device_gaps += 1
+        counters.add_step(rows, step + (gap or 0.0))
 
     def _book(self, request: Request, values: list[int], logprobs: list[float] | None, first: bool, now: float) -> None:
         request.pending -= 1

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specbatch.errors import refuse
+from specbatch.memory.checkpoints import Checkpoints, Found
 from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.request import Request
@@ -30,8 +31,13 @@ class Chunk:
 
 @dataclass
 class PrefillPlan:
+    """One pass. loads: states that requests begin with, by checkpoint and device row; saves: those to be kept behind
+    the pass, by device row and checkpoint."""
+
     admitted: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class OutOfPagesError(Exception):
 
 class Scheduler:
     """rows: KV slots that an iteration may write to behind a root, the most it can add to a request; lag: of one that
-    has ended, so many of the newest committed positions are not worth keeping (see `DraftPlan`)."""
+    has ended, so many of the newest committed positions are not worth keeping (see `DraftPlan`); checkpoints: of the
+    prefixes in `cache`, for a model with recurrent layers."""
 
     def __init__(
         self,
@@ -69,9 +76,11 @@ class Scheduler:
         prefill_chunk: int,
         rows: int,
         lag: int = 1,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self._pool = pool
         self._cache = cache
+        self._checkpoints = checkpoints
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
@@ -116,15 +125,20 @@ class Scheduler:
         budget = self._prefill_chunk
         for request in list(self._prefilling):
             budget -= self._plan_chunk(plan, request, budget)
-        while budget > 0 and self._waiting and self._slots and self._admit(self._waiting[0], now):
+        while budget > 0 and self._waiting and self._slots and self._admit(plan, self._waiting[0], now):
             request = self._waiting.popleft()
             plan.admitted.append(request)
             self._prefilling.append(request)
             budget -= self._plan_chunk(plan, request, budget)
+        if self._checkpoints is not None:
+            self._checkpoints.planned()
         return plan if plan.chunks else None
 
-    def _admit(self, request: Request, now: float) -> bool:
-        shared = self._cache.match(request.tokens) if self._cache is not None else []
+    def _admit(self, plan: PrefillPlan, request: Request, now: float) -> bool:
+        found = self._shared(request.tokens)
+        if found.due:
+            return False
+        shared = found.pages
         # A spare page for each request that may ask for more: admitting must not force a retraction in the next step.
         spare = sum(len(item.pages) < self._most_pages(item) for item in (*self._running, *self._prefilling))
         need = self._pages_for(reach_of(len(request.tokens), self.rows)) - len(shared)
@@ -135,22 +149,43 @@ class Scheduler:
         request.pages = shared + self._pool.take(need)
         request.slot = self._slots.pop()
         request.prefilled = len(shared) * self._page_size
+        request.branch = found.branch
+        if found.checkpoint:
+            plan.loads.append((found.checkpoint, request.slot))
         if request.admitted is None:
             request.admitted = now
             request.metrics.cached_tokens = request.prefilled
         return True
 
+    def _shared(self, tokens: list[int]) -> Found:
+        """What is there of a prompt already."""
+        if self._checkpoints is not None:
+            return self._checkpoints.find(tokens)
+        return Found(self._cache.match(tokens) if self._cache is not None else [], 0, 0)
+
+    def _chunk_end(self, request: Request, budget: int) -> int:
+        """Where the next chunk ends: with states to be kept, at a full page if it can, or where a known prefix ends."""
+        start, end = request.prefilled, min(request.prefilled + budget, len(request.tokens))
+        if self._checkpoints is None:
+            return end
+        if start < request.branch < end:
+            return request.branch
+        full = end - end % self._page_size
+        return full if start < full and end < len(request.tokens) else end
+
     def _plan_chunk(self, plan: PrefillPlan, request: Request, budget: int) -> int:
         assert request.slot is not None
-        count = min(budget, len(request.tokens) - request.prefilled)
+        end = self._chunk_end(request, budget)
+        count = end - request.prefilled
         if count <= 0:
             return 0
-        end = request.prefilled + count
         last = end == len(request.tokens)
         plan.chunks.append(Chunk(request, request.epoch, request.slot, request.prefilled, end, last))
         request.prefilled = end
         if self._cache is not None:
             self._cache.insert(request.tokens, end, request.pages)
+        if self._checkpoints is not None and (place := self._checkpoints.keep(request.tokens, end)):
+            plan.saves.append((request.slot, place))
         if last:
             request.committed = end
             request.pending = 1

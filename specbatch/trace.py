@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from specbatch.engine import Engine
 
 WARM_UP_STEPS = 8
+EXCLUSIVE = (
+    "us exclusive: without the time in which a kernel that began before it on the same stream was still running. One "
+    "that is launched early and waits for another counts as running; only this column adds up to the busy time."
+)
 
 
 @dataclass
@@ -112,8 +116,8 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
     """Decode `prompts`, record `steps` steps behind a warm-up to `path`, and sum them up.
 
     Returns batch, configuration, steps, rows_per_step, step_ms (host time of a step, tracing included), metrics of the
-    record, kernels (launches and time by name) and waits (None without a CUDA device). Refused: a batch that the engine
-    cannot hold at once.
+    record, kernels (see `kernel_rows`) and waits (None without a CUDA device). Refused: a batch that the engine cannot
+    hold at once.
     """
     # Long enough that none ends while others still start.
     spare = sum(map(len, prompts)) // engine.caps["prefill_chunk"] + 4
@@ -142,12 +146,6 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
     profiler.export_chrome_trace(str(path))
     record = engine.record()
     done = record.counters["iterations"]
-    kernels: dict[str, list[float]] = {}
-    for event in profiler.events() or []:
-        if event.device_type.name == "CUDA":
-            entry = kernels.setdefault(event.name, [0, 0.0])
-            entry[0] += 1
-            entry[1] += event.time_range.elapsed_us()
     return {
         "batch": len(prompts),
         "configuration": f"{engine.config.speculation}, {engine.config.graphs}",
@@ -155,12 +153,38 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
         "rows_per_step": record.counters["iteration_rows"] / done,
         "step_ms": seconds * 1000 / done,
         "metrics": record.metrics,
-        "kernels": [
-            {"kernel": name[:70], "per step": round(count / done, 2), "us per step": round(total / done, 1)}
-            for name, (count, total) in sorted(kernels.items(), key=lambda item: -item[1][1])
-        ],
+        "kernels": kernel_rows(profiler.events() or [], done),
         "waits": waits.rows(done) if cuda else None,
     }
+
+
+def kernel_rows(events: Iterable[Any], steps: int) -> list[dict[str, Any]]:
+    """The device's events by name, those with most exclusive time first. An event has `name`, `device_type`,
+    `device_resource_id` (its stream) and `time_range` in microseconds, as torch's profiler gives them.
+
+    us exclusive: of events of a stream in order of start, from the later of the start and the latest end so far to the
+    end (see `EXCLUSIVE`).
+    """
+    kernels: dict[str, list[float]] = {}
+    ends: dict[int, float] = {}  # of what a stream has run so far, the latest
+    on_device = (event for event in events if event.device_type.name == "CUDA")
+    for event in sorted(on_device, key=lambda event: event.time_range.start):
+        start, end = event.time_range.start, event.time_range.end
+        before = ends.get(event.device_resource_id, start)
+        entry = kernels.setdefault(event.name, [0, 0.0, 0.0])
+        entry[0] += 1
+        entry[1] += end - start
+        entry[2] += max(end - max(start, before), 0.0)
+        ends[event.device_resource_id] = max(before, end)
+    return [
+        {
+            "kernel": name[:70],
+            "per step": round(count / steps, 2),
+            "us per step": round(total / steps, 1),
+            "us exclusive": round(exclusive / steps, 1),
+        }
+        for name, (count, total, exclusive) in sorted(kernels.items(), key=lambda item: -item[1][2])
+    ]
 
 
 def _advance(engine: Engine, events: Any, steps: int) -> None:
@@ -194,4 +218,5 @@ def text(result: dict[str, Any], kernels: int = 15) -> str:
     parts = ["\n".join(facts), "Where the host waited:"]
     parts.append("not known: no CUDA device" if waits is None else table(waits, "nowhere"))
     parts += ["Kernels:", table(result["kernels"][:kernels], "none: no CUDA device")]
+    parts += [EXCLUSIVE] * bool(result["kernels"])
     return "\n\n".join(parts)

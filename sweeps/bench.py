@@ -5,6 +5,8 @@
 
 decode   a step of plain decoding at some batch sizes: two runs of the same prompts that differ in new tokens alone,
          their difference in time over their difference in tokens; prefill, start and tail cancel out
+         with an algorithm or a draft: an iteration of a baseline and of engines that draft, the mean of those of one
+         run that ran all requests, as requests that accept by themselves do not stay in step
 verify   the same for a verify of 16 rows, beside the 1-row step. NGRAM drafts, as that costs next to nothing, and a
          simulated accept length of 1 keeps the requests in step
 closed   a closed loop that keeps C requests unfinished: 2C prompts, 3 at C = 1
@@ -26,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError
-from specbatch.metrics import RunRecord, write_atomic
+from specbatch.metrics import RunRecord, steps_at, write_atomic
 from specbatch.progress import Report
 from specbatch.request import SamplingParams
+from specbatch.sweeps.bench_columns import LEAST_STEPS
 from specbatch.sweeps.bench_plan import BenchOptions, Load, Log, Plan, plan_engines
 from specbatch.sweeps.bench_tables import POINT, load_records, losses_of, peers_of, write_table
 from specbatch.sweeps.peers import PEERS
@@ -53,10 +56,10 @@ def run_bench(
 ) -> str:
     """Measure every point, write its record as soon as it is done, and return the Markdown table.
 
-    `base`: model, device, type, page size and prefill chunk; the rest of an engine follows from its points. `folder`
-    exists; `peers` is a CSV to show beside. On an error or Ctrl-C the table of what is finished is written first. A
-    point that fails leaves a record that says why, and the others go on. Refused: a shape that no engine can be made
-    for, and default sizes alone that do not fit the model.
+    `base`: model, device, type, page size, prefill chunk and who drafts; the rest of an engine follows from its points.
+    `folder` exists; `peers` is a CSV to show beside. On an error or Ctrl-C the table of what is finished is written
+    first. A point that fails leaves a record that says why, and the others go on. Refused: a shape that no engine can
+    be made for, a draft that does not fit, and default sizes alone that do not fit the model.
     """
     plan = plan_engines(base, options, log)
     total = options.repeats * (sum(len(point.names) for point in plan.points) + ("machine" in options.sections))
@@ -108,7 +111,7 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
                         record = _measure(engines[name], load)
                 if record is None:
                     record = RunRecord(plan.engines[name].as_dict(), {}, {}, {}, [], {"error": broken[name]})
-                elif point.section != "closed":
+                elif point.section != "closed" and not point.load.full_batch:
                     with _noting(record.workload, "products_error"):
                         record.metrics |= _products(engines[name], load, products)
                 where = {"section": point.section, "configuration": name, "size": point.size, "repeat": repeat}
@@ -165,8 +168,12 @@ def _noting(reasons: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def _warm_up(engine: Engine, load: Load) -> None:
-    short = replace(load, new_tokens=(min(WARM_UP_TOKENS, *load.new_tokens),))
-    _measure(engine, short)
+    """The load's own batch, and one request that takes another's place. As prompt passes and iterations take turns,
+    each has so many new tokens that the first still runs when the last begins."""
+    passes = -(-load.concurrency * load.prompt_tokens // engine.caps["prefill_chunk"])
+    enough = max(WARM_UP_TOKENS, (passes + 2) * engine.caps["verify_rows"])
+    few = min(load.prompts, load.concurrency + 1)
+    _measure(engine, replace(load, prompts=few, new_tokens=(min(enough, load.new_tokens[-1]),)))
 
 
 def _measure(engine: Engine, load: Load) -> RunRecord:
@@ -192,6 +199,10 @@ def _measure(engine: Engine, load: Load) -> RunRecord:
         record.metrics |= {"short_s": seconds[0], "long_s": seconds[1], "step_s": (seconds[1] - seconds[0]) / more}
         record.workload |= {"steps": more, "iterations": iterations[1] - iterations[0]}
         record.workload |= step_bytes(engine, load)
+    if load.full_batch:
+        steps, step_s = steps_at(record.counters, load.concurrency)
+        record.workload["full_batch_steps"] = steps
+        record.metrics["step_s"] = step_s if steps >= LEAST_STEPS else None
     return record
 
 

@@ -2,6 +2,8 @@
 
 Lengths decide what fits: a point that its user made too long for the model fails, one that is too long by defaults
 alone is left out.
+
+Where the engine asked for drafts, it is measured beside a baseline that does not.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from dataclasses import dataclass, replace
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.pages import pages_for, reach_of
-from specbatch.sweeps.bench_tables import SECTIONS
+from specbatch.sweeps.bench_columns import SECTIONS
 
 VERIFY_ROWS = 16
 VERIFY = f"v2, {VERIFY_ROWS} rows"
-# Plain decoding: schedule, and whether prompts go through piecewise graphs.
-PLAIN = {"v1": ("v1", "off"), "v2": ("v2", "off"), "v2+piecewise": ("v2", "piecewise")}
+# Schedule, and whether prompts go through piecewise graphs.
+CONFIGS = {"v1": ("v1", "off"), "v2": ("v2", "off"), "v2+piecewise": ("v2", "piecewise")}
+BASELINE = "baseline"  # beside what drafts: plain decoding, schedule v2, prompts as fast as the device can
 TTFT_REQUESTS = 5
 TTFT_NEW_TOKENS = 8  # so that the step behind the first token is there to be waited for
 # The options that make the requests of a section long, the one with the prompt's tokens first.
@@ -39,6 +42,7 @@ class Load:
     new_tokens: tuple[int, ...]
     concurrency: int
     alone: bool = False  # each request in a run of its own: nothing of the one before is left on the device
+    full_batch: bool = False  # measured are the iterations that run all requests
 
     @property
     def longest(self) -> int:
@@ -50,8 +54,8 @@ class Load:
 class BenchOptions:
     """Which points are measured, `repeats` times each. None: what the device can.
 
-    asked: the options of `LENGTHS` that the user gave. A point that they make too long for the model fails; one that
-    is too long by defaults alone is left out.
+    asked: those of `LENGTHS`, and "sections", that the user gave. A point that they make too long for the model fails;
+    one that is too long by defaults alone is left out.
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -69,7 +73,7 @@ class BenchOptions:
     asked: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        for setting, allowed in (("sections", SECTIONS), ("configs", tuple(PLAIN))):
+        for setting, allowed in (("sections", SECTIONS), ("configs", (*CONFIGS, BASELINE))):
             for name in getattr(self, setting) or ():
                 if name not in allowed:
                     raise refuse(setting, name, f"use some of {', '.join(allowed)}")
@@ -96,11 +100,14 @@ class BenchOptions:
             "verify": self.verify_batch,
         }.get(section, ())
 
-    def load(self, section: str, size: int) -> Load:
+    def load(self, section: str, size: int, drafting: bool = False) -> Load:
+        """What a point sends; with drafts the requests of a decode step go on at a pace of their own."""
         if section == "closed":
             return Load(2 * size if size > 1 else 3, self.input_len, (self.output_len,), size)
         if section == "ttft":
             return Load(TTFT_REQUESTS, size, (TTFT_NEW_TOKENS,), 1, alone=True)
+        if drafting:
+            return Load(size, self.decode_tokens, self.new_tokens[1:], size, full_batch=True)
         return Load(size, self.decode_tokens, self.new_tokens, size)
 
 
@@ -126,28 +133,36 @@ class Plan:
 def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = None) -> Plan:
     """What the sections need: each engine has the places and pages of its largest point, all have the same length.
 
-    `log` hears of what is left out. Refused: nothing is left.
+    `log` hears of what is left out. Refused: nothing is left, or a draft that does not fit.
     """
-    from specbatch.build import find_device
+    from specbatch.build import find_device, prepare
 
     on_cuda = find_device(base.device).type == "cuda"
     decode = options.decode_graph or ("whole" if on_cuda else "off")
-    plain = options.configs or tuple(name for name, (_, prefill) in PLAIN.items() if on_cuda or prefill == "off")
-    points = _points_that_fit(base, options, list(plain), log)
+    drafting, most = base.speculation.algorithm != "none", None
+    if drafting:  # refused before anything is loaded; and a draft may say how many it drafts
+        found = prepare(base, log or (lambda line: None))
+        base, most = found.config, min(found.target.config.max_position, found.draft.config.max_position)
+    points = _points_that_fit(base, options, _compared(options, drafting, on_cuda), most, log)
     longest = max((point.load.longest for point in points if not point.refused), default=2)
     engines = {}
     for name in dict.fromkeys(name for point in points for name in point.names):
-        schedule, prefill = PLAIN.get(name, ("v2", "off"))
-        drafts = Speculation("ngram", schedule, draft_tokens=VERIFY_ROWS - 1, simulate_accept_length=1.0)
-        speculation = drafts if name == VERIFY else Speculation(schedule=schedule)
+        schedule, prefill = CONFIGS.get(name, ("v2", "off"))
+        asked = replace(base, speculation=replace(base.speculation, schedule=schedule))
+        if name == BASELINE:
+            prefill = "piecewise" if on_cuda else "off"
+            asked = replace(base, speculation=Speculation(), draft_attention_backend="auto")
+        elif name == VERIFY:
+            drafts = Speculation("ngram", schedule, draft_tokens=VERIFY_ROWS - 1, simulate_accept_length=1.0)
+            asked = replace(base, speculation=drafts)
         loads = [point.load for point in points if name in point.names and not point.refused]
+        slots = _slots(asked.speculation)
 
-        def pages(tokens: int, rows: int = speculation.drafted + 1) -> int:
-            return pages_for(reach_of(tokens, rows), base.page_size)
+        def pages(tokens: int, slots: int = slots) -> int:
+            return pages_for(reach_of(tokens, slots), base.page_size)
 
         engines[name] = replace(
-            base,
-            speculation=speculation,
+            asked,
             graphs=Graphs(decode=decode, prefill=prefill),
             max_running=max((load.concurrency for load in loads), default=1),
             max_model_len=longest,
@@ -158,21 +173,52 @@ def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = No
     return Plan(engines, points)
 
 
-def _points_that_fit(base: EngineConfig, options: BenchOptions, plain: list[str], log: Log | None) -> list[Point]:
-    """The points in the order of the run, without those that defaults alone make too long for the model."""
+def _slots(speculation: Speculation) -> int:
+    """KV slots from a root on that an iteration may write to, at most."""
+    return max(speculation.drafted + 1, speculation.shape.draft_slots) if speculation.drafted else 1
+
+
+def _compared(options: BenchOptions, drafting: bool, on_cuda: bool) -> dict[str, list[str]]:
+    """The configurations of each section, in the order of the run."""
+    known = [name for name, (_, prefill) in CONFIGS.items() if on_cuda or prefill == "off"]
+    names = list(options.configs or ([BASELINE, *known] if drafting else known))
+    if drafting:
+        if names == [BASELINE]:
+            raise refuse("configs", BASELINE, f"name one that drafts, too: {', '.join(CONFIGS)}")
+        return {"decode": names, "closed": names, "ttft": names}
+    if BASELINE in names:
+        raise refuse("configs", BASELINE, f"nothing is drafted beside it; use some of {', '.join(CONFIGS)}")
+    decoding = [name for name in names if CONFIGS[name][1] == "off"] or names  # prompt graphs do not change a step
+    return {"decode": decoding, "closed": names, "ttft": names, "verify": ["v2", VERIFY]}
+
+
+def _points_that_fit(
+    base: EngineConfig, options: BenchOptions, compared: dict[str, list[str]], most: int | None, log: Log | None
+) -> list[Point]:
+    """The points in the order of the run, without those that defaults alone make too long for the model.
+
+    most: the longest request of an engine that drafts; None: nothing does.
+    """
     from specbatch.weights import open_checkpoint
 
-    decoding = [name for name in plain if PLAIN[name][1] == "off"] or plain  # prompt graphs do not change a step
-    compared = {"decode": decoding, "closed": plain, "ttft": plain, "verify": ["v2", VERIFY]}  # in the order of the run
+    if "verify" in options.sections and "verify" not in compared and "sections" in options.asked:
+        works = "it drafts in a way of its own and is measured without --algorithm"
+        if set(options.sections) <= {"machine", "verify"}:
+            raise refuse("sections", "verify", f"{works}; use some of {', '.join(compared)}")
+        if log is not None:
+            log(f"left out: section verify: {works}")
     sections = [name for name in compared if name in options.sections]
     if not sections:
         return []
-    checkpoint = open_checkpoint(base.model, base.load_format, seed=base.seed, tokenizer=base.tokenizer, log=log)
+    drafting = most is not None
+    if most is None:
+        checkpoint = open_checkpoint(base.model, base.load_format, seed=base.seed, tokenizer=base.tokenizer, log=log)
+        most = checkpoint.config.max_position
     points, left_out = [], []
     for section in sections:
         for size in options.sizes(section):
-            load = options.load(section, size)
-            refused = _too_long(section, load, checkpoint.config.max_position)
+            load = options.load(section, size, drafting)
+            refused = _too_long(section, load, most)
             if refused and not options.asked & set(LENGTHS[section]):
                 left_out.append(refused)
             else:

@@ -3,7 +3,7 @@
 A number is the median over repeats; what a section is about also has its smallest and largest. A ratio is over the
 section's base configuration in the same repeat; break-even is over the fastest plain decoding of the same section and
 size. Figures of other engines stand beside ours where the folder holds a
-`peers.csv` with rows for the same model, type and device.
+`peers.csv` with rows for the same model, type and device, and the same way to draft.
 """
 
 from __future__ import annotations
@@ -11,157 +11,45 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specbatch.config import Graphs, Speculation
+from specbatch.config import Graphs
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, break_even, write_atomic
+from specbatch.sweeps.bench_columns import (
+    COLUMNS,
+    DERIVED,
+    MEASURED,
+    METHODS,
+    PRIMARY,
+    SECTIONS,
+    Bounds,
+    Row,
+    Section,
+    shown,
+    unmeasured,
+)
 from specbatch.sweeps.machine import data_sheet_bandwidth
-from specbatch.sweeps.peers import Peer, Point, comparable
+from specbatch.sweeps.peers import Peer, Point, comparable, drafting_of
 from specbatch.sweeps.summaries import (
     BREAK_EVEN,
     CAPS,
     caps_text,
     drafts,
-    graphs_of,
     heading,
     losses,
     number,
     replay_notes,
     run_on,
     simulated,
+    speculation_of,
     verdict,
     with_spread,
 )
 
-SECTIONS = ("machine", "decode", "closed", "ttft", "verify")
 POINT = ("section", "configuration", "size")  # the folders of a point, those that it has
-MACHINE_NEEDS = "needs a CUDA device"
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Bytes per second: what the data sheet promises, and what was read in this run. None: not known."""
-
-    sheet: float | None
-    read: float | None
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the CSV. Where `value` lacks what it needs, nothing was measured."""
-
-    title: str
-    decimals: int
-    value: Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Section:
-    """How Markdown shows a section: the number it is about, its columns, whom the ratio is over, what a size is, and
-    which configurations it has."""
-
-    title: str
-    size: str
-    primary: str
-    base: str
-    columns: tuple[str, ...]
-    configurations: str
-
-
-def _metric(name: str, factor: float = 1.0) -> Callable[[RunRecord], Any]:
-    return lambda record: factor * record.metrics[name]  # type: ignore[operator]  # None: see Column
-
-
-def _graphs(name: str, *kinds: str) -> Callable[[RunRecord], Any]:
-    """A counter of graphs, summed over those of the kinds that were asked for."""
-
-    def value(record: RunRecord) -> int | None:
-        found = [graph[name] for kind in kinds for graph in graphs_of(record, kind)]
-        return sum(sum(one.values()) if isinstance(one, dict) else one for one in found) if found else None
-
-    return value
-
-
-def _coverage(record: RunRecord) -> Any:
-    return 100 * record.metrics["graph_coverage"] if Graphs(**record.config["graphs"]).any else None  # type: ignore[operator]
-
-
-# Of one record; the table has the median over repeats.
-MEASURED = {
-    "read_tb_s": Column("read TB/s", 2, _metric("read_bytes_s", 1e-12)),
-    "gemm_tflop_s": Column("bf16 GEMM TFLOP/s", 0, _metric("gemm_flop_s", 1e-12)),
-    "step_ms": Column("ms per step", 2, lambda r: None if unmeasured(r) else 1e3 * r.metrics["step_s"]),
-    "step_gb": Column("GB per step", 2, lambda r: r.workload["step_bytes"] / 1e9),
-    "products_ms": Column("products alone (ms)", 2, _metric("products_s", 1e3)),
-    "output_tok_s": Column("output tok/s", 0, _metric("output_throughput")),
-    "mean_tpot_ms": Column("mean TPOT (ms)", 2, _metric("mean_tpot_s", 1e3)),
-    "mean_ttft_ms": Column("mean TTFT (ms)", 1, _metric("mean_ttft_s", 1e3)),
-    "median_ttft_ms": Column("median TTFT (ms)", 2, _metric("median_ttft_s", 1e3)),
-    "accept_length": Column("accept length", 3, lambda r: r.metrics["accept_length"] if drafts(r) else None),
-    "decode_replays": Column("decode replays", 0, _graphs("replays", "decode")),
-    "prefill_replays": Column("prefill replays", 0, _graphs("replays", "prefill")),
-    "fallbacks": Column("fallbacks", 0, _graphs("fallbacks", "decode", "prefill")),
-    "padded": Column("padded", 0, _graphs("padded", "decode", "prefill")),
-    "graph_coverage_percent": Column("graph coverage %", 0, _coverage),
-    "launch_lead_ms": Column("launch lead (ms)", 2, _metric("launch_lead_s", 1e3)),
-    "late_launch_percent": Column("late launches %", 1, _metric("late_launch_share", 100)),
-    "host_waits_per_step": Column("host waits per step", 2, _metric("host_waits_per_step")),
-    "host_ms_per_step": Column(
-        "host ms per step", 2, lambda r: 1e3 * r.counters["iteration_s"] / r.counters["iterations"]
-    ),
-    "device_idle_percent": Column("device idle %", 1, _metric("device_idle_share", 100)),
-}
-# Of a row with the above and the bounds of the run, so that the numbers of a row agree.
-DERIVED = {
-    "decode_tok_s": Column("tok/s", 0, lambda row, _: 1e3 * row["size"] / row["step_ms"]),
-    "step_gb_s": Column("GB/s", 0, lambda row, _: 1e3 * row["step_gb"] / row["step_ms"]),
-    "sheet_percent": Column("% of data sheet", 0, lambda row, bounds: 1e11 * row["step_gb_s"] / bounds.sheet),
-    "read_percent": Column("% of read", 0, lambda row, bounds: 1e11 * row["step_gb_s"] / bounds.read),
-    "floor_ms": Column("floor ms", 2, lambda row, bounds: 1e12 * row["step_gb"] / bounds.read),
-    "over_products": Column(
-        "times products", 2, lambda row, _: row[SHOWN[row["section"]].primary] / row["products_ms"]
-    ),
-}
-COLUMNS = MEASURED | DERIVED
-_COUNTERS = tuple(MEASURED)[list(MEASURED).index("accept_length") :]
-_PRODUCTS = ("products_ms", "over_products")
-_STEP = (
-    *("decode_tok_s", "step_gb", "step_gb_s", "sheet_percent", "read_percent", "floor_ms"),
-    *_PRODUCTS,
-    *_COUNTERS,
-)
-_ASKED = "those of --configs, by default what the device can"
-SHOWN: dict[str, Section] = {
-    "decode": Section(
-        "Decode step", "batch", "step_ms", "v1", _STEP,
-        f"{_ASKED}; v2+piecewise, which decodes like v2, only where it is alone",
-    ),
-    "closed": Section(
-        "Closed loop", "concurrency", "output_tok_s", "v1", ("mean_tpot_ms", "mean_ttft_ms", *_COUNTERS), _ASKED
-    ),
-    "ttft": Section(
-        "First token of one request", "prompt tokens", "median_ttft_ms", "v2", (*_PRODUCTS, *_COUNTERS), _ASKED
-    ),
-    "verify": Section("Verify step", "batch", "step_ms", "v2", _STEP, "always v2, with 1 and with 16 rows"),
-}  # fmt: skip
-# What the notes say of a section that was run.
-_METHODS = {
-    "steps": "Steps: {input_len} prompt tokens, {tokens} new ones, the difference of the two runs. Bytes: the weights "
-    "that a step uses (an embedding table that is not the head is not read) and KV at {mean_context:.0f} tokens. "
-    "Counters are those of the longer run.",
-    "floor": "Floor: the bytes of a step at the read bandwidth measured here.",
-    "products": "Products: the matrix products alone by torch's linear on weights of their shapes, measured once.",
-    "closed": "Closed loop: {input_len} prompt tokens, {output_len} new ones, two prompts per request kept unfinished "
-    "(3 in all at 1); output tokens over wall time, prefill included.",
-    "ttft": "First token: each request alone on the engine, from its submission to its first token on the host.",
-    "verify": "A simulated accept length of 1 makes each verify give one token, so that the batch stays together.",
-}
-PRIMARY = tuple(dict.fromkeys(section.primary for section in SHOWN.values()))
 
 
 def load_records(folder: Path) -> list[RunRecord]:
@@ -183,8 +71,8 @@ def table(records: list[RunRecord]) -> list[Row]:
     for record in records:
         work = record.workload
         groups.setdefault((work["section"], work["size"], work.get("configuration")), []).append(record)
-    bounds = bounds_of(records)
-    return [_row(key, groups, bounds) for key in groups]
+    bounds, sections = bounds_of(records), shown(records)
+    return [_row(key, groups, bounds, sections.get(key[0])) for key in groups]
 
 
 def bounds_of(records: list[RunRecord]) -> Bounds:
@@ -192,26 +80,14 @@ def bounds_of(records: list[RunRecord]) -> Bounds:
     return Bounds(data_sheet_bandwidth(records[0].hardware.get("gpu")), median(speeds) if speeds else None)
 
 
-def unmeasured(record: RunRecord) -> str | None:
-    """Why a point that did not fail has no number of its own."""
-    work, metrics = record.workload, record.metrics
-    if "error" in work:
-        return None
-    if work["section"] == "machine":
-        return MACHINE_NEEDS if metrics["read_bytes_s"] is None else None
-    if work.get("iterations") != work.get("steps"):
-        return f"NOT IN STEP: {work['iterations']} iterations for {work['steps']} tokens"
-    if "step_s" in metrics and (metrics["step_s"] or 0.0) <= 0:
-        short, long = work["new_tokens"]
-        return f"NOT MEASURED: {long} new tokens took no longer than {short}; give numbers further apart"
-    return None
-
-
-def _row(key: tuple[Any, ...], groups: dict[tuple[Any, ...], list[RunRecord]], bounds: Bounds) -> Row:
+def _row(
+    key: tuple[Any, ...], groups: dict[tuple[Any, ...], list[RunRecord]], bounds: Bounds, shown_as: Section | None
+) -> Row:
     section, size, name = key
     records = groups[key]
-    values = {column: _values(column, records) for column in MEASURED}
+    values = {column: _values(how.value, records) for column, how in MEASURED.items()}
     row: Row = {"section": section, "size": size or None, "configuration": name}
+    row["drafting"] = drafting_of(records[0]) if name else ""
     row["repeats"] = sum("error" not in record.workload for record in records)
     for column, found in values.items():
         row[column] = median(found.values()) if found else None
@@ -220,15 +96,16 @@ def _row(key: tuple[Any, ...], groups: dict[tuple[Any, ...], list[RunRecord]], b
     for column, derived in DERIVED.items():
         row[column] = _number_or_none(derived.value, row, bounds)
     ratios: list[float] = []
-    if section in SHOWN:
-        primary = SHOWN[section].primary
-        row["repeats"] = len(values[primary])
-        base = _values(primary, groups.get((section, size, SHOWN[section].base), []))
-        ratios = [ours / base[repeat] for repeat, ours in values[primary].items() if repeat in base]
+    if shown_as is not None:
+        row["repeats"] = len(values[shown_as.primary])
+        compared = shown_as.ratio or MEASURED[shown_as.primary].value
+        base = _values(compared, groups.get((section, size, shown_as.base), []))
+        ratios = [ours / base[repeat] for repeat, ours in _values(compared, records).items() if repeat in base]
     row["ratio"] = median(ratios) if ratios else None
     row |= _spread("ratio", ratios)
     plain = [record for (*point, _), others in groups.items() if point == [section, size] for record in others]
-    needed = [even for record in records if (even := _break_even(record, plain)) is not None]
+    steps = [record for record in records if section != "ttft"]  # which has hardly any
+    needed = [even for record in steps if (even := _break_even(record, plain)) is not None]
     row["break_even"] = median(needed) if needed else None
     row["speculation"] = verdict(row["accept_length"], row["break_even"], simulated(records[0]))
     row["not_measured"] = next((why for record in records if (why := unmeasured(record))), None)
@@ -240,7 +117,8 @@ def _break_even(record: RunRecord, beside: list[RunRecord]) -> float | None:
     """Over the plain decoding of the same repeat."""
     repeat = record.workload["repeat"]
     plain = [other for other in beside if not drafts(other) and other.workload["repeat"] == repeat]
-    return break_even(record, plain) if drafts(record) else None
+    time = "step_s" if "full_batch_steps" in record.workload else "step_time_s"
+    return break_even(record, plain, time) if drafts(record) else None
 
 
 def losses_of(records: list[RunRecord]) -> str | None:
@@ -252,9 +130,9 @@ def losses_of(records: list[RunRecord]) -> str | None:
     )
 
 
-def _values(column: str, records: list[RunRecord]) -> dict[int, float]:
+def _values(value: Callable[..., Any], records: list[RunRecord]) -> dict[int, float]:
     """By repeat, where it was measured."""
-    found = {record.workload["repeat"]: _number_or_none(MEASURED[column].value, record) for record in records}
+    found = {record.workload["repeat"]: _number_or_none(value, record) for record in records}
     return {repeat: value for repeat, value in found.items() if value is not None}
 
 
@@ -285,15 +163,20 @@ def write_table(folder: Path) -> str:
 
 def peers_of(folder: Path, records: list[RunRecord]) -> dict[Point, Peer]:
     """The figures of other engines that stand beside ours."""
-    points = [record.workload for record in records if record.workload["section"] in SHOWN]
-    asked = {(work["section"], work["size"], SHOWN[work["section"]].primary) for work in points}
+    sections = shown(records)
+    asked = {
+        (name, record.workload["size"], column, drafting_of(record))
+        for record in records
+        if (name := record.workload["section"]) in sections
+        for column in sections[name].beside
+    }
     return comparable(folder, records, asked)
 
 
 def markdown(records: list[RunRecord], rows: list[Row], peers: dict[Point, Peer]) -> str:
     """What was run on what, a table per section, and what a reader must know before believing it."""
     parts = [_heading(records, rows)]
-    for name, section in SHOWN.items():
+    for name, section in shown(records).items():
         own = [row for row in rows if row["section"] == name]
         if own:
             measured = " and ".join(dict.fromkeys(row["configuration"] for row in own))
@@ -308,8 +191,16 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
 
     columns = [column for column in section.columns if any(row[column] is not None for row in rows)]
     drafting = any(row["break_even"] is not None for row in rows)
-    beside = [peers.get((row["section"], row["size"], section.primary), {}) for row in rows]
+    beside = [
+        {
+            (peer, column): value
+            for column in section.beside
+            for peer, value in peers.get((row["section"], row["size"], column, row["drafting"]), {}).items()
+        }
+        for row in rows
+    ]
     named = list(dict.fromkeys(name for figures in beside for name in figures))
+    named.sort(key=lambda name: section.beside.index(name[1]))
     body = [
         [
             row["size"],
@@ -324,7 +215,9 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
     ]
     titles = [COLUMNS[column].title for column in (section.primary, *columns)]
     headers = [section.size, "configuration", titles[0], f"ratio to {section.base}", *titles[1:]]
-    headers += [*(("break-even accept length", "speculation") if drafting else ()), *named]
+    headers += ["break-even accept length", "speculation"] if drafting else []
+    several = len(section.beside) > 1
+    headers += [f"{peer}: {COLUMNS[column].title}" if several else peer for peer, column in named]
     return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -343,7 +236,7 @@ def _heading(records: list[RunRecord], rows: list[Row]) -> str:
         graphs = Graphs(**record.config["graphs"])
         caps = caps_text(record, (*CAPS, "kv_dtype", "attention_backend", "capture_s"))
         lines[name] = (
-            f"{Speculation(**record.config['speculation'])}; graphs: decode {graphs.decode}, prefill {graphs.prefill}"
+            f"{speculation_of(record)}; graphs: decode {graphs.decode}, prefill {graphs.prefill}"
             f"{'; ' if caps else ''}{caps}{_started(record)}"
         )
     return heading(lines)
@@ -358,15 +251,18 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
     yield "Medians over repeats (smallest-largest); ratios within a repeat. Random prompts, greedy, end tokens ignored."
     sound = [record.workload for record in records if "error" not in record.workload]
     first = {work["section"]: work for work in reversed(sound)}
-    if steps := first.get("decode") or first.get("verify"):
+    steps = first.get("decode") or first.get("verify")
+    if steps and "full_batch_steps" in steps:
+        first["full batch"], steps = steps, None
+    if steps:
         first["steps"] = steps
         if bounds_of(records).read:
             first["floor"] = steps
     if products := steps or first.get("ttft"):
         first["products"] = products
-    for name, text in _METHODS.items():
+    for name, text in METHODS.items():
         if name in first:
-            yield text.format(**first[name], tokens=" and ".join(map(str, first[name]["new_tokens"])))
+            yield text.format(**first[name], tokens=" and ".join(map(str, first[name].get("new_tokens", ()))))
     if any(row["break_even"] is not None for row in rows):
         yield BREAK_EVEN
     for row in rows:

@@ -30,7 +30,7 @@ from specbatch.metrics import RunRecord, write_atomic
 from specbatch.progress import Report
 from specbatch.prompts import Prompt, read_prompts
 from specbatch.request import Completion, SamplingParams
-from specbatch.sweeps.runner import load_engine
+from specbatch.sweeps.runner import check_draft, load_engine
 from specbatch.sweeps.summaries import drafts, heading, replay_notes, run_on
 from specbatch.sweeps.workloads import Workload, sha256_of
 
@@ -209,6 +209,7 @@ def run_check(
         plain, checked = (
             replace(item, memory_fraction=_share(config, place)) for place, item in enumerate(_both(base))
         )
+        check_draft([checked], log)
         reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None))
         engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference))
         prompts = _encode(rows, options, engine.tokenizer, config.seed)

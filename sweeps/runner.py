@@ -9,7 +9,7 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -36,7 +36,9 @@ def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
 
 # name -> what it makes of the engine asked for. The baseline drafts nothing, under schedule v2.
 CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
-    "baseline": lambda asked: replace(asked, speculation=Speculation(algorithm="none", schedule="v2")),
+    "baseline": lambda asked: replace(
+        asked, speculation=Speculation(algorithm="none", schedule="v2"), draft_attention_backend="auto"
+    ),
     "v1": lambda asked: _scheduled(asked, "v1"),
     "v2": lambda asked: _scheduled(asked, "v2"),
     "v2+piecewise": lambda asked: replace(_scheduled(asked, "v2"), graphs=replace(asked.graphs, prefill="piecewise")),
@@ -87,6 +89,7 @@ def run_sweep(
     try:
         with ExitStack() as stack:
             engines: dict[str, Engine] = {}
+            check_draft(configs.values(), log)
             for name, config in configs.items():
                 first = next(iter(engines.values()), None)
                 engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first))
@@ -136,6 +139,15 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
             memory_fraction=shared_fraction(base.memory_fraction, place, len(options.configs)),
         )
     return configs
+
+
+def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | None) -> None:
+    """Refuse a draft that does not fit, before an engine that drafts nothing has loaded the target in vain."""
+    from specbatch.build import prepare
+
+    drafting = (config for config in configs if config.speculation.algorithm not in ("none", "ngram"))
+    if (config := next(drafting, None)) is not None:
+        prepare(config, log or (lambda line: None))
 
 
 def load_engine(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specbatch.acceptance import suspects
+from specbatch.config import Speculation
 from specbatch.metrics import RunRecord
 
 BREAK_EVEN = (
@@ -62,6 +63,12 @@ def drafts(record: RunRecord) -> bool:
     return bool(record.config["speculation"]["algorithm"] != "none")
 
 
+def speculation_of(record: RunRecord) -> Speculation:
+    asked = record.config["speculation"]
+    layers = asked.get("aux_layers")  # JSON knows no tuples
+    return Speculation(**asked | {"aux_layers": None if layers is None else tuple(layers)})
+
+
 def simulated(record: RunRecord) -> float | None:
     mean: float | None = record.config["speculation"].get("simulate_accept_length")
     return mean
@@ -91,14 +98,17 @@ def losses(points: Iterable[tuple[str, float | None, float | None, RunRecord]]) 
     return f"low acceptance: below break-even: {places}\n  fewer drafts or requests at once need less of it{expected}"
 
 
-def graphs_of(record: RunRecord, kind: str) -> list[dict[str, Any]]:
-    """The counters of graphs of a kind, decode or prefill (of target and draft); none where eager was asked for."""
-    if record.config["graphs"][kind] == "off":
-        return []
-    return [graph for name, graph in record.counters.get("graphs", {}).items() if name.endswith(kind)]
+def graphs_of(record: RunRecord, kind: str) -> dict[str, dict[str, Any]]:
+    """The counters of graphs by name: decode, prefill (of target and draft), or one of target_prefill and
+    draft_prefill; none where eager was asked for."""
+    if record.config["graphs"][kind.rpartition("_")[2]] == "off":
+        return {}
+    return {name: graph for name, graph in record.counters.get("graphs", {}).items() if name.endswith(kind)}
 
 
 def replay_notes(record: RunRecord, where: str) -> Iterator[str]:
     for kind, mode in record.config["graphs"].items():
-        if mode != "off" and not any(graph["replays"] for graph in graphs_of(record, kind)):
-            yield f"NO REPLAYS: {where}: {kind} graphs were asked for and none was replayed."
+        if mode != "off":
+            replays = {name: graph["replays"] for name, graph in graphs_of(record, kind).items()} or {kind: 0}
+            for name in (name for name, count in replays.items() if not count):
+                yield f"NO REPLAYS: {where}: {name.replace('_', ' ')} graphs were asked for and none was replayed."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch import acceptance
-from specbatch.config import Graphs, Speculation
+from specbatch.config import Graphs
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, break_even, write_atomic
 from specbatch.sweeps.summaries import (
@@ -25,6 +25,7 @@ from specbatch.sweeps.summaries import (
     replay_notes,
     run_on,
     simulated,
+    speculation_of,
     verdict,
     with_spread,
 )
@@ -186,8 +187,7 @@ def _heading(records: list[RunRecord]) -> str:
         "workload": f"{work['dataset']}, {text}, output "
         f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
         "configurations": "; ".join(
-            f"{name}: {Speculation(**record.config['speculation'])}, {Graphs(**record.config['graphs'])}"
-            for name, record in names.items()
+            f"{name}: {speculation_of(record)}, {Graphs(**record.config['graphs'])}" for name, record in names.items()
         ),
         "effective caps": "; ".join(_caps(names)),
         "prefix cache": "on" if records[0].config["prefix_cache"] else "off",

@@ -191,6 +191,9 @@ def test_a_gap_that_began_before_the_record_is_not_its_own(
     assert len(list(events)) == 15
     counters = engine.record().counters
     assert counters["device_gaps"] == counters["device_steps"] - 1 > 10
+    # A step is its own time and the gap before it, where that is known.
+    count, gaps = counters["device_steps"], counters["device_gaps"]
+    assert counters["steps_by_rows"] == {"1": [count, count * 1.0 + gaps * 0.5]}
 
 
 def test_a_closed_engine_leaves_its_memory_at_once(

@@ -20,6 +20,7 @@ from specbatch.metrics import (
     emitted_histogram,
     hardware,
     percentile,
+    steps_at,
     summarize,
     versions,
     write_atomic,
@@ -139,6 +140,13 @@ COUNTERS: dict[str, Any] = {
 def test_the_time_of_a_step(changes: dict[str, Any], wanted: float | None) -> None:
     found = device_numbers(COUNTERS | changes)["step_time_s"]
     assert found == (None if wanted is None else pytest.approx(wanted))
+
+
+def test_the_time_of_a_step_by_requests_that_ran() -> None:
+    counters = {"steps_by_rows": {"1": [2, 0.5], "32": [4, 0.1]}}
+    assert steps_at(counters, 32) == (4, pytest.approx(0.025))
+    assert steps_at(counters, 1) == (2, 0.25)
+    assert steps_at(counters, 31) == (0, None)
 
 
 def timed(seconds: float | None) -> RunRecord:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specbatch import SpecbatchError
-from specbatch.trace import HostWaits, text, trace
+from specbatch.trace import EXCLUSIVE, HostWaits, kernel_rows, text, trace
 
 
 @pytest.mark.parametrize("schedule", ["v1", "v2"])
@@ -44,6 +45,48 @@ def test_waits_are_listed_by_line_the_most_frequent_first() -> None:
         {"where": "specbatch/b.py:9 g", "waits": 4, "per step": 1.0, "ms": 8.0},
         {"where": "specbatch/a.py:3 f", "waits": 1, "per step": 0.25, "ms": None},
     ]
+
+
+def on_device(name: str, stream: int, start: float, end: float, device: str = "CUDA") -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        device_resource_id=stream,
+        time_range=SimpleNamespace(start=start, end=end),
+    )
+
+
+def test_exclusive_times_add_up_to_what_a_stream_was_busy() -> None:
+    events = [
+        on_device("late", 7, 9, 30),  # began early and waited for the two before it
+        on_device("first", 7, 0, 10),
+        on_device("inside", 7, 2, 8),
+        on_device("first", 7, 40, 44),  # behind a gap
+        on_device("copy", 20, 5, 25),  # beside them
+        on_device("host", 7, 0, 100, "CPU"),
+    ]
+    rows = {row["kernel"]: row for row in kernel_rows(events, 2)}
+    assert {name: row["us exclusive"] for name, row in rows.items()} == {
+        "late": 10.0, "copy": 10.0, "first": 7.0, "inside": 0.0
+    }  # fmt: skip
+    assert {name: row["us per step"] for name, row in rows.items()} == {
+        "late": 10.5, "copy": 10.0, "first": 7.0, "inside": 3.0
+    }  # fmt: skip
+    assert rows["first"]["per step"] == 1.0
+    assert list(rows)[-1] == "inside"
+    busy = (30 - 0) + (44 - 40) + (25 - 5)
+    assert sum(row["us exclusive"] for row in rows.values()) == busy / 2
+
+
+def test_a_table_of_kernels_says_what_its_columns_are() -> None:
+    result = {
+        "batch": 1, "configuration": "x", "steps": 2, "rows_per_step": 1.0, "step_ms": 1.0, "waits": [],
+        "metrics": dict.fromkeys(("device_idle_share", "launch_lead_s", "host_waits_per_step", "graph_coverage")),
+        "kernels": kernel_rows([on_device("a", 1, 0, 3)], 2),
+    }  # fmt: skip
+    assert text(result).endswith(EXCLUSIVE)
+    assert "us exclusive |" in text(result)
+    assert EXCLUSIVE not in text(result | {"kernels": []})
 
 
 def test_a_batch_that_does_not_fit_is_refused(toy: Any, toy_engine: Callable[..., Any], tmp_path: Path) -> None:

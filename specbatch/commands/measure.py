@@ -16,12 +16,7 @@ from specbatch.errors import at_least, refuse
 from specbatch.progress import progress
 
 # What `bench` decides itself, point by point.
-BENCH_SETS = (
-    *("spec", "algorithm", "draft", "draft_tokens", "draft_steps", "draft_topk", "aux_layers"),
-    *("draft_rope_theta", "ngram_min", "ngram_max"),
-    *("simulate_accept_length", "draft_attention_backend", "decode_graph", "prefill_graph"),
-    *("max_running", "max_model_len", "kv_pages", "prefix_cache"),
-)
+BENCH_SETS = (*("spec", "decode_graph", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache"),)
 
 
 @takes_engine(without=("spec",))
@@ -82,7 +77,7 @@ def bench(
         str | None,
         Option(
             help="Some of v1, v2, v2+piecewise, for closed, ttft and (prompts play no part) decode; verify is always "
-            "v2. Default: what the device can."
+            "v2. With drafts also baseline, which has none. Default: what the device can."
         ),
     ] = None,
     decode_graph: Annotated[
@@ -91,7 +86,9 @@ def bench(
     batch: Annotated[str, Option(help="Batch sizes of a decode step.")] = "1,32,128",
     verify_batch: Annotated[str, Option(help="Batch sizes of a verify of 16 rows.")] = "1,32",
     decode_tokens: Annotated[int, Option(help="Prompt tokens before a decode or verify step.")] = 512,
-    new_tokens: Annotated[str, Option(help="Of the two runs whose difference is a step.")] = "32,288",
+    new_tokens: Annotated[
+        str, Option(help="Of the two runs whose difference is a step; with drafts the longer alone.")
+    ] = "32,288",
     concurrency: Annotated[str, Option(help="Requests that a closed loop keeps unfinished.")] = "1,8,32,128",
     input_len: Annotated[int, Option(help="Prompt tokens in a closed loop.")] = 1024,
     output_len: Annotated[int, Option(help="New tokens in a closed loop.")] = 256,
@@ -108,6 +105,11 @@ def bench(
     specbatch bench --model qwen3-8b --load-format dummy
 
     specbatch bench --model toy --load-format dummy --batch 1,4 --sections decode --repeats 1
+
+    specbatch bench --model qwen3-8b --load-format dummy --algorithm eagle3 --draft dummy --simulate-accept-length 2.4
+
+    With --algorithm or --draft a baseline without drafts is compared with v1, v2 and v2+piecewise, which draft;
+    section verify is left out.
 
     Exit status 1 if a point failed; the table says why. Default sizes too long for the model are left out.
     """
@@ -129,7 +131,9 @@ def bench(
         output_len=output_len,
         ttft_tokens=_whole_numbers("ttft_tokens", ttft_tokens),
         repeats=repeats,
-        asked=frozenset(name for names in LENGTHS.values() for name in names if _given(context, name)),
+        asked=frozenset(
+            name for names in (*LENGTHS.values(), ("sections",)) for name in names if _given(context, name)
+        ),
     )
     beside = read_peers(peers) if peers is not None else ""
     with fresh_folder(output, "bench") as folder, progress("bench") as report:

@@ -17,6 +17,7 @@ from specbatch.config import (
     KV_DTYPES,
     LOAD_FORMATS,
     PREFILL_GRAPHS,
+    STATE_DTYPES,
     EngineConfig,
     Graphs,
     Speculation,
@@ -174,6 +175,14 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = EngineConfig.kv_dtype
+    state_dtype: Annotated[
+        str,
+        Option(
+            metavar="|".join(STATE_DTYPES),
+            help="Type of the matrix states of recurrent layers.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = EngineConfig.state_dtype
     memory_fraction: Annotated[
         float, Option(help="Share of free memory for weights and KV.", rich_help_panel=_ENGINE)
     ] = EngineConfig.memory_fraction
@@ -204,7 +213,7 @@ class EngineOptions:
         if self.spec is None and self.algorithm is None and self.draft is None:
             for name in _OF_DRAFTS:
                 if getattr(self, name) != getattr(Speculation, name):
-                    raise refuse(name, getattr(self, name), "nothing is drafted; add --spec v1 or v2, or leave it out")
+                    raise refuse(name, getattr(self, name), "nothing is drafted; add --algorithm, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
         return Speculation(
             algorithm=self.algorithm or default,

@@ -6,18 +6,22 @@ Following SGLang's RadixAttention (Zheng et al. 2023), at page granularity.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from specbatch.memory.pages import PagePool
 
 
-class _Node:
-    __slots__ = ("children", "key", "page", "parent")
+class Node:
+    """A page behind those of its parents. checkpoint: where the state behind it is kept, 0 for nowhere."""
 
-    def __init__(self, key: tuple[int, ...], page: int, parent: _Node | None) -> None:
+    __slots__ = ("checkpoint", "children", "key", "page", "parent")
+
+    def __init__(self, key: tuple[int, ...], page: int, parent: Node | None) -> None:
         self.key = key
         self.page = page
         self.parent = parent
-        self.children: dict[tuple[int, ...], _Node] = {}
+        self.checkpoint = 0
+        self.children: dict[tuple[int, ...], Node] = {}
 
 
 class PrefixCache:
@@ -27,9 +31,10 @@ class PrefixCache:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size
-        self._root = _Node((), 0, None)
+        self._root = Node((), 0, None)
         # Least recently used first. A touch moves a path leaf first, so a node never precedes its children.
-        self._order: OrderedDict[int, _Node] = OrderedDict()
+        self._order: OrderedDict[int, Node] = OrderedDict()
+        self.dropped: Callable[[Node], None] = lambda node: None  # is told of every node that goes
 
     def __len__(self) -> int:
         return len(self._order)
@@ -38,20 +43,29 @@ class PrefixCache:
         size = self._page_size
         return [tuple(tokens[i * size : (i + 1) * size]) for i in range(count // size)]
 
-    def match(self, tokens: list[int]) -> list[int]:
-        """Pages of the longest cached prefix that leaves at least one token to compute, held for the caller."""
-        path: list[_Node] = []
+    def path(self, tokens: list[int], count: int) -> list[Node]:
+        """The nodes of the longest cached prefix among the first `count` tokens, from the root on."""
+        path: list[Node] = []
         node = self._root
-        for key in self._keys(tokens, len(tokens) - 1):
+        for key in self._keys(tokens, count):
             child = node.children.get(key)
             if child is None:
                 break
             path.append(child)
             node = child
-        self._touch(node)
+        return path
+
+    def hold(self, path: list[Node]) -> list[int]:
+        """The pages of a path, held for the caller."""
+        if path:
+            self._touch(path[-1])
         for found in path:
             self._pool.hold(found.page)
         return [found.page for found in path]
+
+    def match(self, tokens: list[int]) -> list[int]:
+        """Pages of the longest cached prefix that leaves at least one token to compute, held for the caller."""
+        return self.hold(self.path(tokens, len(tokens) - 1))
 
     def insert(self, tokens: list[int], count: int, pages: list[int]) -> None:
         """Share the full pages among the first `count` tokens. Where a prefix is known already, the known page stays
@@ -60,7 +74,7 @@ class PrefixCache:
         for key, page in zip(self._keys(tokens, count), pages, strict=False):
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = _Node(key, page, node)
+                child = node.children[key] = Node(key, page, node)
                 self._pool.keep(page)
                 self._order[page] = child
             node = child
@@ -85,10 +99,11 @@ class PrefixCache:
             del node.parent.children[node.key]
             del self._order[node.page]
             self._pool.drop(node.page)
+            self.dropped(node)
             freed += 1
         return freed
 
-    def _touch(self, node: _Node) -> None:
+    def _touch(self, node: Node) -> None:
         while node.parent is not None:
             self._order.move_to_end(node.page)
             node = node.parent

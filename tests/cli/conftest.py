@@ -140,6 +140,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     module = types.ModuleType("specbatch.engine")
     module.Engine = StubEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specbatch.engine", module)
+    monkeypatch.setattr("specbatch.build.prepare", lambda config, say: None)
     monkeypatch.chdir(tmp_path)
     return StubEngine
 

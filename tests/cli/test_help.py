@@ -58,9 +58,9 @@ def test_help_of_a_command_has_an_example_and_the_shared_options(run, command):
 def test_help_of_bench_has_an_example_and_none_of_what_its_points_decide(run):
     shown = plain(run("bench", "--help").output)
     assert "specbatch bench --model qwen3-8b --load-format dummy" in shown
-    for option in ("--model", "--dtype", "--page-size", "--prefill-chunk", "--sections", "--json"):
+    for option in ("--model", "--dtype", "--page-size", "--prefill-chunk", "--sections", "--draft ", "--json"):
         assert option in shown
-    for option in ("--spec ", "--kv-pages", "--max-running", "--draft ", "--prefix-cache"):
+    for option in ("--spec ", "--kv-pages", "--max-running", "--prefix-cache", "--prefill-graph"):
         assert option not in shown
 
 

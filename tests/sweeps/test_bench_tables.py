@@ -101,7 +101,7 @@ def test_a_kind_of_graphs_that_was_asked_for_and_not_replayed_is_a_note():
     still = record.counters["graphs"]["target_prefill"] | {"replays": 0}
     record.counters = record.counters | {"graphs": record.counters["graphs"] | {"target_prefill": still}}
     text = markdown([record], table([record]), {})
-    assert "NO REPLAYS: decode v2 2: prefill graphs were asked for" in text
+    assert "NO REPLAYS: decode v2 2: target prefill graphs were asked for" in text
     assert "decode graphs were asked for" not in text
     record.config["graphs"]["prefill"] = "off"
     assert "NO REPLAYS" not in markdown([record], table([record]), {})
@@ -122,7 +122,7 @@ def test_a_note_on_the_floor_needs_a_bandwidth(tmp_path):
 
 def closed(name: str, step_ms: float, repeat: int = 1, simulated: float | None = None, **more: Any) -> RunRecord:
     """A closed loop; "spec" drafts and accepts 2 tokens a verify."""
-    record = step(1.0, repeat, section="closed", configuration=name, **more)
+    record = step(1.0, repeat, **{"section": "closed", "configuration": name} | more)
     if name == "spec":
         speculation = Speculation("ngram", simulate_accept_length=simulated)
         record.config = asdict(EngineConfig(model="toy", speculation=speculation))
@@ -159,6 +159,59 @@ def test_break_even_is_over_the_fastest_plain_step_of_the_point_and_repeat():
     assert said is not None
     assert "closed spec 2 (accept length 2.00, 2.50 needed); closed spec 9 (" in said
     assert "causes" not in said  # the acceptance was simulated
+
+
+def full_batch(name: str, ms: float | None, steps: int = 50, repeat: int = 1, **more: Any) -> RunRecord:
+    """Iterations at full batch; "spec" drafts and accepts 2 tokens a verify."""
+    record = closed(name, 1.0, repeat, simulated=2.0, **{"section": "decode", "full_batch_steps": steps} | more)
+    record.workload |= {"steps": None, "iterations": None}
+    record.metrics |= {"step_s": None if ms is None else ms / 1e3, "step_time_s": 99.0}
+    return record
+
+
+def test_what_drafts_is_compared_by_tokens_and_full_batches():
+    records = [
+        *(full_batch("baseline", ms, 50, repeat) for repeat, ms in ((1, 4.0), (2, 5.0))),
+        *(full_batch("spec", ms, 20, repeat) for repeat, ms in ((1, 6.0), (2, 20.0))),
+        full_batch("spec", None, 19, size=9),
+        full_batch("baseline", 4.0, size=9),
+    ]
+    rows = {(row["size"], row["configuration"]): row for row in table(records)}
+    spec = rows[2, "spec"]
+    assert (spec["ratio_min"], spec["ratio_max"]) == pytest.approx((2 * 5 / 20, 2 * 4 / 6))
+    assert spec["break_even"] == pytest.approx((6 / 4 + 20 / 5) / 2)  # not by the time of all steps
+    assert spec["decode_tok_s"] == pytest.approx(2 * 2 / 0.013)
+    assert rows[2, "baseline"]["decode_tok_s"] == pytest.approx(2 / 0.0045)
+    few = rows[9, "spec"]
+    assert all(few[column] is None for column in ("step_ms", "decode_tok_s", "ratio", "break_even", "speculation"))
+    assert few["not_measured"].startswith("NOT MEASURED: 19 steps ran all 2 requests and 20 are needed")
+    text = markdown(records, [*rows.values()], {})
+    assert "NOT MEASURED: decode spec 9, repeat 1: 19 steps ran all 2 requests and 20 are needed; more --new-" in text
+    assert "## Iteration at full batch" in text
+    assert "ms per step" in text.split("##")[1]
+    assert "GB per step" not in text
+
+
+def test_replays_of_what_drafts_are_counted_by_kind():
+    record = full_batch("spec", 6.0)
+    record.config["graphs"] = asdict(Graphs("whole", "piecewise"))
+    graphs = record.counters["graphs"] | {"draft_prefill": {"replays": 0, "fallbacks": {}, "padded": 0}}
+    record.counters = record.counters | {"graphs": graphs}
+    (row,) = rows = table([record])
+    kinds = ("decode", "target_prefill", "draft_prefill")
+    assert [row[f"{kind}_replays"] for kind in kinds] == [7, 6, 0]
+    text = markdown([record], rows, {})
+    assert "decode replays" in text
+    assert "target prefill replays" in text
+    assert "draft prefill replays" in text
+    assert " | prefill replays" not in text
+    assert "NO REPLAYS: decode spec 2: draft prefill graphs were asked for and none was replayed." in text
+    assert text.count("NO REPLAYS") == 1
+
+
+def test_a_first_token_says_nothing_of_break_even():
+    records = [closed(name, 5.0, simulated=2.0, section="ttft") for name in ("baseline", "spec")]
+    assert not any(row["break_even"] or row["speculation"] for row in table(records))
 
 
 def test_a_verify_that_accepts_nothing_says_what_would_pay():

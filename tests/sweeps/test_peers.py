@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from specbatch.errors import SpecbatchError
+from specbatch.sweeps.bench_columns import DRAFTING as SECTIONS
 from specbatch.sweeps.peers import read_peers
 
 HEAD = "model,dtype,gpu,section,size,column,peer,value\n"
+DRAFTING = "algorithm,draft_steps,draft_topk,draft_tokens,accept_length," + HEAD
 ROW = "toy,float32,,decode,3,step_ms,Theirs,7.25\n"
 
 
@@ -26,6 +28,13 @@ ROW = "toy,float32,,decode,3,step_ms,Theirs,7.25\n"
         ((HEAD + ROW.replace("7.25", "nan")).encode(), "line 2: value 'nan' is no number"),
         ((HEAD + ROW.replace(",3,", ",x,")).encode(), "line 2: size 'x' is no whole number"),
         ((HEAD + ROW + '"toy,float32').encode(), "is no CSV"),
+        ((DRAFTING + "eagle3,3,1,3,," + ROW).encode(), "line 2: of algorithm, draft_steps, .* give all, or none"),
+        ((DRAFTING + ",,,,2.4," + ROW).encode(), "line 2: of algorithm, draft_steps, .* give all, or none"),
+        ((DRAFTING + "eagle3,3,1,x,2.4," + ROW).encode(), "line 2: draft_tokens 'x' is no whole number"),
+        ((DRAFTING + "eagle3,3,1,3,much," + ROW).encode(), "line 2: accept_length 'much' is no number"),
+        ((DRAFTING + "eagle3,3,1,4,2.4," + ROW).encode(), r"line 2: draft_steps=3: .* \(the root is not counted\)"),
+        ((DRAFTING + "eagle4,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'eagle4' drafts nothing here; use one"),
+        ((DRAFTING + "none,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'none' drafts nothing here"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, content, said):
@@ -47,3 +56,14 @@ def test_the_peers_of_the_repository_can_be_shown():
     assert {(row["model"], row["dtype"], row["gpu"]) for row in rows} == {("qwen3-8b", "bfloat16", "H200")}
     assert {row["section"] for row in rows} == {"decode", "closed", "ttft"}
     assert all(float(row["value"]) > 0 for row in rows)
+    ways = {tuple(row[name] for name in DRAFTING.split(",")[:5]) for row in rows}
+    assert ways == {("",) * 5, ("eagle3", "3", "1", "3", "2.4"), ("dflash", "15", "1", "15", "6.35")}
+    assert all(row["column"] in SECTIONS[row["section"]].beside for row in rows)
+    names = ("algorithm", "section", "size", "peer", "column")
+    figures = {tuple(row[name] for name in names): float(row["value"]) for row in rows}
+    assert len(figures) == len(rows)
+    for row in rows:
+        if row["algorithm"] and row["column"] == "decode_tok_s":
+            step_ms = figures[*(row[name] for name in names[:-1]), "step_ms"]
+            reached = float(row["value"]) * step_ms / 1e3 / int(row["size"])
+            assert reached == pytest.approx(float(row["accept_length"]), rel=0.04)

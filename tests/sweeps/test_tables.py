@@ -125,7 +125,8 @@ def test_each_kind_of_graphs_that_replayed_none_is_named():
     records[0].counters["graphs"] = graphs
     records[0].metrics["graph_coverage"] = 0.9
     text = markdown(records, table(records))
-    assert "NO REPLAYS: baseline at concurrency 4, repeat 1: prefill graphs were asked for and none" in text
+    assert "NO REPLAYS: baseline at concurrency 4, repeat 1: target prefill graphs were asked for and none" in text
+    assert "repeat 1: draft prefill graphs were asked for and none" in text
     assert "decode graphs" not in text
 
 

@@ -1,0 +1,264 @@
+"""Triton kernels of the Mamba2 recurrence: `mamba2.ssd_prefill_ref` and `mamba2.ssd_verify_ref`, in two launches each.
+
+The first has the state: a program holds some rows of one head's state in registers. In a prompt it walks over the
+chunks of a span, so that no state of a chunk is ever written; in a verify it reads and writes the state once, and asks
+for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises, and in a
+verify it keeps the rows' inputs, which programs of the first still read those of the last verify of.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.mamba2 import SsdHeads, SsdMemory
+from specbatch.kernels.recurrent import Fold
+from specbatch.kernels.spans import Spans
+
+CHUNK = 64  # tokens of a prompt at a time
+
+
+def ssd_prefill(
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: Spans
+) -> torch.Tensor:
+    """`ssd_prefill_ref`; products in the type of xbc, sums in float32 (float32 inputs: all of it, no tf32)."""
+    y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
+    exact = xbc.dtype == torch.float32
+    rows = min(64, max(16, triton.next_power_of_2(heads.dim)))
+    tiles = triton.cdiv(heads.dim, rows)
+    _prefill[(tiles * heads.count, spans.table.shape[1] - 1)](
+        xbc, dt, y, memory.state, heads.a_log, heads.d, heads.dt_bias, spans.table,
+        xbc.stride(0), dt.stride(0), memory.state.stride(0), spans.table.stride(0),
+        HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state,
+        ROWS=rows, BLOCK_S=_padded(heads.state), CHUNK=32 if exact else CHUNK,
+        num_warps=4, num_stages=1 if exact else 2, **_pdl(xbc),
+    )  # fmt: skip
+    return _finish_rows(y, z, heads)
+
+
+def ssd_verify(
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, fold: Fold
+) -> torch.Tensor:
+    """`ssd_verify_ref`, in float32 throughout (products as three of tf32 where the inputs have fewer digits).
+
+    The state, fold.rows, fold.count and fold.kept are read before the kernel launched directly in front has ended: that
+    one, as a rule the convolution, must not write them.
+    """
+    y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
+    state, pending = memory
+    n, most = len(xbc) // len(fold.rows), pending.shape[1]
+    rows = min(32, max(16, heads.dim & -heads.dim))  # the largest tile without waste
+    _verify[(triton.cdiv(heads.dim, rows) * heads.count, len(fold.rows))](
+        xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias,
+        fold.rows, fold.count, fold.kept, fold.ancestors,
+        n, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
+        fold.kept.stride(0) if fold.kept is not None else 0,
+        HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, MOST=most,
+        ROWS=rows, BLOCK_S=_padded(heads.state), OLD=_padded(most), NEW=_padded(n),
+        PRECISION="ieee" if xbc.dtype == torch.float32 else "tf32x3", num_warps=rows // 16, **_pdl(xbc),
+    )  # fmt: skip
+    return _finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
+
+
+def _finish_rows(
+    y: torch.Tensor,
+    z: torch.Tensor,
+    heads: SsdHeads,
+    keep: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None,
+) -> torch.Tensor:
+    """Gate and normalise y in its place. `keep`: a verify's xbc, dt, pending and rows, and how many of a sequence."""
+    xbc, dt, pending, rows, n = keep or (None, None, None, None, 1)
+    strides = (0, 0, 0, 0) if keep is None else (xbc.stride(0), dt.stride(0), pending.stride(0), pending.stride(1))
+    width = heads.columns[0] // heads.groups
+    block = triton.next_power_of_2(max(width, heads.state))
+    _finish[(len(y) * heads.groups,)](
+        y, z, heads.norm.weight, xbc, dt, pending, rows, n, z.stride(0), *strides, heads.norm.eps,
+        HEADS=heads.count, GROUPS=heads.groups, STATE=heads.state, WIDTH=width, BLOCK=block,
+        num_warps=min(8, max(1, block // 256)), **_pdl(y),
+    )  # fmt: skip
+    return y
+
+
+def _padded(count: int) -> int:
+    """The side of a tile that holds so many: 16 is the least that products take."""
+    return max(16, triton.next_power_of_2(count))
+
+
+def _pdl(x: torch.Tensor) -> dict[str, bool]:
+    """Programmatic dependent launch: programs start while the kernel before ends, and wait for what it writes."""
+    return {"PDL": x.is_cuda, "launch_pdl": x.is_cuda}
+
+
+@triton.jit
+def _step(raw, bias):
+    """softplus(raw + bias). log(1 + p) by Kahan's way, which keeps the digits of a small p."""
+    value = raw.to(tl.float32) + bias
+    p = tl.exp(-tl.abs(value))
+    one = 1 + p
+    log = tl.where(one == 1, p, tl.log(one) * (p / tl.where(one == 1, 1.0, one - 1)))
+    return tl.maximum(value, 0.0) + log
+
+
+@triton.jit(do_not_specialize=["table_stride"])  # it changes from pass to pass
+def _prefill(
+    xbc, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a head's state walk over the chunks of a span."""
+    TILES: tl.constexpr = (DIM + ROWS - 1) // ROWS
+    head = tl.program_id(0) // TILES
+    group = head // (HEADS // GROUPS)
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_S)
+    inside = column < STATE
+    decay = -tl.exp(tl.load(a_log + head))
+    skip = tl.load(d + head)
+    bias = tl.load(dt_bias + head)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    span = tl.program_id(1)
+    start = tl.load(table + span)
+    count = (tl.load(table + table_stride + span) - start).to(tl.int32)
+    if count == 0:
+        return
+    slot = tl.load(table + 2 * table_stride + span)
+    first = tl.load(table + 3 * table_stride + span)
+
+    # A sequence that starts anew never looks at what its slot holds.
+    mask = (row < DIM)[:, None] & inside[None, :]
+    place = state + slot * state_stride + (head * DIM + row)[:, None] * STATE + column[None, :]
+    known = (row < tl.where(start > 0, DIM, 0))[:, None] & inside[None, :]
+    h = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    token = tl.arange(0, CHUNK)
+    xbc += first * xbc_stride
+    dt += first * dt_stride + head
+    y += first * (HEADS * DIM) + head * DIM
+    for at in range(0, count, CHUNK):
+        now = at + token
+        real = now < count
+        line = xbc + now.to(tl.int64)[:, None] * xbc_stride
+        here = real[:, None] & (row < DIM)[None, :]
+        x = tl.load(line + head * DIM + row[None, :], mask=here, other=0.0)
+        side = line + HEADS * DIM + group * STATE + column[None, :]
+        b = tl.load(side, mask=real[:, None] & inside[None, :], other=0.0)
+        c = tl.load(side + GROUPS * STATE, mask=real[:, None] & inside[None, :], other=0.0)
+        raw = tl.load(dt + now.to(tl.int64) * dt_stride, mask=real, other=0.0)
+        step = tl.where(real, _step(raw, bias), 0.0)  # behind the end the state stands still
+        a = tl.cumsum(step * decay, 0)
+        total = tl.sum(step * decay, 0)
+
+        gap = tl.where(token[:, None] >= token[None, :], a[:, None] - a[None, :], float("-inf"))
+        weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap) * step[None, :]
+        out = tl.dot(c, tl.trans(h.to(c.dtype)), input_precision="ieee") * tl.exp(a)[:, None]
+        out = tl.dot(weight.to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
+        tl.store(y + now.to(tl.int64)[:, None] * (HEADS * DIM) + row[None, :], out.to(y.dtype.element_ty), mask=here)
+
+        share = (x.to(tl.float32) * (step * tl.exp(total - a))[:, None]).to(x.dtype)
+        h = tl.dot(tl.trans(share), b, h * tl.exp(total), input_precision="ieee")
+    tl.store(place, h.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _verify(
+    xbc, dt, y, state, pending, a_log, d, dt_bias, rows, count, kept, ancestors,
+    n, xbc_stride, dt_stride, state_stride, slot_stride, pending_stride, kept_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_S: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a head's state: the kept tokens of the last verify go in, then the new ones look at it."""
+    TILES: tl.constexpr = (DIM + ROWS - 1) // ROWS
+    head = tl.program_id(0) // TILES
+    group = head // (HEADS // GROUPS)
+    sequence = tl.program_id(1).to(tl.int64)
+    slot = tl.load(rows + sequence)
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_S)
+    of_head, inside = row < DIM, column < STATE
+    place = state + slot * state_stride + (head * DIM + row)[:, None] * STATE + column[None, :]
+    mask = of_head[:, None] & inside[None, :]
+    h = tl.load(place, mask=mask, other=0.0)
+    past = tl.arange(0, OLD)
+    is_kept = past < tl.minimum(tl.load(count + slot), MOST)
+    order = past.to(tl.int64)
+    if kept is not None:
+        order = tl.load(kept + slot * kept_stride + past, mask=is_kept, other=0)
+    decay = -tl.exp(tl.load(a_log + head))
+    skip = tl.load(d + head)
+    bias = tl.load(dt_bias + head)
+    node = tl.arange(0, NEW)
+    real = node < n
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    line = pending + slot * slot_stride + order * pending_stride
+    old_x = tl.load(line[:, None] + head * DIM + row[None, :], mask=is_kept[:, None] & of_head[None, :], other=0.0)
+    side = line[:, None] + HEADS * DIM + group * STATE + column[None, :]
+    old_b = tl.load(side, mask=is_kept[:, None] & inside[None, :], other=0.0)
+    raw = tl.load(line + HEADS * DIM + GROUPS * STATE + head, mask=is_kept, other=0.0)
+    token = sequence * n + node
+    line = xbc + token[:, None] * xbc_stride
+    x = tl.load(line + head * DIM + row[None, :], mask=real[:, None] & of_head[None, :], other=0.0)
+    side = line + HEADS * DIM + group * STATE + column[None, :]
+    b = tl.load(side, mask=real[:, None] & inside[None, :], other=0.0)
+    c = tl.load(side + GROUPS * STATE, mask=real[:, None] & inside[None, :], other=0.0)
+    new_raw = tl.load(dt + token * dt_stride + head, mask=real, other=0.0)
+    if ancestors is not None:
+        word = tl.load(ancestors + token, mask=real, other=0)
+        sees = ((word[:, None] >> node[None, :]) & 1) == 1
+    else:
+        sees = node[:, None] >= node[None, :]
+
+    step = tl.where(is_kept, _step(raw, bias), 0.0)
+    total = tl.sum(step * decay, 0)
+    share = old_x.to(tl.float32) * (step * tl.exp(total - tl.cumsum(step * decay, 0)))[:, None]
+    h = h.to(tl.float32) * tl.exp(total)
+    h = tl.dot(tl.trans(share), old_b.to(tl.float32), h, input_precision=PRECISION)
+    tl.store(place, h.to(state.dtype.element_ty), mask=mask)
+
+    step = tl.where(real, _step(new_raw, bias), 0.0)
+    a = tl.sum(tl.where(sees, (step * decay)[None, :], 0.0), 1)  # over the path from the root
+    gap = tl.where(sees, a[:, None] - a[None, :], float("-inf"))
+    weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap) * step[None, :]
+    out = tl.dot(c.to(tl.float32), tl.trans(h), input_precision=PRECISION) * tl.exp(a)[:, None]
+    x = x.to(tl.float32)
+    out = tl.dot(weight, x, out, input_precision=PRECISION) + skip * x
+    place = y + token[:, None] * (HEADS * DIM) + head * DIM + row[None, :]
+    tl.store(place, out.to(y.dtype.element_ty), mask=real[:, None] & of_head[None, :])
+
+
+@triton.jit(do_not_specialize=["n"])
+def _finish(
+    y, z, norm, xbc, dt, pending, rows, n, z_stride, xbc_stride, dt_stride, slot_stride, pending_stride, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One group of one row: gate, normalise, keep x, B and dt."""
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    group = tl.program_id(0) % GROUPS
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    weight = tl.load(norm + group * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.load(z + token * z_stride + group * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    place = y + token * (GROUPS * WIDTH) + group * WIDTH + at
+    u = tl.load(place, mask=inside, other=0.0).to(tl.float32) * gate / (1 + tl.exp(-gate))
+    scale = tl.rsqrt(tl.sum(u * u, 0) / WIDTH + eps)
+    tl.store(place, (u * scale * weight).to(y.dtype.element_ty), mask=inside)
+    if pending is not None:
+        line = pending + tl.load(rows + token // n) * slot_stride + token % n * pending_stride
+        source = xbc + token * xbc_stride
+        tl.store(line + group * WIDTH + at, tl.load(source + group * WIDTH + at, mask=inside), mask=inside)
+        source += GROUPS * WIDTH + group * STATE + at
+        line += GROUPS * WIDTH
+        tl.store(line + group * STATE + at, tl.load(source, mask=at < STATE), mask=at < STATE)
+        each: tl.constexpr = HEADS // GROUPS
+        line += GROUPS * STATE + group * each
+        value = tl.load(dt + token * dt_stride + group * each + at, mask=at < each)
+        tl.store(line + at, value, mask=at < each)
