@@ -69,12 +69,15 @@ def _finish_rows(
     keep: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
     """Gate and normalise y in its place. `keep`: a verify's xbc, dt, pending and rows, and how many of a sequence."""
-    xbc, dt, pending, rows, n = keep or (None, None, None, None, 1)
-    strides = (0, 0, 0, 0) if keep is None else (xbc.stride(0), dt.stride(0), pending.stride(0), pending.stride(1))
+    given: tuple[torch.Tensor | int | None, ...] = keep or (None, None, None, None, 1)
+    strides = (0, 0, 0, 0)
+    if keep is not None:
+        xbc, dt, pending, _, _ = keep
+        strides = xbc.stride(0), dt.stride(0), pending.stride(0), pending.stride(1)
     width = heads.columns[0] // heads.groups
     block = triton.next_power_of_2(max(width, heads.state))
     _finish[(len(y) * heads.groups,)](
-        y, z, heads.norm.weight, xbc, dt, pending, rows, n, z.stride(0), *strides, heads.norm.eps,
+        y, z, heads.norm.weight, *given, z.stride(0), *strides, heads.norm.eps,
         HEADS=heads.count, GROUPS=heads.groups, STATE=heads.state, WIDTH=width, BLOCK=block,
         num_warps=min(8, max(1, block // 256)), **_pdl(y),
     )  # fmt: skip
@@ -90,7 +93,8 @@ def _tile(exact: bool, is_large: bool) -> tuple[int, int]:
 
 def _padded(count: int) -> int:
     """The side of a tile that holds so many: 16 is the least that products take."""
-    return max(16, triton.next_power_of_2(count))
+    side: int = triton.next_power_of_2(count)
+    return max(16, side)
 
 
 def _pdl(x: torch.Tensor) -> dict[str, bool]:
@@ -113,7 +117,7 @@ def _dot(a, b, acc):
     """a b + acc for a float32 and an input as it came, whose type the other is split into two of: twice its digits."""
     if a.dtype == b.dtype:
         return tl.dot(a, b, acc, input_precision="ieee")
-    elif a.dtype == tl.float32:
+    elif a.dtype == tl.float32:  # noqa: RET505 (what follows a return is compiled as well)
         high = a.to(b.dtype)
         acc = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, acc)
         return tl.dot(high, b, acc)
