@@ -10,12 +10,13 @@ from specbatch.kernels import dispatch
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension, the flavour of Llama and Qwen2/3.
 
-    x [..., H], weight [H]. Normalised in float32, cast to the type of x, then multiplied by the weight.
+    x [..., H], weight [H] of the type of x or float32. Normalised in float32, cast to the type of x, then multiplied by
+    the weight.
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     wide = x.float()
     scale = torch.rsqrt(torch.linalg.vecdot(wide, wide) / x.shape[-1] + eps)
-    return (wide * scale[..., None]).to(x.dtype) * weight
+    return ((wide * scale[..., None]).to(x.dtype) * weight).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -97,7 +97,7 @@ def _skinny_kernel(
             gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
             scale = scale_next
             scale_next = tl.load(norm + k + BK + ks, mask=k + BK + ks < K, other=0.0)
-            a *= scale[None, :]
+            a = (a * scale[None, :]).to(x.dtype.element_ty)  # weights that are 1 + w are float32
         total = tl.dot(a, b, total, input_precision="ieee")
         if GATED:
             up_tile = weight_tile + up_offset
@@ -185,7 +185,7 @@ def skinny_linear(
     """RMSNorm(x; norm_weight, eps) @ weight.T + bias + residual, summed in float32.
 
     x [M, K] with M <= 128, weight [N, K] contiguous, bias [N], norm_weight [K], residual [M, N] -> [M, N], all of one
-    type. Each of bias, norm and residual may be absent. Rows of x and of residual may be apart, their elements not.
+    type, norm_weight of that or float32. Each of bias, norm and residual may be absent. Rows of x and of residual may be apart, their elements not.
     """
     return _product(x, weight, bias, norm_weight, eps, residual, gated=False)
 

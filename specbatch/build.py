@@ -25,7 +25,9 @@ from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
 from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.models.llama import Llama, token_bytes
+from specbatch.memory.recurrent import state_bytes, state_types
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.models.loader import Loader, weight_bytes
 from specbatch.prefill import PromptPass
 from specbatch.progress import Report
@@ -46,7 +48,7 @@ class Parts:
     config: EngineConfig
     device: torch.device
     tokenizer: Tokenizer
-    model: Llama
+    model: Decoder
     plan: MemoryPlan
     caps: dict[str, Any]
     scheduler: Scheduler
@@ -54,7 +56,9 @@ class Parts:
     forwards: dict[str, PromptWork]
 
 
-def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Llama | None = None) -> Parts:
+def build(
+    config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Decoder | None = None
+) -> Parts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit.
 
     shared: the target as another engine has loaded it.
@@ -112,8 +116,9 @@ def _plan(
         weights=0 if is_shared else weight_bytes(target.config, dtype, device),
         draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
         + draft.parameters * dtype.itemsize,
-        page_bytes=bytes_per_page(target.config, target.config.num_layers, config.page_size, kv_dtype)
+        page_bytes=bytes_per_page(target.config, target.config.attention_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
+        state_bytes=_state_bytes(config, target.config, dtype),
         vocabulary=target.config.vocab_size,
         rows=draft.slots_of(config.speculation.drafted + 1),
         token_bytes=token_bytes(target.config, dtype) + len(draft.aux) * target.config.hidden_size * dtype.itemsize,
@@ -121,10 +126,17 @@ def _plan(
     )
 
 
+def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> int:
+    """Of one device row."""
+    layers = target.num_layers - target.attention_layers
+    types = state_types(dtype, config.state_dtype)
+    return state_bytes(target.state_shapes, layers, config.speculation.drafted + 1, types)
+
+
 def _assemble(
     config: EngineConfig,
     target: Checkpoint,
-    shared: Llama | None,
+    shared: Decoder | None,
     draft: DraftPlan,
     attention: dict[str, PrefillAttention],
     plan: MemoryPlan,
@@ -149,6 +161,8 @@ def _assemble(
         attention=attention,
         chunk=config.prefill_chunk,
         page_table=batch.page_table,
+        rows=rows,
+        state_dtype=config.state_dtype,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)

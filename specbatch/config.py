@@ -18,6 +18,7 @@ DECODE_GRAPHS = ("off", "whole")
 PREFILL_GRAPHS = ("off", "piecewise")
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
 KV_DTYPES = ("auto", "fp8")
+STATE_DTYPES = ("fp32", "bf16", "fp16")
 
 
 def _choice(setting: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -169,6 +170,7 @@ class EngineConfig:
     memory_fraction  share of the free memory of the device that weights and KV may take
     prefill_chunk  most prompt tokens computed in one step
     kv_dtype       "auto" is the model's own type, "fp8" keeps keys and values as float8 e4m3
+    state_dtype    of the matrix states of recurrent layers: "fp32", "bf16" or "fp16"
     attention_backend        who computes the attention of prompts: "auto" is the fastest of those installed
     draft_attention_backend  the same for the draft model
     seed           for requests without a seed of their own, and for dummy weights
@@ -187,6 +189,7 @@ class EngineConfig:
     prefill_chunk: int = 2048
     prefix_cache: bool = True
     kv_dtype: str = "auto"
+    state_dtype: str = "fp32"
     attention_backend: str = "auto"
     draft_attention_backend: str = "auto"
     seed: int = 0
@@ -207,6 +210,7 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _choice("state_dtype", self.state_dtype, STATE_DTYPES)
         _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _choice("draft_attention_backend", self.draft_attention_backend, ATTENTION_BACKENDS)
         at_least("max_running", self.max_running, 1)

@@ -1,9 +1,9 @@
-"""Where attention layers find their cache: the shapes of one forward pass, made once and used by every layer."""
+"""Where layers find their cache or state: the shapes of one forward pass, made once and used by every layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,13 +16,21 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.pages import pages_for
 from specbatch.transfer import upload
 
+if TYPE_CHECKING:
+    from specbatch.models.layers import Recurrent
+
 
 class Context(Protocol):
     """What a layer asks of a forward pass over T tokens."""
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         """Split qkv [T, (heads + 2 kv_heads) * head_dim], rotate to `positions` [T], store keys and values, attend ->
-        [T, heads * head_dim]."""
+        [T, heads * head_dim]. layer: which one of those that attend."""
+        ...
+
+    def recur(self, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
+        """What comes out of a recurrent layer's state for projected [T, width]: [T, mixed]. layer: which one of those
+        that are recurrent."""
         ...
 
 
@@ -97,6 +105,9 @@ class _VerifyKernel:
             qkv, heads, k_cache, v_cache, *where, positions=positions, ancestors=shape.ancestors, first=shape.first
         )
 
+    def recur(self, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
+        return _verify_state(self.shape, self.cache, layer, projected, mixer)
+
 
 class _VerifyRef:
     def __init__(self, shape: Verify, cache: KVCache) -> None:
@@ -122,6 +133,14 @@ class _VerifyRef:
         write_kv_ref(k, v, k_cache, v_cache, self._places)
         rows, bias = q.unflatten(0, (-1, self._shape.rows)), self._biases[self._shape.mask(layer)]
         return paged_attention_ref(rows, k_cache, v_cache, self._table, bias).flatten(0, 1).flatten(1)
+
+    def recur(self, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
+        return _verify_state(self._shape, self._cache, layer, projected, mixer)
+
+
+def _verify_state(shape: Verify, cache: KVCache, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
+    assert cache.states is not None
+    return mixer.verify(projected, cache.states.layers[layer], cache.states.fold(shape.slots, shape.ancestors))
 
 
 @dataclass(frozen=True)
@@ -168,3 +187,7 @@ class _PrefillOn:
         q, k, v = split_heads(qkv, heads, positions, self.shape.slots, self.cache.k[layer], self.cache.v[layer])
         cache = self.cache
         return cache.attention(q, k, v, cache.k[layer], cache.v[layer], self.shape.spans).flatten(1)
+
+    def recur(self, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
+        assert self.cache.states is not None
+        return mixer.prompt(projected, self.cache.states.layers[layer], self.shape.spans)

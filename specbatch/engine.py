@@ -19,7 +19,7 @@ from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 from specbatch.progress import Report
 from specbatch.request import Completion, Request, SamplingParams
 from specbatch.schedules import SCHEDULES
@@ -70,7 +70,7 @@ class Engine:
         self.plan = parts.plan
         self.caps = parts.caps
         self.model_config: ModelConfig = parts.model.config
-        self._model: Llama = parts.model
+        self._model: Decoder = parts.model
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._forwards = parts.forwards

@@ -10,14 +10,14 @@ import torch
 
 from specbatch.drafters.base import Drafter, Step
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 from specbatch.verification import logprobs_of, settle
 
 
 class Iteration:
     """One verify of `rows` = drafted tokens + 1 query rows for each running request."""
 
-    def __init__(self, model: Llama, cache: KVCache, drafter: Drafter, simulate: float | None = None) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, drafter: Drafter, simulate: float | None = None) -> None:
         self._model = model
         self._cache = cache
         self._drafter = drafter
@@ -40,8 +40,7 @@ class Iteration:
         places = positions.view(-1, rows)
         packed, path = settle(logits, proposal, batch, step.rows, places, step.sampling, self._simulate)
         accepted = packed[:, rows]
-        if path is not None:
-            self._cache.keep_path(batch.page_table, step.rows, lengths, path, accepted)
+        self._cache.commit(batch.page_table, step.rows, lengths, accepted, path)
         self._drafter.absorb(step, features, accepted, path)
         if not step.sampling.needs.logprobs:
             return packed, None

@@ -12,7 +12,7 @@ from specbatch.drafters.base import Drafter
 from specbatch.forward import Forward
 from specbatch.graphs import Result
 from specbatch.kernels.sampling import TARGET
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 from specbatch.scheduler import Chunk
 from specbatch.transfer import upload
 from specbatch.verification import is_sound, logprobs_of
@@ -21,7 +21,7 @@ from specbatch.verification import is_sound, logprobs_of
 class PromptPass:
     """Runs planned chunks; knows the same model and drafter as the iteration."""
 
-    def __init__(self, model: Llama, forward: Forward, page_size: int, drafter: Drafter, *, every: bool) -> None:
+    def __init__(self, model: Decoder, forward: Forward, page_size: int, drafter: Drafter, *, every: bool) -> None:
         """every: the drafter wants the features of all tokens."""
         self._model = model
         self._forward = forward

@@ -27,7 +27,8 @@ def test_an_engine_on_anothers_weights_gives_its_tokens():
         assert tokens(second) == tokens(first)
         assert second._model.embedding is first._model.embedding
         assert all(
-            ours.qkv is theirs.qkv for ours, theirs in zip(second._model.layers, first._model.layers, strict=True)
+            ours.mixer.qkv is theirs.mixer.qkv
+            for ours, theirs in zip(second._model.layers, first._model.layers, strict=True)
         )
 
 

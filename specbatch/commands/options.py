@@ -17,6 +17,7 @@ from specbatch.config import (
     KV_DTYPES,
     LOAD_FORMATS,
     PREFILL_GRAPHS,
+    STATE_DTYPES,
     EngineConfig,
     Graphs,
     Speculation,
@@ -174,6 +175,14 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = EngineConfig.kv_dtype
+    state_dtype: Annotated[
+        str,
+        Option(
+            metavar="|".join(STATE_DTYPES),
+            help="Type of the matrix states of recurrent layers.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = EngineConfig.state_dtype
     memory_fraction: Annotated[
         float, Option(help="Share of free memory for weights and KV.", rich_help_panel=_ENGINE)
     ] = EngineConfig.memory_fraction

@@ -11,7 +11,7 @@ import torch
 from specbatch.batch import DeviceBatch, Sampling
 from specbatch.context import Mask, Prefill, Verify
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Features, Llama
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.loader import Loader
 from specbatch.verification import Proposal
 
@@ -81,7 +81,7 @@ class DraftPlan:
     of a request that has ended, so many of the newest positions may lack the draft's own keys.
     """
 
-    build: Callable[[Llama, Loader], Drafter]
+    build: Callable[[Decoder, Loader], Drafter]
     config: ModelConfig
     kv_layers: int = 0
     weights: ModelConfig | None = None

@@ -14,8 +14,8 @@ from specbatch.errors import refuse
 from specbatch.kernels.context_kv import write_context, write_verified
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
-from specbatch.models.llama import Features, Llama
 from specbatch.models.loader import Loader
 from specbatch.verification import Proposal
 from specbatch.weights.dummy import DummyCheckpoint
@@ -104,7 +104,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     for line in shape.lines():
         log(line)
 
-    def build(model: Llama, loader: Loader) -> DFlashDrafter:
+    def build(model: Decoder, loader: Loader) -> DFlashDrafter:
         own = DFlash(shape, draft.tensor, model, loader.max_positions)
         return DFlashDrafter(own, loader.cache(shape, shape.num_layers, "draft"), count)
 

@@ -8,9 +8,9 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import expect, fit, parameters, usual_head
 from specbatch.errors import refuse
+from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import Reader, layer_config
 from specbatch.models.eagle import Eagle, eagle_shapes
-from specbatch.models.llama import Llama
 from specbatch.models.loader import Loader
 from specbatch.weights.drafts import dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
@@ -36,7 +36,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     layer = fit(layer, layer.hidden_size, files, target, asked, log)
     check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
 
-    def build(model: Llama, loader: Loader) -> FeatureChain:
+    def build(model: Decoder, loader: Loader) -> FeatureChain:
         read = Reader(files.shapes, files.tensor, model, layer.rms_norm_eps)
         head = Eagle(layer, read, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)

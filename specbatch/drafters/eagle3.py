@@ -10,9 +10,9 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import expect, fit, parameters, usual_head
 from specbatch.errors import refuse
+from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import Reader
 from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
-from specbatch.models.llama import Llama
 from specbatch.models.loader import Loader
 from specbatch.weights.drafts import DraftFiles, dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
@@ -41,7 +41,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         log("draft: its config lacks norm_before_residual: false, as speculators has it; vLLM takes it for true")
     d2t = _offsets(files, layer.vocab_size, log)
 
-    def build(model: Llama, loader: Loader) -> FeatureChain:
+    def build(model: Decoder, loader: Loader) -> FeatureChain:
         read = Reader(files.shapes, files.tensor, model, layer.rms_norm_eps)
         head = Eagle3(layer, described, len(aux), read, model, loader.max_positions, d2t)
         return feature_chain(head, loader, config, target.config.vocab_size)

@@ -25,8 +25,8 @@ from specbatch.kernels.heads import split_heads
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import DraftHead
-from specbatch.models.llama import Features, Llama
 from specbatch.models.loader import Loader
 from specbatch.verification import Proposal
 
@@ -219,7 +219,7 @@ class FeatureTree(FeatureChain):
 
 
 def head_plan(
-    build: Callable[[Llama, Loader], FeatureChain],
+    build: Callable[[Decoder, Loader], FeatureChain],
     layer: ModelConfig,
     parameters: int,
     config: EngineConfig,

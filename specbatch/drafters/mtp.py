@@ -10,8 +10,8 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import parameters
 from specbatch.errors import refuse
+from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import Shapes
-from specbatch.models.llama import Llama
 from specbatch.models.loader import Loader
 from specbatch.models.mtp import Mtp, mtp_config, mtp_shapes
 from specbatch.weights.drafts import dummy_draft
@@ -42,7 +42,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         f"({layer.num_kv_heads} KV) of {layer.head_dim}; the target's embedding and output matrix; {layer.rope}"
     )
 
-    def build(model: Llama, loader: Loader) -> FeatureChain:
+    def build(model: Decoder, loader: Loader) -> FeatureChain:
         head = Mtp(layer, found, read, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 

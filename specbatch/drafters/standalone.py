@@ -16,7 +16,7 @@ from specbatch.errors import refuse
 from specbatch.forward import Forward
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.llama import Features, Llama
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.loader import Loader
 from specbatch.tokenizer import vocabulary_difference
 from specbatch.verification import Proposal
@@ -33,7 +33,7 @@ class Standalone(NoDraft):
     therefore runs two rows, the newest committed token and the root: what is there already is written again.
     """
 
-    def __init__(self, model: Llama, forward: Forward, cache: KVCache, count: int, vocabulary: int) -> None:
+    def __init__(self, model: Decoder, forward: Forward, cache: KVCache, count: int, vocabulary: int) -> None:
         """forward: the model's way through a prompt."""
         self._model = model
         self._forward = forward
@@ -88,7 +88,7 @@ class StandaloneTree(Standalone):
     """
 
     def __init__(
-        self, model: Llama, forward: Forward, cache: KVCache, shape: DraftShape, vocabulary: int, device_rows: int
+        self, model: Decoder, forward: Forward, cache: KVCache, shape: DraftShape, vocabulary: int, device_rows: int
     ) -> None:
         super().__init__(model, forward, cache, shape.tokens, vocabulary)
         self._shape = shape
@@ -135,7 +135,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     assert asked.draft is not None
     slots, lag = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, 1)
 
-    def drafter(model: Llama, loader: Loader) -> Standalone:
+    def drafter(model: Decoder, loader: Loader) -> Standalone:
         way = loader.draft(model)
         if shape.topk > 1:
             return StandaloneTree(model, *way, shape, target.config.vocab_size, len(loader.page_table))
@@ -144,7 +144,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     if asked.draft == "self" or asked.draft.startswith("self:"):
         skipped = parse_skip(asked.draft, target.config.num_layers)
 
-        def build_view(model: Llama, loader: Loader) -> Standalone:
+        def build_view(model: Decoder, loader: Loader) -> Standalone:
             return drafter(model.without(skipped), loader)
 
         return DraftPlan(build_view, target.config, target.config.num_layers - len(skipped), slots=slots, lag=lag)
@@ -156,7 +156,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
 
-    def build(model: Llama, loader: Loader) -> Standalone:
+    def build(model: Decoder, loader: Loader) -> Standalone:
         return drafter(loader.model(draft), loader)
 
     return DraftPlan(build, draft.config, draft.config.num_layers, draft.config, slots=slots, lag=lag)

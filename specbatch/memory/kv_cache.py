@@ -1,4 +1,4 @@
-"""The KV tensors of one model."""
+"""What one model remembers of its sequences: keys and values in pages, and the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from specbatch.kernels import dispatch
 from specbatch.kernels.backends import PrefillAttention
 from specbatch.kernels.tree import move_rows_ref
+from specbatch.memory.recurrent import States
 from specbatch.models.config import ModelConfig
 
 
@@ -34,28 +35,41 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         attention: PrefillAttention,
+        states: States | None = None,
     ) -> None:
-        """attention: who computes prompts' attention over this cache."""
+        """layers: those that attend; attention: who computes prompts' attention over this cache; states: of the layers
+        that are recurrent."""
         shape = (layers, pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
         self.dtype = dtype
         self.attention = attention
+        self.states = states
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
         self.k = self.keys.unbind()
         self.v = self.values.unbind()
 
-    def keep_path(
+    def begin(self, rows: torch.Tensor) -> None:
+        """A prompt pass over device rows [S] comes."""
+        if self.states is not None:
+            self.states.begin(rows)
+
+    def commit(
         self,
         page_table: torch.Tensor,
         rows: torch.Tensor,
         lengths: torch.Tensor,
-        path: torch.Tensor,
         accepted: torch.Tensor,
+        path: torch.Tensor | None,
     ) -> None:
-        """Bring what a tree's accepted nodes left at lengths + path [B, N] to the places behind the roots at lengths
-        [B] of device rows [B], in all layers."""
+        """Of the verify just made behind lengths [B] on device rows [B], keep the root and accepted [B] drafts. Of a
+        tree, those are the nodes of path int64 [B, N]; what they left at lengths + path goes to its place behind the
+        root, in all layers."""
+        if self.states is not None:
+            self.states.commit(rows, accepted, path)
+        if path is None:
+            return
         if dispatch.runs_kernels(rows):
             from specbatch.kernels.tree_triton import move_rows
 

@@ -28,6 +28,7 @@ class MemoryPlan:
     page_bytes: int
     kv_pages: int
     wanted_pages: int
+    states: int
     workspace: int
     graphs: int
     max_model_len: int
@@ -44,6 +45,8 @@ class MemoryPlan:
         if self.draft_weights:
             yield f"  draft      {size_text(self.draft_weights)}"
         yield f"  KV pages   {size_text(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
+        if self.states:
+            yield f"  states     {size_text(self.states)} of recurrent layers"
         yield f"  workspace  {size_text(self.workspace)} (activations, logits and the batch's tables)"
         if self.graphs:
             yield f"  graphs     {size_text(self.graphs)} (estimate)"
@@ -56,6 +59,7 @@ class MemoryPlan:
     def out_of_memory(self, doing: str) -> SpecbatchError:
         """What to say when the plan did not hold while `doing` something."""
         parts = f"weights {size_text(self.weights + self.draft_weights)}, KV {size_text(self.kv)}"
+        parts += f", states {size_text(self.states)}" if self.states else ""
         more = f", graphs {size_text(self.graphs)}" if self.graphs else ""
         return SpecbatchError(
             f"out of memory while {doing}: {size_text(self.available)} were planned for ({parts}, workspace "
@@ -89,6 +93,7 @@ def plan_memory(
     weights: int,
     draft_weights: int,
     page_bytes: int,
+    state_bytes: int = 0,
     vocabulary: int,
     rows: int,
     token_bytes: int = 0,
@@ -97,6 +102,7 @@ def plan_memory(
     """Decide the size of the KV pool and the longest request.
 
     free: bytes free on the device; model_len: positions the model was made for; page_bytes: one page in all caches;
+    state_bytes: the states of one device row;
     rows: query rows of a verify; token_bytes: activations of one token in a pass; graphs: what recordings take.
     Refuses what cannot fit, naming the setting.
     """
@@ -108,12 +114,14 @@ def plan_memory(
     # Tokens and page table of every slot, 8 bytes each.
     workspace += 8 * (config.max_running + 1) * (longest + slack + 1) * (size + 1) // size
     workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows)
-    room = budget - weights - draft_weights - workspace - graphs
+    states = state_bytes * (config.max_running + 1)
+    room = budget - weights - draft_weights - states - workspace - graphs
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
     if room < page_bytes:
         used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
+        used += f", states {size_text(states)}" if states else ""
         used += f", graphs {size_text(graphs)}" if graphs else ""
         less = (
             "a smaller model or dtype"
@@ -157,6 +165,7 @@ def plan_memory(
         page_bytes=page_bytes,
         kv_pages=pages,
         wanted_pages=wanted,
+        states=states,
         workspace=workspace,
         graphs=graphs,
         max_model_len=min(longest, fits),

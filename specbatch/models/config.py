@@ -8,15 +8,29 @@ default.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.errors import refuse
 
 if TYPE_CHECKING:
     import torch
 
+    from specbatch.memory.recurrent import StateShape
+
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+# Families with a description of their own: architecture -> model_type, and where its config is read.
+_OTHERS = {
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe", "Qwen3MoeConfig"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "qwen3_next", "Qwen3NextConfig"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_next", "Qwen3NextConfig"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "qwen3_next", "Qwen3NextConfig"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_next", "Qwen3NextConfig"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_next", "Qwen3NextConfig"),
+    "NemotronHForCausalLM": ("nemotron_h", "nemotron_h", "NemotronHConfig"),
+    "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
+}
 DEFAULT_THETA = 10000.0  # what all three families mean when a config says nothing
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -67,6 +81,8 @@ class Rope:
     divisors: tuple[float, ...] = ()
 
     def __str__(self) -> str:
+        if not self.rotary_dim:
+            return "no rope"
         scaling = "" if self.kind == "default" else f", scaled by {self.kind}"
         return f"rope theta {self.theta:g} (from {self.source}{scaling})"
 
@@ -117,6 +133,14 @@ class Rope:
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
 
+class Ends(NamedTuple):
+    """What a checkpoint calls the tensors before and behind its layers; the norm without its ".weight"."""
+
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm"
+    head: str = "lm_head.weight"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a dense decoder.
@@ -149,6 +173,9 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a `config.json`. SpecbatchError names the key and value that cannot be run as written."""
+        other = _other(config)
+        if other is not None:
+            return other.from_dict(config)
         family = _family(config)
         if config.get("quantization_config"):
             quantization = config["quantization_config"]
@@ -194,6 +221,31 @@ class ModelConfig:
             dtype=_dtype(config),
         )
 
+    @property
+    def module(self) -> str:
+        """Whose `layer` makes the layers."""
+        return "specbatch.models.llama"
+
+    @property
+    def names(self) -> Ends:
+        return Ends()
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that keep keys and values; the others keep a state."""
+        return self.num_layers
+
+    @property
+    def mixer_widths(self) -> tuple[int, int]:
+        """The most columns that a layer projects before its cut, and that come out of it."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return queries + 2 * keys, queries
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What each recurrent layer keeps."""
+        return ()
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that a checkpoint of this model must hold; matrices are [out, in]."""
         hidden, inner = self.hidden_size, self.intermediate_size
@@ -224,6 +276,11 @@ class ModelConfig:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def fit(self, found: dict[str, tuple[int, ...]]) -> ModelConfig:
+        """The same as a file's tensors (name -> shape) have it, where they say more than the config.json."""
+        # An output matrix of its own is the one to use.
+        return replace(self, tie_embeddings=self.tie_embeddings and self.names.head not in found)
+
     def is_spare(self, name: str) -> bool:
         """Is this a tensor that a file may hold beside them?"""
         return False
@@ -233,9 +290,21 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
 
+def _other(config: dict[str, Any]) -> type[ModelConfig] | None:
+    """Who reads a config.json of a family that is not dense attention throughout."""
+    names, model_type = config.get("architectures"), config.get("model_type")
+    for architecture, (kind, module, name) in _OTHERS.items():
+        if names == [architecture] if names else model_type == kind:
+            if model_type not in (None, kind):
+                raise refuse("model_type", model_type, f"architectures={names!r} goes with {kind!r}")
+            found: type[ModelConfig] = getattr(import_module(f"specbatch.models.{module}"), name)
+            return found
+    return None
+
+
 def _family(config: dict[str, Any]) -> str:
     names, model_type = config.get("architectures"), config.get("model_type")
-    works = f"supported are {', '.join(FAMILIES)}"
+    works = f"supported are {', '.join([*FAMILIES, *_OTHERS])}"
     if names:
         family = FAMILIES.get(names[0]) if len(names) == 1 else None
         if family is None:

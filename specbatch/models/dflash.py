@@ -19,7 +19,8 @@ from specbatch.errors import refuse
 from specbatch.kernels.context_kv import ContextHeads
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
+from specbatch.models.layers import Attention
 
 ARCHITECTURE = "DFlashDraftModel"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -190,7 +191,7 @@ class DFlash:
     """
 
     def __init__(
-        self, config: DFlashConfig, read: Callable[[str], torch.Tensor], target: Llama, max_positions: int
+        self, config: DFlashConfig, read: Callable[[str], torch.Tensor], target: Decoder, max_positions: int
     ) -> None:
         device, dtype = target.device, target.dtype
 
@@ -202,7 +203,7 @@ class DFlash:
             return fetch(*(f"{stem}.{part}_proj.{kind}" for stem in stems for part in "kv"))
 
         self.config = config
-        self.block = Llama(
+        self.block = Decoder(
             config,
             lambda name: read(name.removeprefix("model.")),
             dtype=dtype,
@@ -217,8 +218,8 @@ class DFlash:
         self._fc = Linear(fetch("fc.weight"))
         self._norm = Norm(fetch("hidden_norm.weight"), config.rms_norm_eps)
         self._kv = Linear(of_layers("weight"), of_layers("bias") if config.qkv_bias else None)
-        heads = self.block.layers[0].heads
-        norms = [layer.heads.k_norm for layer in self.block.layers if layer.heads.k_norm is not None]
+        every = [layer.mixer.heads for layer in self.block.layers if isinstance(layer.mixer, Attention)]
+        heads, norms = every[0], [own.k_norm for own in every if own.k_norm is not None]
         self.heads = ContextHeads(
             config.num_kv_heads, config.head_dim, torch.stack(norms), heads.eps, heads.cos, heads.sin
         )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Features, Llama, rope_tables
+from specbatch.models.decoder import Decoder, Features, rope_tables
 
 Shapes = dict[str, tuple[int, ...]]
 LAYER = "layers.0"
@@ -43,7 +43,7 @@ class Reader:
     `names`: those that are there.
     """
 
-    def __init__(self, names: Shapes, read: Callable[[str], torch.Tensor], model: Llama, eps: float) -> None:
+    def __init__(self, names: Shapes, read: Callable[[str], torch.Tensor], model: Decoder, eps: float) -> None:
         self.names = names
         self._read = read
         self._model = model
@@ -75,7 +75,7 @@ class DraftHead:
 
     vocabulary: torch.Tensor | None = None
 
-    def __init__(self, config: ModelConfig, read: Reader, target: Llama, positions: int) -> None:
+    def __init__(self, config: ModelConfig, read: Reader, target: Decoder, positions: int) -> None:
         """positions: how many there are to rotate to."""
         attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
         self.config = config

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, DraftHead, Joined, Reader, Shapes, layer_shapes
-from specbatch.models.llama import Llama
 
 
 class Eagle(DraftHead):
-    def __init__(self, config: ModelConfig, read: Reader, target: Llama, positions: int) -> None:
+    def __init__(self, config: ModelConfig, read: Reader, target: Decoder, positions: int) -> None:
         super().__init__(config, read, target, positions)
         self._fc = Joined(read("fc.weight"), read.bias("fc"))
         self._qkv = read.linear(*(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"))

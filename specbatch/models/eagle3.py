@@ -15,6 +15,7 @@ import torch
 from specbatch.errors import refuse
 from specbatch.kernels.norm import rms_norm
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import (
     EMBEDDING,
     HEAD,
@@ -26,7 +27,6 @@ from specbatch.models.draft_head import (
     layer_config,
     layer_shapes,
 )
-from specbatch.models.llama import Features, Llama
 
 # What switches of a config's eagle_config mean that all heads do as the equations say.
 _USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
@@ -161,7 +161,7 @@ class Eagle3(DraftHead):
         described: Eagle3Config,
         count: int,
         read: Reader,
-        target: Llama,
+        target: Decoder,
         positions: int,
         d2t: torch.Tensor | None,
     ) -> None:

@@ -12,8 +12,9 @@ from specbatch.graphs import Recorder
 from specbatch.kernels.backends import PrefillAttention
 from specbatch.kernels.linear import is_blocked
 from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.recurrent import States, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
@@ -44,11 +45,13 @@ class Loader:
     attention: dict[str, PrefillAttention]  # by role
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
+    rows: int  # of a verify
+    state_dtype: str  # of recurrent layers' matrix states
     recorder: Recorder | None = None
     forwards: dict[str, PromptWork] = field(default_factory=dict)
 
-    def model(self, checkpoint: Checkpoint) -> Llama:
-        return Llama(
+    def model(self, checkpoint: Checkpoint) -> Decoder:
+        return Decoder(
             checkpoint.config,
             checkpoint.tensor,
             dtype=self.dtype,
@@ -56,20 +59,28 @@ class Loader:
             max_positions=self.max_positions,
         )
 
-    def target(self, model: Llama, *, every: bool) -> tuple[Forward, KVCache]:
+    def target(self, model: Decoder, *, every: bool) -> tuple[Forward, KVCache]:
         """The target's way through a prompt, and its cache. every: the features of all tokens are wanted."""
         return self._way(model, "target", every)
 
-    def draft(self, model: Llama) -> tuple[Forward, KVCache]:
+    def draft(self, model: Decoder) -> tuple[Forward, KVCache]:
         """The same for a model that drafts."""
         return self._way(model, "draft", False)
 
-    def cache(self, config: ModelConfig, layers: int, role: str) -> KVCache:
-        """A cache alone, for who fills it otherwise than by prompt passes."""
-        return KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, self.attention[role])
+    def cache(self, config: ModelConfig, layers: int, role: str, states: States | None = None) -> KVCache:
+        """A cache alone, for who fills it otherwise than by prompt passes. layers: those that attend."""
+        backend = self.attention[role]
+        return KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, backend, states)
 
-    def _way(self, model: Llama, role: str, every: bool) -> tuple[Forward, KVCache]:
-        cache = self.cache(model.config, len(model.layers), role)
+    def _states(self, model: Decoder) -> States | None:
+        if not model.recurrent_layers:
+            return None
+        types = state_types(self.dtype, self.state_dtype)
+        shapes, device_rows = model.config.state_shapes, self.page_table.shape[0]
+        return States(shapes, model.recurrent_layers, device_rows, self.rows, types, self.device)
+
+    def _way(self, model: Decoder, role: str, every: bool) -> tuple[Forward, KVCache]:
+        cache = self.cache(model.config, model.attention_layers, role, self._states(model))
         forward: Forward = EagerForward(model, cache)
         if self.recorder is not None:
             forward = PiecewiseGraphs(model, cache, self.recorder, self.chunk, self.page_table, every=every)

@@ -15,15 +15,15 @@ import torch
 from specbatch.kernels.linear import Linear
 from specbatch.kernels.norm import rms_norm
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import LAYER, DraftHead, Joined, Reader, Shapes, layer_shapes
-from specbatch.models.llama import Llama
 
 _ATTENTION = f"{LAYER}.self_attn"
 
 
 class Mtp(DraftHead):
     def __init__(
-        self, config: ModelConfig, names: Shapes, read: Callable[[str], torch.Tensor], target: Llama, positions: int
+        self, config: ModelConfig, names: Shapes, read: Callable[[str], torch.Tensor], target: Decoder, positions: int
     ) -> None:
         """names: the head's tensors, without `mtp.`; read: gives one."""
         tensors = _Plain(config, read)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from specbatch.kernels.heads import Heads, split_heads_ref
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 from specbatch.training.data import Batch
 from specbatch.weights import Checkpoint
 
@@ -23,7 +23,7 @@ class Target:
         self.config: ModelConfig = checkpoint.config
         self.dtype = dtype
         self.device = device
-        self._model = Llama(checkpoint.config, checkpoint.tensor, dtype=dtype, device=device, max_positions=max_len)
+        self._model = Decoder(checkpoint.config, checkpoint.tensor, dtype=dtype, device=device, max_positions=max_len)
         self.embedding = self._model.embedding
         tied = checkpoint.config.tie_embeddings
         self.head = self.embedding if tied else checkpoint.tensor(HEAD).to(device=device, dtype=dtype)

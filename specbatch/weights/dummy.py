@@ -139,8 +139,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     values = torch.randn(shape, generator=generator)
-    if len(shape) == 2:
-        return values.mul_(1 / math.sqrt(shape[1]))
+    if len(shape) > 1:
+        return values.mul_(1 / math.sqrt(shape[-1]))
     return values.mul_(0.1).add_(0.0 if name.endswith(".bias") else 1.0)
 
 

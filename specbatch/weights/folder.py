@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +77,7 @@ class FolderCheckpoint:
         found = self._tensors.shapes
         self.mtp = {name: shape for name, shape in found.items() if name.startswith(MTP)}
         own = {name: shape for name, shape in found.items() if name not in self.mtp and not self.config.is_spare(name)}
-        if LM_HEAD in own and self.config.tie_embeddings:
-            # The file says more than the switch: an output matrix of its own is the one to use.
-            self.config = replace(self.config, tie_embeddings=False)
+        self.config = self.config.fit(own)
         check_tensors(self.config.tensor_shapes(), own, folder)
         self._names = list(own)
 

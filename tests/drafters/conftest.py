@@ -16,13 +16,13 @@ from specbatch.forward import EagerForward
 from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Features, Llama
+from specbatch.models.decoder import Decoder, Features
 
 PAGE = 4
 CPU = torch.device("cpu")
 
 
-def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Llama:
+def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Decoder:
     """Random weights with sharp logits, so that an argmax is no matter of rounding."""
     config = ModelConfig.from_dict(
         {
@@ -44,7 +44,7 @@ def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Llama:
     for name, shape in config.tensor_shapes().items():
         noise = torch.randn(shape, generator=generator)
         weights[name] = 1 + noise / 4 if len(shape) == 1 else 1.5 * noise / math.sqrt(shape[1])
-    return Llama(config, weights.__getitem__, dtype=torch.float32, device=CPU, max_positions=256)
+    return Decoder(config, weights.__getitem__, dtype=torch.float32, device=CPU, max_positions=256)
 
 
 class Bench:
@@ -64,7 +64,7 @@ class Bench:
             self.batch.tokens[row, : len(text)] = torch.tensor(text)
             self.batch.lengths[row] = len(text) - 1
 
-    def cache_for(self, model: Llama) -> KVCache:
+    def cache_for(self, model: Decoder) -> KVCache:
         return self.cache_of(model.config, len(model.layers))
 
     def cache_of(self, config: ModelConfig, layers: int) -> KVCache:
@@ -78,12 +78,12 @@ class Bench:
             prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
         )
 
-    def way_of(self, model: Llama) -> tuple[EagerForward, KVCache]:
+    def way_of(self, model: Decoder) -> tuple[EagerForward, KVCache]:
         """Its way through a prompt, and its cache."""
         cache = self.cache_for(model)
         return EagerForward(model, cache), cache
 
-    def prefill(self, drafter: Drafter, chunk: int = 1000, target: tuple[Llama, KVCache] | None = None) -> None:
+    def prefill(self, drafter: Drafter, chunk: int = 1000, target: tuple[Decoder, KVCache] | None = None) -> None:
         """All positions before the root, in chunks; through the target, too, if it is there."""
         ends = [len(text) - 1 for text in self.texts]
         for start in range(0, max(ends), chunk):
@@ -142,5 +142,5 @@ def bench() -> Callable[..., Bench]:
 
 
 @pytest.fixture
-def tiny() -> Callable[..., Llama]:
+def tiny() -> Callable[..., Decoder]:
     return tiny_llama

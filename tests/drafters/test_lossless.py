@@ -15,8 +15,8 @@ from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.drafters.ngram import NGram
 from specbatch.drafters.standalone import Standalone, StandaloneTree
 from specbatch.iteration import Iteration
+from specbatch.models.decoder import Decoder
 from specbatch.models.dflash import DFlash, DFlashConfig
-from specbatch.models.llama import Llama
 
 VOCABULARY, ROWS, DRAFTS = 5, 12_000, 2
 PROMPT = [1, 4, 0, 2, 1, 4]  # the last token is the root; it and the one before occurred already
@@ -25,7 +25,7 @@ PROMPT = [1, 4, 0, 2, 1, 4]  # the last token is the root; it and the one before
 class Run:
     """The first three tokens behind the prompt for many seeds, and their law under the target."""
 
-    def __init__(self, bench: Any, tiny: Any, target: Llama, drafter: str, temperature: float) -> None:
+    def __init__(self, bench: Any, tiny: Any, target: Decoder, drafter: str, temperature: float) -> None:
         here = bench([PROMPT] * ROWS, width=20)
         here.batch.tokens %= VOCABULARY  # what is stale was a token, too
         drafters: dict[str, Drafter] = {"none": NoDraft(), "ngram": NGram(DraftShape(DRAFTS, 1, DRAFTS), 1, 3)}
@@ -53,7 +53,7 @@ class Run:
         self.tokens = here.batch.tokens[here.rows, len(PROMPT) : len(PROMPT) + 3]
 
 
-def block_draft(here: Any, target: Llama) -> DFlashDrafter:
+def block_draft(here: Any, target: Decoder) -> DFlashDrafter:
     """A random one of two layers, the second of which slides."""
     config = DFlashConfig.from_dict(
         {
@@ -85,7 +85,7 @@ def block_draft(here: Any, target: Llama) -> DFlashDrafter:
     return DFlashDrafter(DFlash(config, tensors.__getitem__, target, 64), here.cache_of(config, 2), DRAFTS)
 
 
-def target_law(bench: Any, target: Llama, temperature: float) -> torch.Tensor:
+def target_law(bench: Any, target: Decoder, temperature: float) -> torch.Tensor:
     """Chance [V, V, V] of each three tokens, from prompts that hold them all."""
     triples = list(itertools.product(range(VOCABULARY), repeat=3))
     here = bench([[*PROMPT, *triple] for triple in triples], width=20)

@@ -16,13 +16,13 @@ from specbatch.forward import EagerForward
 from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.sampling import DRAFT, draw_ref, probabilities_ref, uniform_ref
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 
 VOCABULARY = 13
 LENGTHS = (2, 3, 5, 6, 13, 21)
 
 
-def from_scratch(model: Llama, text: list[int]) -> torch.Tensor:
+def from_scratch(model: Decoder, text: list[int]) -> torch.Tensor:
     """Logits [V] behind a text, with nothing kept from before."""
     cache = KVCache(
         model.config,
@@ -37,7 +37,7 @@ def from_scratch(model: Llama, text: list[int]) -> torch.Tensor:
     return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache)).last[-1:])[0]
 
 
-def greedy_chain(model: Llama, text: list[int], count: int) -> list[int]:
+def greedy_chain(model: Decoder, text: list[int], count: int) -> list[int]:
     longer = list(text)
     for _ in range(count):
         longer.append(int(from_scratch(model, longer).argmax()))

@@ -17,14 +17,14 @@ from specbatch.forward import EagerForward
 from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.tree import walk_ref
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.llama import Features, Llama
+from specbatch.models.decoder import Decoder, Features
 
 VOCABULARY = 13
 LENGTHS = (2, 3, 5, 6, 13, 21)
 SHAPES = [DraftShape(1, 3, 2), DraftShape(3, 2, 6), DraftShape(4, 3, 5), DraftShape(2, 3, 12)]
 
 
-def from_scratch(model: Llama, text: list[int]) -> tuple[torch.Tensor, KVCache]:
+def from_scratch(model: Decoder, text: list[int]) -> tuple[torch.Tensor, KVCache]:
     """Logits [V] behind a text, with nothing kept from before; and the keys it leaves, in page 1."""
     backend = prefill_backend("torch", torch.device("cpu"), torch.float32, 16)
     cache = KVCache(model.config, len(model.layers), 1, len(text), torch.float32, torch.device("cpu"), backend)
@@ -32,7 +32,7 @@ def from_scratch(model: Llama, text: list[int]) -> tuple[torch.Tensor, KVCache]:
     return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache)).last[-1:])[0], cache
 
 
-def wanted_tree(model: Llama, text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
+def wanted_tree(model: Decoder, text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
     """The texts of the nodes, by the same expansion over logits from scratch."""
     nodes: list[list[int]] = [[]]
 

@@ -13,7 +13,7 @@ from specbatch.context import Prefill, Span, Verify, chain
 from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 
 PAGE = 4
 PAGES = 40
@@ -47,7 +47,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
-def pair(request: pytest.FixtureRequest) -> tuple[Any, Llama, KVCache]:
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Decoder, KVCache]:
     """A transformers model and ours with the same weights; norms and biases are random, so that they matter."""
     torch.manual_seed(5)
     theirs = FAMILIES[request.param]().eval().float()
@@ -58,7 +58,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Llama, KVCache]:
             else:
                 parameter.copy_(torch.randn_like(parameter) * 1.2 / parameter.shape[1] ** 0.5)
     config = ModelConfig.from_dict(theirs.config.to_dict())
-    ours = Llama(
+    ours = Decoder(
         config,
         theirs.state_dict().__getitem__,
         dtype=torch.float32,
@@ -100,7 +100,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert error < 1e-5, f"relative error {error:.2e}"
 
 
-def test_prefill_of_several_sequences(pair: tuple[Any, Llama, KVCache]) -> None:
+def test_prefill_of_several_sequences(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     batch = sequences(21, 1, 9)
     table = page_table([21, 1, 9])
@@ -111,7 +111,7 @@ def test_prefill_of_several_sequences(pair: tuple[Any, Llama, KVCache]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7])
-def test_chunked_prefill(pair: tuple[Any, Llama, KVCache], chunk: int) -> None:
+def test_chunked_prefill(pair: tuple[Any, Decoder, KVCache], chunk: int) -> None:
     theirs, ours, cache = pair
     (tokens,) = sequences(21)
     table = page_table([21])
@@ -123,7 +123,7 @@ def test_chunked_prefill(pair: tuple[Any, Llama, KVCache], chunk: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Llama, KVCache], rows: int) -> None:
+def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Decoder, KVCache], rows: int) -> None:
     theirs, ours, cache = pair
     batch = sequences(26, 21, 13)
     table = page_table([26 + rows] * 3)
@@ -143,7 +143,7 @@ def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Llama, KVCach
         lengths = lengths + rows
 
 
-def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Llama, KVCache]) -> None:
+def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     (tokens,) = sequences(14)
     table = page_table([20])
@@ -157,7 +157,7 @@ def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Llama, KVCache]) -> Non
     close(logits, expected(theirs, tokens)[9:])
 
 
-def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tuple[Any, Llama, KVCache]) -> None:
+def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     view = ours.without({1})
     assert view.layers == (ours.layers[0], ours.layers[2])
@@ -175,7 +175,7 @@ def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tu
     close(logits, wanted)
 
 
-def test_auxiliary_features_are_the_residual_stream_behind_their_layers(pair: tuple[Any, Llama, KVCache]) -> None:
+def test_auxiliary_features_are_the_residual_stream_behind_their_layers(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     (tokens,) = sequences(9)
     shape = Prefill(page_table([9]), [Span(0, 0, 9)], PAGE)

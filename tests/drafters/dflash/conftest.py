@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 
 
 class Reference:
     """Laws of a block in float64, by the equations: no cache, nothing fused, the config's raw keys."""
 
-    def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Llama) -> None:
+    def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Decoder) -> None:
         self.config = config | config["dflash_config"]
         self.tensors = {name: value.double() for name, value in tensors.items()}
         self.embedding = target.embedding.double()

@@ -11,7 +11,7 @@ import torch
 from specbatch import SamplingParams, Speculation
 from specbatch.config import Graphs
 from specbatch.drafters.dflash import DFlashDrafter
-from specbatch.models.llama import Llama
+from specbatch.models.decoder import Decoder
 
 
 class Recorder:
@@ -45,7 +45,7 @@ class Watch:
 
     def __init__(self, toy: Any, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = transformers_toy(toy)
-        target = Llama(
+        target = Decoder(
             toy.checkpoint.config,
             toy.checkpoint.tensor,
             dtype=torch.float32,
@@ -110,7 +110,7 @@ def test_a_draft_that_agrees_is_accepted(toy: Any, toy_engine: Any, schedule: st
     prompts = [prompt for prompt in toy.prompts() if toy.greedy(prompt).count(34) > 8]
     engine = toy_engine(speculation=Speculation("dflash", schedule, draft="toy-block-34"))
     done = engine.generate([list(prompt) for prompt in prompts], SamplingParams(max_new_tokens=40, ignore_eos=True))
-    assert engine.record().config["speculation"]["draft_tokens"] == 3  # the draft's blocks decide
+    assert engine.record().config["speculation"]["draft_tokens"] == 4  # the draft's blocks decide
     assert len(prompts) > 2
     for prompt, item in zip(prompts, done, strict=True):
         tokens, at, verifies = toy.greedy(prompt), 1, 0

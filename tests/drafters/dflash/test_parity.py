@@ -18,8 +18,8 @@ from specbatch.drafters import dflash
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.kernels import context_kv
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig
-from specbatch.models.llama import Features, Llama
 
 VOCABULARY, HIDDEN, LAYERS = 13, 24, 4
 LENGTHS = (2, 3, 5, 6, 13, 21)
@@ -240,7 +240,7 @@ def same_hidden(
     reference: Any,
     raw: dict[str, Any],
     tensors: dict[str, torch.Tensor],
-    target: Llama,
+    target: Decoder,
     start: int,
     theirs: Any,
     context: str,
@@ -258,7 +258,7 @@ def same_hidden(
 
 
 def context_with_input_norm(self: DFlash, features: torch.Tensor) -> torch.Tensor:
-    first = self.block.layers[0].attention_norm
+    first = self.block.layers[0].mixer.norm
     context = F.rms_norm(self._fc(features), (HIDDEN,), self._norm.weight, self._norm.eps)
     return self._kv(context, norm=first)
 

@@ -23,7 +23,7 @@ from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.kernels.backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.llama import Features, Llama
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.loader import Loader
 from specbatch.verification import Proposal
 
@@ -47,8 +47,8 @@ class TargetStub:
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
-    def model(self) -> Llama:
-        return Llama(self.config, self.tensor, dtype=torch.float32, device=torch.device("cpu"), max_positions=256)
+    def model(self) -> Decoder:
+        return Decoder(self.config, self.tensor, dtype=torch.float32, device=torch.device("cpu"), max_positions=256)
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -254,6 +254,8 @@ def loader_of(here: Any) -> Loader:
         attention={"target": attention, "draft": attention},
         chunk=64,
         page_table=here.batch.page_table,
+        rows=8,
+        state_dtype="fp32",
     )
 
 
@@ -298,7 +300,7 @@ class Run:
         self.drafter.absorb(step, features, torch.tensor(accepted), None)
 
 
-def features_of(target: Llama, text: list[int]) -> Features:
+def features_of(target: Decoder, text: list[int]) -> Features:
     """Of every token, by the target alone."""
     attention = prefill_backend("torch", CPU, torch.float32, 16)
     cache = KVCache(target.config, len(target.layers), 1, len(text), torch.float32, CPU, attention)

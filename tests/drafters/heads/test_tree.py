@@ -82,6 +82,6 @@ def verify(run: Any, step: Any, proposal: Any, path: torch.Tensor, accepted: lis
     shape = step.verify(step.lengths, rows, proposal.ancestors)
     features = run.target.forward(tokens, positions, shape.on(run.cache))
     counts = torch.tensor(accepted)
-    run.cache.keep_path(here.batch.page_table, step.rows, step.lengths, path, counts)
+    run.cache.commit(here.batch.page_table, step.rows, step.lengths, counts, path)
     here.commit(proposal.tokens.gather(1, path[:, 1:] - 1), accepted, bonus)
     run.drafter.absorb(step, features, counts, path)

@@ -1,0 +1,210 @@
+"""Triton kernels of a mixture of experts: two grouped products and the weighted sum of what they leave.
+
+The grid has as many blocks of rows as any routing may need; a block finds its expert and its rows in the plan of
+`routing_triton`, and those that the routing does not fill end at once. With few rows an expert has one block, and its
+weights are read once: the speed is that of the memory. With many, the blocks of an expert are neighbours, and all but
+the first find its weights in the L2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.experts import Activation
+from specbatch.kernels.routing import Routing
+from specbatch.kernels.routing_triton import Plan, most_blocks, route
+from specbatch.kernels.weight import SIDE, Weight
+
+
+class Tile(NamedTuple):
+    """n rows of the weight by k columns per step; stages: steps under way at once, plus one."""
+
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+_TILES = {  # rows of a block: for two bytes a value
+    16: Tile(64, 128, 4, 5),
+    32: Tile(64, 128, 4, 4),
+    64: Tile(128, 64, 4, 4),
+    128: Tile(256, 64, 8, 4),
+}
+
+
+def rows_for(tokens: int, rule: Routing) -> int:
+    """Rows of a block: as many as an expert gets of so many tokens, or a little more."""
+    mean = tokens * rule.top_k / rule.experts
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 48 else 128
+
+
+def tile_for(rows: int, weight: Weight, item: int) -> Tile:
+    """The tile of a product in blocks of `rows` rows of `item` bytes a value."""
+    if item == 4:
+        return Tile(32, 32, 4, 2)
+    tile = _TILES[rows]
+    return tile if weight.scales is None else tile._replace(n=min(128, tile.n), k=min(SIDE, tile.k))
+
+
+def mixture(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    rule: Routing,
+    up: Weight,
+    down: Weight,
+    activation: Activation,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + `experts_ref` of x [T, H] and the routing of logits [T, rule.logits]; residual [T, H] or None."""
+    rows = rows_for(len(x), rule)
+    weights, _, plan = route(logits, rule, rows)
+    h = grouped(x, up, plan, rule, rows, activation)
+    return weighted_sum(grouped(h, down, plan, rule, rows), weights, residual)
+
+
+def grouped(
+    x: torch.Tensor,
+    weight: Weight,
+    plan: Plan,
+    rule: Routing,
+    rows: int,
+    activation: Activation | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """activation(x_p @ weight[e].T) for every pair p of the plan and its expert e.
+
+    x [T, K], each row of which is that of its token's pairs, with an activation (the first product); or [pairs, K]
+    without (the second). weight [E, N, K] contiguous -> [pairs, N], or [pairs, N / 2] where swiglu.
+    """
+    tokens = len(plan.order) // rule.width
+    values, scales, gated = weight.values, weight.scales, activation == "swiglu"
+    n, k = values.shape[1] // (2 if gated else 1), values.shape[2]
+    assert x.shape == (len(plan.order) if activation is None else tokens, k), f"x {tuple(x.shape)} is not [rows, {k}]"
+    assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
+    assert values.is_contiguous(), "the weight must be contiguous"
+    assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
+    tile = tile or tile_for(rows, weight, x.element_size())
+    y = torch.empty(len(plan.order), n, device=x.device, dtype=x.dtype)
+    grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
+    _grouped_kernel[(grid,)](
+        x, values, scales, *plan, y, n, k, x.stride(0),
+        SHARE=1 if activation is None else rule.width, GATED=gated, SQUARED=activation == "relu2",
+        SCALED=scales is not None, SIDE=SIDE, ONCE=tokens <= rows, EARLY=activation is None and rows == 16,
+        EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, PDL=x.is_cuda,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=x.is_cuda,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _grouped_kernel(
+    x, weight, scales, order, blocks, used, y, N, K, x_stride,
+    SHARE: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr, SIDE: tl.constexpr,
+    ONCE: tl.constexpr,  # no expert has a second block
+    EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
+    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    OUTER = N * 2 if GATED else N  # rows of an expert's weight
+    tiles = tl.cdiv(OUTER, BN)
+    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(blocks + block * 3).to(tl.int64)
+    first, end = tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
+    if block >= tl.load(used):
+        return
+    place = first + tl.arange(0, BM)
+    exists = place < end
+    pair = tl.load(order + place, exists, other=0).to(tl.int64)  # rows too many compute row 0 and are not stored
+
+    column = tile * BN + tl.arange(0, BN)
+    inner = tl.minimum(column, OUTER - 1)
+    if GATED:  # rows of gate and up alternate in the tile
+        inner = inner % 2 * N + inner // 2
+    ks = tl.arange(0, BK)
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    weight_tile = weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None]
+    x_tile = x + (pair // SHARE)[:, None] * x_stride + ks[None, :]
+    if SCALED:
+        scale_row = scales + (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
+    total = tl.zeros([BM, BN], tl.float32)
+    a_next = tl.zeros([BM, BK], x.dtype.element_ty)
+    for k in tl.range(0, K, BK):
+        if EARLY:
+            # The compiler's pipeline fetches weights ahead of the loop, hence before the wait; rows of x come after
+            # it, as they pass through a branch and a variable of the loop.
+            a = a_next
+            if k == 0:
+                if PDL:
+                    tl.extra.cuda.gdc_wait()
+                    tl.extra.cuda.gdc_launch_dependents()
+                a = tl.load(x_tile, (ks < K)[None, :], other=0.0)
+            a_next = tl.load(x_tile + k + BK, (k + BK + ks < K)[None, :], other=0.0)
+        elif EVEN_K:
+            a = tl.load(x_tile + k)
+        else:
+            a = tl.load(x_tile + k, (k + ks < K)[None, :], other=0.0)
+        if EVEN_K:
+            b = tl.load(weight_tile + k, eviction_policy=policy)
+        else:
+            b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0, eviction_policy=policy)
+        if SCALED:
+            scale = tl.load(scale_row + k // SIDE).to(tl.float32)
+            total += tl.dot(a, b.to(a.dtype), input_precision="ieee") * scale[None, :]
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee")
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
+        result = gate * tl.sigmoid(gate) * up
+        to = tile * (BN // 2) + tl.arange(0, BN // 2)
+    else:
+        result = total
+        to = column
+        if SQUARED:
+            result = tl.maximum(result, 0.0)
+            result *= result
+    tl.store(y + pair[:, None] * N + to[None, :], result.to(y.dtype.element_ty), exists[:, None] & (to < N)[None, :])
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """residual [T, H] + sum over j of weights[t, j] * outputs[t * width + j], in float32 and in the order of j.
+
+    outputs [T * width, H], weights float32 [T, width] -> [T, H], in the type of outputs.
+    """
+    (tokens, width), hidden = weights.shape, outputs.shape[1]
+    assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
+    y = torch.empty(tokens, hidden, device=outputs.device, dtype=outputs.dtype)
+    block = min(512, triton.next_power_of_2(hidden))
+    _weighted_sum_kernel[(tokens * triton.cdiv(hidden, block),)](
+        outputs, weights, residual, y, hidden, 0 if residual is None else residual.stride(0),
+        WIDTH=width, HAS_RESIDUAL=residual is not None, BLOCK=block, PDL=outputs.is_cuda,
+        num_warps=2, launch_pdl=outputs.is_cuda,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    outputs, weights, residual, y, H, residual_stride,
+    WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(H, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(WIDTH):
+        output = tl.load(outputs + (token * WIDTH + j) * H + column, inside, other=0.0).to(tl.float32)
+        total += tl.load(weights + token * WIDTH + j) * output
+    if HAS_RESIDUAL:
+        total += tl.load(residual + token * residual_stride + column, inside, other=0.0).to(tl.float32)
+    tl.store(y + token * H + column, total.to(y.dtype.element_ty), inside)

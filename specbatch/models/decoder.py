@@ -1,0 +1,196 @@
+"""A decoder: embedding, layers (`layers.py`) that each family makes in its own way, norm and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.context import Context
+from specbatch.kernels.linear import Linear, Norm
+from specbatch.kernels.norm import rms_norm
+from specbatch.kernels.rope import rope_table
+from specbatch.models.config import ModelConfig
+from specbatch.models.layers import Attention, Layer, Reader
+
+
+class Features(NamedTuple):
+    """What a forward pass over T tokens leaves for others.
+
+    last [T, hidden_size], or [rows, hidden_size] where some were asked for: hidden states after the final norm; aux
+    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers, side by side, or None
+    without any.
+    """
+
+    last: torch.Tensor
+    aux: torch.Tensor | None
+
+
+class Decoder:
+    """`read` gives a tensor of the checkpoint by its Hugging Face name, on the CPU; several threads call it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: Callable[[str], torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+        ends: Decoder | None = None,
+    ) -> None:
+        """ends: a model whose embedding and head are this one's too."""
+        self.config = config
+        self.aux: tuple[int, ...] = ()
+        self.dtype = dtype
+        self.device = device
+        names, fetch = config.names, Reader(config, read, dtype, device)
+        tables = rope_tables(config, max_positions, dtype, device)
+        family = import_module(config.module)
+        self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding
+        with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
+            self.layers: tuple[Layer, ...] = tuple(
+                pool.map(lambda index: family.layer(fetch, index, tables), range(config.num_layers))
+            )
+        self.norm: Norm = family.final_norm(fetch, names.norm)
+        self.head: Linear = (
+            Linear(self.embedding if config.tie_embeddings else fetch(names.head)) if ends is None else ends.head
+        )
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: tuple[Layer, ...]) -> None:
+        """places: of each layer, which one of its kind it is, that is which cache or state is its own."""
+        attends = [isinstance(layer.mixer, Attention) for layer in layers]
+        self._layers = layers
+        self.places = tuple(attends[:index].count(kind) for index, kind in enumerate(attends))
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(isinstance(layer.mixer, Attention) for layer in self.layers)
+
+    @property
+    def recurrent_layers(self) -> int:
+        return len(self.layers) - self.attention_layers
+
+    def with_positions(self, count: int) -> Decoder:
+        """The same model for positions 0..count-1, sharing every weight."""
+        view = self._view()
+        cos, sin = rope_tables(self.config, count, self.dtype, self.device)
+
+        def moved(layer: Layer) -> Layer:
+            mixer = layer.mixer
+            if not isinstance(mixer, Attention):
+                return layer
+            return replace(layer, mixer=replace(mixer, heads=replace(mixer.heads, cos=cos, sin=sin)))
+
+        view.layers = tuple(map(moved, self.layers))
+        return view
+
+    def without(self, skipped: Iterable[int]) -> Decoder:
+        """The same model with layers left out, sharing every weight: a draft that costs no memory but its KV."""
+        gone = set(skipped)
+        view = self._view()
+        view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
+        return view
+
+    def with_aux(self, layers: tuple[int, ...]) -> Decoder:
+        """The same model, whose forward pass also hands over the residual stream behind these layers."""
+        view = self._view()
+        view.aux = layers
+        return view
+
+    def _view(self) -> Decoder:
+        view = object.__new__(Decoder)
+        view.__dict__.update(self.__dict__)
+        return view
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, context: Context, rows: torch.Tensor | None = None
+    ) -> Features:
+        """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last features are wanted, in their order;
+        None is all. With auxiliary layers all are."""
+        assert rows is None or not self.aux, "auxiliary features are those of all tokens"
+        x, projected = self.enter(tokens)
+        aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
+        last = len(self.layers) - 1
+        for index in range(last):
+            x, projected = self.advance(index, x, self.mix(index, context, projected, positions), aux=aux)
+        return Features(self.finish(x, self.mix(last, context, projected, positions), rows, aux), aux)
+
+    def mix(self, index: int, context: Context, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What layer `index` gets out of the context for what it has projected."""
+        return self.layers[index].mixer.mix(context, self.places[index], projected, positions)
+
+    # A forward pass in pieces, cut where layers look at the context: what lies between needs none.
+
+    def enter(self, tokens: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [T] -> residual stream [T, hidden_size] and what the first layer projects (in `out`, if given)."""
+        x = F.embedding(tokens, self.embedding)
+        return x, self.layers[0].mixer.project(x, out=out)
+
+    def advance(
+        self,
+        index: int,
+        x: torch.Tensor,
+        mixed: torch.Tensor,
+        out: torch.Tensor | None = None,
+        aux: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From what layer `index` got out of the context to the residual stream behind it and what the next layer
+        projects (in `out`, if given). `aux` gets its share of the features."""
+        x = self._leave(index, x, mixed, aux)
+        return x, self.layers[index + 1].mixer.project(x, out=out)
+
+    def finish(
+        self,
+        x: torch.Tensor,
+        mixed: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        aux: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """From what the last layer got out of the context to the hidden states after the final norm, of `rows` only if
+        given."""
+        if rows is not None:
+            x, mixed = x[rows], mixed[rows]
+        if not len(x):
+            return x
+        return rms_norm(self._leave(len(self.layers) - 1, x, mixed, aux), *self.norm)
+
+    def _leave(self, index: int, x: torch.Tensor, mixed: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        """The residual stream behind layer `index`."""
+        x = self.layers[index].leave(x, mixed)
+        if aux is not None and index in self.aux:
+            aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(index)].copy_(x)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, hidden_size] -> [T, vocab_size], in the model's type."""
+        return self.head(hidden)
+
+
+def rope_tables(
+    config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [positions, head_dim] in the model's type; pairs of channels beyond rotary_dim stand still."""
+    rope = config.rope
+    still = (config.head_dim - rope.rotary_dim) // 2
+    assert not still or rope.attention_factor == 1, "channels that stand still are not scaled"
+    cos, sin = rope_table(F.pad(rope.inverse_frequencies(), (0, still)), positions, rope.attention_factor)
+    return cos.to(device=device, dtype=dtype), sin.to(device=device, dtype=dtype)
+
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Most that one token's activations take at a time in a forward pass: the residual stream twice, its norm, and
+    the MLP's products or the attention's."""
+    mlp = 3 * config.intermediate_size
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return (3 * config.hidden_size + max(mlp, attention)) * dtype.itemsize

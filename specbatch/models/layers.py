@@ -1,0 +1,162 @@
+"""What layers of decoders are made of: mixers, which look at other tokens, and MLPs, which do not.
+
+All are pre-norm and add to the residual stream. A mixer is cut where it looks at the context: before lies a product,
+behind it another, and prompts are recorded in pieces from cut to cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from specbatch.kernels.heads import Heads
+from specbatch.kernels.linear import Linear, Norm
+from specbatch.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from specbatch.context import Context
+    from specbatch.kernels.recurrent import Fold
+    from specbatch.kernels.spans import Spans
+
+Tensors = dict[str, torch.Tensor]
+Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] of rope
+
+
+class Mixer(Protocol):
+    """norm stands before it; width: columns of what it projects; mixed: columns of what comes out of the context."""
+
+    norm: Norm
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def mixed(self) -> int: ...
+
+    def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Residual stream x [T, hidden_size] -> [T, width], in `out` if given."""
+        ...
+
+    def mix(self, context: Context, place: int, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T, width] -> [T, mixed]. place: which one of its kind the layer is."""
+        ...
+
+    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """The residual stream behind it; the memory of x may be used up."""
+        ...
+
+
+class Recurrent(Mixer, Protocol):
+    """A mixer whose context is a state of fixed size: named tensors with one line per device row."""
+
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+        """A prompt pass; leaves the state behind the last token of every span."""
+        ...
+
+    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+        """A verify; leaves the state that it began with (see `kernels.recurrent`)."""
+        ...
+
+
+class Mlp(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream behind it; the memory of x may be used up."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention. q, k and v are one matrix; gate: sigmoid(gate(norm(x))) multiplies what was attended."""
+
+    norm: Norm
+    qkv: Linear
+    heads: Heads
+    out: Linear
+    gate: Linear | None = None
+
+    @property
+    def width(self) -> int:
+        return self.qkv.shape[0]
+
+    @property
+    def mixed(self) -> int:
+        return self.heads.count * self.heads.dim
+
+    def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.qkv(x, norm=self.norm, out=out)
+
+    def mix(self, context: Context, place: int, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return context.attend(place, projected, self.heads, positions)
+
+    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        if self.gate is not None:
+            mixed = mixed * self.gate(x, norm=self.norm).sigmoid()
+        return self.out(mixed, residual=x)
+
+
+@dataclass(frozen=True)
+class SwiGlu:
+    """A dense MLP: down(silu(gate) * up). gate and up are one matrix."""
+
+    norm: Norm
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate_up.gated(x, self.norm), residual=x)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mixer and the MLPs behind it: one as a rule; in Nemotron-H none, or several."""
+
+    mixer: Mixer
+    mlps: tuple[Mlp, ...]
+
+    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """From what came out of the context to the residual stream behind the layer."""
+        x = self.mixer.leave(x, mixed)
+        for mlp in self.mlps:
+            x = mlp(x)
+        return x
+
+
+class Reader:
+    """A checkpoint's tensors, in a type and on a device, and the small parts that are made of them. Several threads may
+    read at a time."""
+
+    def __init__(
+        self, config: ModelConfig, read: Callable[[str], torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = config
+        self._read = read
+        self._dtype = dtype
+        self._device = device
+
+    def __call__(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Several are put one below the other."""
+        parts = [self._read(name).to(device=self._device, dtype=dtype or self._dtype) for name in names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def norm(self, stem: str) -> Norm:
+        return Norm(self(f"{stem}.weight"), self.config.rms_norm_eps)
+
+    def linear(self, *stems: str, bias: bool = False) -> Linear:
+        weight = self(*(f"{stem}.weight" for stem in stems))
+        return Linear(weight, self(*(f"{stem}.bias" for stem in stems)) if bias else None)
+
+    def heads(self, stem: str, tables: Tables) -> Heads:
+        config = self.config
+        return Heads(
+            count=config.num_heads,
+            kv=config.num_kv_heads,
+            dim=config.head_dim,
+            q_norm=self(f"{stem}.q_norm.weight") if config.qk_norm else None,
+            k_norm=self(f"{stem}.k_norm.weight") if config.qk_norm else None,
+            eps=config.rms_norm_eps,
+            cos=tables[0],
+            sin=tables[1],
+        )

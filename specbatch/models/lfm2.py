@@ -1,0 +1,161 @@
+"""LFM2: short convolutions between gates, and a few layers of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specbatch.errors import refuse
+from specbatch.kernels.heads import Heads
+from specbatch.kernels.linear import Norm
+from specbatch.memory.recurrent import StateShape
+from specbatch.models.config import Ends, ModelConfig, Rope
+from specbatch.models.layers import Attention, Layer, Mixer, Reader, SwiGlu, Tables
+from specbatch.models.moe import Shapes
+from specbatch.models.recurrent import ShortConv, window_shapes
+
+_THETA = 1e6  # where a config does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2Config(ModelConfig):
+    """attends: which layers are attention; taps: of the convolutions; conv_bias: theirs and that of their products."""
+
+    attends: tuple[bool, ...]
+    taps: int
+    conv_bias: bool
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Lfm2Config:
+        tied = config.get("tie_word_embeddings", config.get("tie_embedding", True))
+        plain = ModelConfig.from_dict(
+            config
+            | {
+                "architectures": None,
+                "model_type": "qwen3",
+                "layer_types": None,
+                "sliding_window": None,
+                "rms_norm_eps": config.get("norm_eps"),
+                "intermediate_size": _width(config),
+                "tie_word_embeddings": tied,
+                "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            }
+        )
+        if plain.rope.source == "class default":
+            plain = replace(plain, rope=Rope(theta=_THETA, rotary_dim=plain.head_dim, source="class default"))
+        taps = config.get("conv_L_cache", 3)
+        if type(taps) is not int or taps < 2:
+            raise refuse("conv_L_cache", taps, "the config must give a whole number from 2")
+        attends = _attends(config, plain.num_layers)
+        return cls(**vars(plain), attends=attends, taps=taps, conv_bias=bool(config.get("conv_bias", False)))
+
+    @property
+    def module(self) -> str:
+        return __name__
+
+    @property
+    def names(self) -> Ends:
+        return Ends(norm="model.embedding_norm")  # despite its name the final one
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(self.attends)
+
+    @property
+    def mixer_widths(self) -> tuple[int, int]:
+        projected, mixed = super().mixer_widths
+        return max(projected, 3 * self.hidden_size), max(mixed, self.hidden_size)
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        return window_shapes(self.hidden_size, self.taps)
+
+    def tensor_shapes(self) -> Shapes:
+        hidden, dim = self.hidden_size, self.head_dim
+        shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
+        for index, attends in enumerate(self.attends):
+            stem = f"model.layers.{index}"
+            shapes |= {f"{stem}.{norm}.weight": (hidden,) for norm in ("operator_norm", "ffn_norm")}
+            if attends:
+                queries, keys = self.num_heads * dim, self.num_kv_heads * dim
+                sizes = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+                sizes |= {"out_proj": (hidden, queries)}
+                shapes |= {f"{stem}.self_attn.{name}.weight": size for name, size in sizes.items()}
+                shapes |= {f"{stem}.self_attn.{part}_layernorm.weight": (dim,) for part in "qk"}
+            else:
+                shapes[f"{stem}.conv.in_proj.weight"] = (3 * hidden, hidden)
+                shapes[f"{stem}.conv.conv.weight"] = (hidden, 1, self.taps)
+                shapes[f"{stem}.conv.out_proj.weight"] = (hidden, hidden)
+                if self.conv_bias:
+                    biases = {"in_proj": 3 * hidden, "conv": hidden, "out_proj": hidden}
+                    shapes |= {f"{stem}.conv.{name}.bias": (rows,) for name, rows in biases.items()}
+            for name in ("w1", "w3"):
+                shapes[f"{stem}.feed_forward.{name}.weight"] = (self.intermediate_size, hidden)
+            shapes[f"{stem}.feed_forward.w2.weight"] = (hidden, self.intermediate_size)
+        shapes[f"{self.names.norm}.weight"] = (hidden,)
+        if not self.tie_embeddings:
+            shapes[self.names.head] = (self.vocab_size, hidden)
+        return shapes
+
+    def fit(self, found: Shapes) -> Lfm2Config:
+        """The width of MLPs is that of their tensors: configs spell it in several ways."""
+        width, _ = found.get("model.layers.0.feed_forward.w1.weight", (self.intermediate_size, 0))
+        return replace(super().fit(found), intermediate_size=width)
+
+
+def layer(read: Reader, index: int, tables: Tables) -> Layer:
+    config, stem = read.config, f"model.layers.{index}"
+    assert isinstance(config, Lfm2Config)
+    mixer: Mixer = _attention(read, stem, tables) if config.attends[index] else _conv(read, stem, config.conv_bias)
+    inner = f"{stem}.feed_forward"
+    mlp = SwiGlu(read.norm(f"{stem}.ffn_norm"), read.linear(f"{inner}.w1", f"{inner}.w3"), read.linear(f"{inner}.w2"))
+    return Layer(mixer, (mlp,))
+
+
+def final_norm(read: Reader, stem: str) -> Norm:
+    return read.norm(stem)
+
+
+def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
+    config, inner = read.config, f"{stem}.self_attn"
+    norms = [read(f"{inner}.{part}_layernorm.weight") for part in "qk"]
+    return Attention(
+        norm=read.norm(f"{stem}.operator_norm"),
+        qkv=read.linear(*(f"{inner}.{part}_proj" for part in "qkv")),
+        heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, *norms, config.rms_norm_eps, *tables),
+        out=read.linear(f"{inner}.out_proj"),
+    )
+
+
+def _conv(read: Reader, stem: str, bias: bool) -> ShortConv:
+    inner = f"{stem}.conv"
+    return ShortConv(
+        norm=read.norm(f"{stem}.operator_norm"),
+        inputs=read.linear(f"{inner}.in_proj", bias=bias),
+        out=read.linear(f"{inner}.out_proj", bias=bias),
+        conv=read(f"{inner}.conv.weight")[:, 0].contiguous(),
+        bias=read(f"{inner}.conv.bias") if bias else None,
+    )
+
+
+def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return tuple(layer in (config.get("full_attn_idxs") or ()) for layer in range(layers))
+    if len(kinds) != layers:
+        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
+    for kind in kinds:
+        if kind not in ("conv", "full_attention"):
+            raise refuse("layer_types", kind, "the family has 'conv' and 'full_attention' layers")
+    return tuple(kind == "full_attention" for kind in kinds)
+
+
+def _width(config: dict[str, Any]) -> int | None:
+    width = config.get("block_ff_dim", config.get("intermediate_size"))
+    if width is None or not config.get("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    if config.get("block_ffn_dim_multiplier") is not None:
+        width = int(config["block_ffn_dim_multiplier"] * width)
+    step = config.get("block_multiple_of", 256)
+    return -(-width // step) * step

@@ -1,0 +1,314 @@
+"""Nemotron-H: Mamba2, a little attention without positions, and MLPs (relu squared) or mixtures of experts.
+
+A published layer is one of these. Here a layer is a mixer with whatever MLPs come behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specbatch.errors import refuse
+from specbatch.kernels.experts import Experts, shared_slices
+from specbatch.kernels.linear import Linear, Norm
+from specbatch.kernels.mamba2 import SsdHeads
+from specbatch.kernels.routing import Routing
+from specbatch.kernels.weight import Weight
+from specbatch.memory.recurrent import StateShape
+from specbatch.models.config import Ends, ModelConfig, Rope
+from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables
+from specbatch.models.moe import MoeMlp, Shapes
+from specbatch.models.recurrent import Mamba2
+
+MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+_KINDS = {
+    "mamba": MAMBA,
+    "linear_attention": MAMBA,
+    "attention": ATTENTION,
+    "full_attention": ATTENTION,
+    "mlp": MLP,
+    "moe": MOE,
+}
+
+
+@dataclass(frozen=True)
+class SsdSizes:
+    """Of a Mamba2 layer: heads, their size, groups of B and C, state size, taps of the convolution and its bias."""
+
+    count: int
+    dim: int
+    groups: int
+    state: int
+    taps: int
+    bias: bool
+
+    @property
+    def inner(self) -> int:
+        return self.count * self.dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True)
+class Relu2Mixture:
+    """Experts without a gate, chosen by sigmoids with a bias, and a shared one of width `shared`."""
+
+    experts: int
+    top_k: int
+    inner: int
+    shared: int
+    normalise: bool
+    scale: float
+    groups: int
+    top_groups: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronHConfig(ModelConfig):
+    """pattern: the kind of every published layer; num_layers counts those that look at other tokens."""
+
+    pattern: str
+    mamba: SsdSizes
+    mixture: Relu2Mixture | None
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> NemotronHConfig:
+        pattern = _pattern(config)
+        mixers = sum(kind in (MAMBA, ATTENTION) for kind in pattern)
+        for key, works in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
+            if config.get(key, works) not in (works, None):
+                raise refuse(key, config[key], f"these layers are run with {works!r}")
+        for key in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"):
+            if config.get(key):
+                raise refuse(key, config[key], "these layers are run without biases")
+        limit = config.get("time_step_limit")
+        if limit is not None and (float(limit[0]) > 0 or _number(limit[1]) != math.inf):
+            raise refuse("time_step_limit", limit, "steps are run without a limit")
+        plain = ModelConfig.from_dict(
+            {key: value for key, value in config.items() if not key.startswith(("rope", "hidden_act", "sliding"))}
+            | {
+                "architectures": None,
+                "model_type": "llama",
+                "layer_types": None,
+                "num_hidden_layers": mixers,
+                "rms_norm_eps": config.get("layer_norm_epsilon", config.get("rms_norm_eps")),
+            }
+        )
+        return cls(
+            **vars(plain) | {"rope": Rope(theta=1.0, rotary_dim=0, source="the family")},
+            pattern=pattern,
+            mamba=SsdSizes(
+                count=_size(config, "mamba_num_heads"),
+                dim=_size(config, "mamba_head_dim"),
+                groups=_size(config, "n_groups"),
+                state=_size(config, "ssm_state_size"),
+                taps=_size(config, "conv_kernel"),
+                bias=bool(config.get("use_conv_bias", True)),
+            ),
+            mixture=_mixture(config) if MOE in pattern else None,
+        )
+
+    @property
+    def module(self) -> str:
+        return __name__
+
+    @property
+    def names(self) -> Ends:
+        return Ends("backbone.embeddings.weight", "backbone.norm_f")
+
+    @property
+    def attention_layers(self) -> int:
+        return self.pattern.count(ATTENTION)
+
+    @property
+    def mixer_widths(self) -> tuple[int, int]:
+        mamba, (projected, mixed) = self.mamba, super().mixer_widths
+        return max(projected, mamba.inner + mamba.channels + mamba.count), max(mixed, mamba.inner)
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        mamba = self.mamba
+        return Mamba2.shapes(mamba.count, mamba.dim, mamba.groups, mamba.state, mamba.taps)
+
+    def tensor_shapes(self) -> Shapes:
+        hidden = self.hidden_size
+        shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
+        for index, kind in enumerate(self.pattern):
+            stem = f"backbone.layers.{index}"
+            shapes[f"{stem}.norm.weight"] = (hidden,)
+            shapes |= self._mixer_shapes(f"{stem}.mixer", kind)
+        shapes[f"{self.names.norm}.weight"] = (hidden,)
+        if not self.tie_embeddings:
+            shapes[self.names.head] = (self.vocab_size, hidden)
+        return shapes
+
+    def _mixer_shapes(self, stem: str, kind: str) -> Shapes:
+        hidden, mamba = self.hidden_size, self.mamba
+        if kind == MLP:
+            return _relu2_shapes(stem, hidden, self.intermediate_size)
+        if kind == ATTENTION:
+            queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            sizes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
+            return {f"{stem}.{part}_proj.weight": size for part, size in sizes.items()}
+        if kind == MOE:
+            mixture = self.mixture
+            assert mixture is not None
+            shapes: Shapes = {f"{stem}.gate.weight": (mixture.experts, hidden)}
+            shapes[f"{stem}.gate.e_score_correction_bias"] = (mixture.experts,)
+            for expert in range(mixture.experts):
+                shapes |= _relu2_shapes(f"{stem}.experts.{expert}", hidden, mixture.inner)
+            return shapes | _relu2_shapes(f"{stem}.shared_experts", hidden, mixture.shared)
+        shapes = {
+            f"{stem}.in_proj.weight": (mamba.inner + mamba.channels + mamba.count, hidden),
+            f"{stem}.conv1d.weight": (mamba.channels, 1, mamba.taps),
+            **{f"{stem}.{name}": (mamba.count,) for name in ("A_log", "D", "dt_bias")},
+            f"{stem}.norm.weight": (mamba.inner,),
+            f"{stem}.out_proj.weight": (hidden, mamba.inner),
+        }
+        if mamba.bias:
+            shapes[f"{stem}.conv1d.bias"] = (mamba.channels,)
+        return shapes
+
+
+@dataclass(frozen=True)
+class Relu2:
+    """down(relu(up)^2)."""
+
+    norm: Norm
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x, norm=self.norm).relu_().square_(), residual=x)
+
+
+def layer(read: Reader, index: int, tables: Tables) -> Layer:
+    config = read.config
+    assert isinstance(config, NemotronHConfig)
+    mixers = [place for place, kind in enumerate(config.pattern) if kind in (MAMBA, ATTENTION)]
+    place = mixers[index]
+    end = mixers[index + 1] if index + 1 < len(mixers) else len(config.pattern)
+    stem = f"backbone.layers.{place}"
+    make = _mamba if config.pattern[place] == MAMBA else _attention
+    return Layer(make(read, stem, tables), tuple(_mlp(read, other) for other in range(place + 1, end)))
+
+
+def final_norm(read: Reader, stem: str) -> Norm:
+    return read.norm(stem)
+
+
+def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
+    inner = f"{stem}.mixer"
+    return Attention(
+        norm=read.norm(f"{stem}.norm"),
+        qkv=read.linear(*(f"{inner}.{part}_proj" for part in "qkv")),
+        heads=read.heads(inner, tables),
+        out=read.linear(f"{inner}.o_proj"),
+    )
+
+
+def _mamba(read: Reader, stem: str, tables: Tables) -> Mamba2:
+    config, inner = read.config, f"{stem}.mixer"
+    assert isinstance(config, NemotronHConfig)
+    sizes = config.mamba
+    wide = {"dtype": torch.float32}
+    return Mamba2(
+        norm=read.norm(f"{stem}.norm"),
+        inputs=read.linear(f"{inner}.in_proj"),
+        out=read.linear(f"{inner}.out_proj"),
+        conv=read(f"{inner}.conv1d.weight")[:, 0].contiguous(),
+        bias=read(f"{inner}.conv1d.bias") if sizes.bias else None,
+        heads=SsdHeads(
+            sizes.count,
+            sizes.dim,
+            sizes.groups,
+            sizes.state,
+            a_log=read(f"{inner}.A_log", **wide),
+            d=read(f"{inner}.D", **wide),
+            dt_bias=read(f"{inner}.dt_bias", **wide),
+            norm=read.norm(f"{inner}.norm"),
+        ),
+    )
+
+
+def _mlp(read: Reader, place: int) -> Mlp:
+    config, stem = read.config, f"backbone.layers.{place}"
+    assert isinstance(config, NemotronHConfig)
+    norm, inner = read.norm(f"{stem}.norm"), f"{stem}.mixer"
+    if config.pattern[place] == MLP:
+        return Relu2(norm, read.linear(f"{inner}.up_proj"), read.linear(f"{inner}.down_proj"))
+    mixture = config.mixture
+    assert mixture is not None
+    up, down = (
+        torch.stack([read(f"{inner}.experts.{expert}.{part}_proj.weight") for expert in range(mixture.experts)])
+        for part in ("up", "down")
+    )
+    shared = (read(f"{inner}.shared_experts.{part}_proj.weight") for part in ("up", "down"))
+    more_up, more_down = shared_slices(*shared, mixture.inner, "relu2")
+    rule = Routing(
+        mixture.experts,
+        mixture.top_k,
+        score="sigmoid",
+        normalise=mixture.normalise,
+        scale=mixture.scale,
+        bias=read(f"{inner}.gate.e_score_correction_bias", dtype=torch.float32),
+        groups=mixture.groups,
+        top_groups=mixture.top_groups,
+        shared=len(more_up),
+    )
+    router = read(f"{inner}.gate.weight", dtype=torch.float32)
+    weights = Weight(torch.cat([up, more_up])), Weight(torch.cat([down, more_down]))
+    return MoeMlp(norm, Experts(rule, router, *weights, "relu2"))
+
+
+def _relu2_shapes(stem: str, hidden: int, inner: int) -> Shapes:
+    return {f"{stem}.up_proj.weight": (inner, hidden), f"{stem}.down_proj.weight": (hidden, inner)}
+
+
+def _pattern(config: dict[str, Any]) -> str:
+    """Of hybrid_override_pattern, or of layers_block_type in either of its spellings."""
+    pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    if pattern is None:
+        for kind in kinds or ():
+            if kind not in _KINDS:
+                raise refuse("layers_block_type", kind, f"layers are {', '.join(_KINDS)}")
+        pattern = "".join(_KINDS[kind] for kind in kinds or ())
+    for kind in pattern:
+        if kind not in (MAMBA, ATTENTION, MLP, MOE):
+            raise refuse("hybrid_override_pattern", pattern, f"layers are {MAMBA}, {ATTENTION}, {MLP} and {MOE}")
+    if not pattern or pattern[0] not in (MAMBA, ATTENTION):
+        raise refuse("hybrid_override_pattern", pattern, f"the first layer must be {MAMBA} or {ATTENTION}")
+    return str(pattern)
+
+
+def _mixture(config: dict[str, Any]) -> Relu2Mixture:
+    inner, shares = _size(config, "moe_intermediate_size"), config.get("n_shared_experts", 1)
+    if shares != 1:
+        raise refuse("n_shared_experts", shares, "one shared expert is run")
+    return Relu2Mixture(
+        experts=_size(config, "n_routed_experts"),
+        top_k=_size(config, "num_experts_per_tok"),
+        inner=inner,
+        shared=config.get("moe_shared_expert_intermediate_size") or inner,
+        normalise=bool(config.get("norm_topk_prob", True)),
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        groups=config.get("n_group") or 1,
+        top_groups=config.get("topk_group") or 1,
+    )
+
+
+def _size(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise refuse(key, value, "the config must give a positive whole number")
+    return value
+
+
+def _number(value: Any) -> float:
+    """transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    return float(value["__float__"] if isinstance(value, dict) else value)

@@ -1,0 +1,53 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in most layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specbatch.models import llama
+from specbatch.models.config import ModelConfig
+from specbatch.models.layers import Layer, Reader, Tables
+from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(ModelConfig):
+    """sparse: which layers hold the mixture."""
+
+    mixture: Mixture
+    sparse: tuple[bool, ...]
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Qwen3MoeConfig:
+        plain = ModelConfig.from_dict(config | {"architectures": None, "model_type": "qwen3"})
+        return cls(**vars(plain), mixture=mixture_of(config), sparse=sparse_layers(config, plain.num_layers))
+
+    @property
+    def module(self) -> str:
+        return __name__
+
+    def tensor_shapes(self) -> Shapes:
+        shapes = super().tensor_shapes()
+        for index in (index for index, sparse in enumerate(self.sparse) if sparse):
+            stem = f"model.layers.{index}.mlp"
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"{stem}.")}
+            shapes |= self.mixture.shapes(stem, self.hidden_size)
+        return shapes
+
+    def fit(self, found: Shapes) -> Qwen3MoeConfig:
+        fused = any(name.endswith("experts.gate_up_proj") for name in found)
+        return replace(super().fit(found), mixture=replace(self.mixture, fused=fused))
+
+
+def layer(read: Reader, index: int, tables: Tables) -> Layer:
+    config, stem = read.config, f"model.layers.{index}"
+    assert isinstance(config, Qwen3MoeConfig)
+    if not config.sparse[index]:
+        return llama.layer(read, index, tables)
+    norm = read.norm(f"{stem}.post_attention_layernorm")
+    experts = read_experts(read, f"{stem}.mlp", config.mixture)
+    return Layer(llama.attention(read, stem, tables), (MoeMlp(norm, experts),))
+
+
+final_norm = llama.final_norm

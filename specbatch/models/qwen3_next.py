@@ -1,0 +1,284 @@
+"""Qwen3-Next and Qwen3.5 (dense and mixture of experts): three gated delta nets to one layer of gated attention.
+
+All norms but that of the delta net multiply by 1 + weight; they are kept as float32, as 1 + weight has no place in
+bfloat16. A quarter of a head's channels turn: queries and keys are put in an order in which rope pairs them as in whole
+heads (`mtp.paired`), and their products stay what they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from specbatch.errors import refuse
+from specbatch.kernels.gated_delta import DeltaHeads
+from specbatch.kernels.heads import Heads
+from specbatch.kernels.linear import Linear, Norm
+from specbatch.memory.recurrent import StateShape
+from specbatch.models.config import Ends, ModelConfig
+from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
+from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
+from specbatch.models.mtp import paired
+from specbatch.models.recurrent import GatedDelta
+
+_PARTIAL = 0.25  # of a head's channels turn, where a config does not say
+_INTERVAL = 4
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Of a gated delta net: heads of keys and of values, their sizes, taps of the convolution. grouped: q, k, v and z
+    of each key head lie together in a file, and likewise b and a (Qwen3-Next)."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    grouped: bool
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.keys * self.key_dim + self.values * self.value_dim
+
+    def shapes(self, stem: str, hidden: int) -> Shapes:
+        inner = self.values * self.value_dim
+        if self.grouped:
+            projections = {"in_proj_qkvz": self.channels + inner, "in_proj_ba": 2 * self.values}
+        else:
+            projections = {
+                "in_proj_qkv": self.channels,
+                "in_proj_z": inner,
+                "in_proj_b": self.values,
+                "in_proj_a": self.values,
+            }
+        return {
+            **{f"{stem}.{name}.weight": (rows, hidden) for name, rows in projections.items()},
+            f"{stem}.conv1d.weight": (self.channels, 1, self.taps),
+            f"{stem}.A_log": (self.values,),
+            f"{stem}.dt_bias": (self.values,),
+            f"{stem}.norm.weight": (self.value_dim,),
+            f"{stem}.out_proj.weight": (hidden, inner),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(ModelConfig):
+    """attends: which layers are attention; mixture: None for a dense MLP in all layers; sparse: which layers hold it;
+    prefix: what stands before the names of layers."""
+
+    attends: tuple[bool, ...]
+    delta: DeltaSizes
+    mixture: Mixture | None
+    sparse: tuple[bool, ...]
+    prefix: str = "model."
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Qwen3NextConfig:
+        """Read a config.json of either family; of Qwen3.5's, which nests the model's text part, that part."""
+        text = config.get("text_config")
+        tied = config.get("tie_word_embeddings", False)
+        inner = config if text is None else {"tie_word_embeddings": tied} | text
+        kind = str(inner.get("model_type", ""))
+        if not inner.get("attn_output_gate", True):
+            raise refuse("attn_output_gate", False, "these families' attention has an output gate")
+        plain = ModelConfig.from_dict(_as_qwen3(inner))
+        partial = _partial(inner)
+        turning = int(plain.head_dim * partial)
+        if turning < 2 or turning % 2:
+            raise refuse("partial_rotary_factor", partial, f"of {plain.head_dim} channels an even number must turn")
+        moe = kind in ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+        normalise = None if kind == "qwen3_next" else True
+        layers = plain.num_layers
+        return cls(
+            **vars(plain) | {"rope": replace(plain.rope, rotary_dim=turning)},
+            attends=_attends(inner, layers),
+            delta=DeltaSizes(
+                keys=_number(inner, "linear_num_key_heads"),
+                values=_number(inner, "linear_num_value_heads"),
+                key_dim=_number(inner, "linear_key_head_dim"),
+                value_dim=_number(inner, "linear_value_head_dim"),
+                taps=_number(inner, "linear_conv_kernel_dim"),
+                grouped=kind == "qwen3_next",
+            ),
+            mixture=mixture_of(inner, normalise=normalise) if moe else None,
+            sparse=sparse_layers(inner, layers) if moe else (False,) * layers,
+            prefix="model." if text is None else "model.language_model.",
+        )
+
+    @property
+    def module(self) -> str:
+        return __name__
+
+    @property
+    def names(self) -> Ends:
+        return Ends(f"{self.prefix}embed_tokens.weight", f"{self.prefix}norm")
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(self.attends)
+
+    @property
+    def mixer_widths(self) -> tuple[int, int]:
+        delta, (projected, mixed) = self.delta, super().mixer_widths
+        inner = delta.values * delta.value_dim
+        return max(projected, delta.channels + inner + 2 * delta.values), max(mixed, inner)
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        delta = self.delta
+        return GatedDelta.shapes(delta.keys, delta.values, delta.key_dim, delta.value_dim, delta.taps)
+
+    def tensor_shapes(self) -> Shapes:
+        hidden, dim = self.hidden_size, self.head_dim
+        shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
+        for index in range(self.num_layers):
+            stem = f"{self.prefix}layers.{index}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                shapes[f"{stem}.{norm}.weight"] = (hidden,)
+            if self.attends[index]:
+                attention = f"{stem}.self_attn"
+                shapes[f"{attention}.q_proj.weight"] = (2 * self.num_heads * dim, hidden)
+                for part in "kv":
+                    shapes[f"{attention}.{part}_proj.weight"] = (self.num_kv_heads * dim, hidden)
+                shapes[f"{attention}.o_proj.weight"] = (hidden, self.num_heads * dim)
+                shapes |= {f"{attention}.{part}_norm.weight": (dim,) for part in "qk"}
+            else:
+                shapes |= self.delta.shapes(f"{stem}.linear_attn", hidden)
+            if self.mixture is not None and self.sparse[index]:
+                shapes |= self.mixture.shapes(f"{stem}.mlp", hidden)
+            else:
+                shapes |= swiglu_shapes(f"{stem}.mlp", hidden, self.intermediate_size)
+        shapes[f"{self.names.norm}.weight"] = (hidden,)
+        if not self.tie_embeddings:
+            shapes[self.names.head] = (self.vocab_size, hidden)
+        return shapes
+
+    def is_spare(self, name: str) -> bool:
+        return name.startswith("model.visual.")
+
+    def fit(self, found: Shapes) -> Qwen3NextConfig:
+        fused = any(name.endswith("experts.gate_up_proj") for name in found)
+        mixture = self.mixture and replace(self.mixture, fused=fused)
+        return replace(super().fit(found), mixture=mixture)
+
+
+def layer(read: Reader, index: int, tables: Tables) -> Layer:
+    config = read.config
+    assert isinstance(config, Qwen3NextConfig)
+    stem = f"{config.prefix}layers.{index}"
+    norm = centred(read, f"{stem}.post_attention_layernorm")
+    mixer: Mixer = _attention(read, stem, tables) if config.attends[index] else _delta(read, stem, config.delta)
+    mlp: Mlp
+    if config.mixture is not None and config.sparse[index]:
+        mlp = MoeMlp(norm, read_experts(read, f"{stem}.mlp", config.mixture))
+    else:
+        gate_up = read.linear(f"{stem}.mlp.gate_proj", f"{stem}.mlp.up_proj")
+        mlp = SwiGlu(norm, gate_up, read.linear(f"{stem}.mlp.down_proj"))
+    return Layer(mixer, (mlp,))
+
+
+def final_norm(read: Reader, stem: str) -> Norm:
+    return centred(read, stem)
+
+
+def centred(read: Reader, stem: str) -> Norm:
+    """A norm that multiplies by 1 + weight."""
+    return Norm(1 + read(f"{stem}.weight", dtype=torch.float32), read.config.rms_norm_eps)
+
+
+def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
+    config, inner = read.config, f"{stem}.self_attn"
+    dim, order = config.head_dim, paired(config.head_dim, config.rope.rotary_dim)
+    q, k, v = (read(f"{inner}.{part}_proj.weight") for part in "qkv")
+    order = order.to(q.device)
+    queries, gates = q.view(config.num_heads, 2, dim, -1).unbind(1)  # they alternate head by head
+    keys = k.view(config.num_kv_heads, dim, -1)
+    norms = [centred(read, f"{inner}.{part}_norm").weight[order].contiguous() for part in "qk"]
+    return Attention(
+        norm=centred(read, f"{stem}.input_layernorm"),
+        qkv=Linear(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])),
+        heads=Heads(config.num_heads, config.num_kv_heads, dim, *norms, config.rms_norm_eps, *tables),
+        out=read.linear(f"{inner}.o_proj"),
+        gate=Linear(gates.flatten(0, 1).contiguous()),
+    )
+
+
+def _delta(read: Reader, stem: str, sizes: DeltaSizes) -> GatedDelta:
+    inner = f"{stem}.linear_attn"
+    if sizes.grouped:
+        inputs = _ungrouped(read(f"{inner}.in_proj_qkvz.weight"), read(f"{inner}.in_proj_ba.weight"), sizes)
+    else:
+        inputs = read(*(f"{inner}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
+    return GatedDelta(
+        norm=centred(read, f"{stem}.input_layernorm"),
+        inputs=Linear(inputs),
+        out=read.linear(f"{inner}.out_proj"),
+        conv=read(f"{inner}.conv1d.weight")[:, 0].contiguous(),
+        heads=DeltaHeads(
+            sizes.keys,
+            sizes.values,
+            sizes.key_dim,
+            sizes.value_dim,
+            a_log=read(f"{inner}.A_log", dtype=torch.float32),
+            dt_bias=read(f"{inner}.dt_bias", dtype=torch.float32),
+            norm=read(f"{inner}.norm.weight"),
+            eps=read.config.rms_norm_eps,
+        ),
+    )
+
+
+def _ungrouped(qkvz: torch.Tensor, ba: torch.Tensor, sizes: DeltaSizes) -> torch.Tensor:
+    """Rows of q, k, v, z, b and a, each of all heads, from those that lie together by key head."""
+    share = sizes.values // sizes.keys
+    wide = [sizes.key_dim, sizes.key_dim, share * sizes.value_dim, share * sizes.value_dim]
+    parts = [*qkvz.unflatten(0, (sizes.keys, -1)).split(wide, 1), *ba.unflatten(0, (sizes.keys, -1)).split(share, 1)]
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
+    """The same sizes as those of a Qwen3, for what the families share."""
+    plain = {key: value for key, value in config.items() if key not in ("layer_types", "partial_rotary_factor")}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(plain.get(key), dict):
+            plain[key] = {
+                name: "default" if (name, value) in (("rope_type", "mrope"), ("type", "mrope")) else value
+                for name, value in plain[key].items()
+                # Of text the three positions of mrope are one.
+                if name != "partial_rotary_factor" and not name.startswith("mrope")
+            }
+    # A mixture's layers have no width of their own.
+    width = config.get("intermediate_size") or config.get("moe_intermediate_size")
+    return plain | {"architectures": None, "model_type": "qwen3", "intermediate_size": width}
+
+
+def _partial(config: dict[str, Any]) -> float:
+    for where in (config.get("rope_scaling"), config.get("rope_parameters"), config):
+        if isinstance(where, dict) and where.get("partial_rotary_factor") is not None:
+            value = where["partial_rotary_factor"]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+                raise refuse("partial_rotary_factor", value, "use a share above 0 and up to 1")
+            return float(value)
+    return _PARTIAL
+
+
+def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = config.get("full_attention_interval", _INTERVAL)
+        return tuple((layer + 1) % every == 0 for layer in range(layers))
+    if len(kinds) != layers:
+        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
+    for kind in kinds:
+        if kind not in ("linear_attention", "full_attention"):
+            raise refuse("layer_types", kind, "these families have 'linear_attention' and 'full_attention' layers")
+    return tuple(kind == "full_attention" for kind in kinds)
+
+
+def _number(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise refuse(key, value, "the config must give a positive whole number")
+    return value

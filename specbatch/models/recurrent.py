@@ -1,0 +1,141 @@
+"""Mixers whose context is a state: gated delta nets (Qwen3-Next, Qwen3.5), Mamba2 (Nemotron-H), short convolutions
+(LFM2). Their mathematics is in `kernels`; here is which columns and tensors go where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbatch.kernels.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
+from specbatch.kernels.linear import Linear, Norm
+from specbatch.kernels.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
+from specbatch.kernels.short_conv import conv_prefill, conv_verify
+from specbatch.memory.recurrent import StateShape
+from specbatch.models.layers import Tensors
+
+if TYPE_CHECKING:
+    from specbatch.context import Context
+    from specbatch.kernels.recurrent import Fold
+    from specbatch.kernels.spans import Spans
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Two products and a state between them. norm [hidden_size] stands before; inputs: into what is projected, one
+    matrix; out: from what comes out of the state."""
+
+    norm: Norm
+    inputs: Linear
+    out: Linear
+
+    @property
+    def width(self) -> int:
+        return self.inputs.shape[0]
+
+    @property
+    def mixed(self) -> int:
+        return self.out.shape[1]
+
+    def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inputs(x, norm=self.norm, out=out)
+
+    def mix(self, context: Context, place: int, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return context.recur(place, projected, self)
+
+    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        return self.out(mixed, residual=x)
+
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+        raise NotImplementedError
+
+    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def window_shapes(channels: int, taps: int) -> tuple[StateShape, StateShape]:
+    """What a convolution of `taps` over `channels` keeps."""
+    return StateShape("window", (taps - 1, channels)), StateShape("inputs", (channels,), pending=True)
+
+
+@dataclass(frozen=True)
+class GatedDelta(Recurrence):
+    """Projected are [q | k | v], which go through the convolution conv [channels, K], then z, b and a."""
+
+    conv: torch.Tensor
+    heads: DeltaHeads
+
+    @staticmethod
+    def shapes(keys: int, values: int, key_dim: int, value_dim: int, taps: int) -> tuple[StateShape, ...]:
+        return (
+            *window_shapes(2 * keys * key_dim + values * value_dim, taps),
+            StateShape("matrix", (values, key_dim, value_dim), "state"),
+            # In float32, so that a state does not depend on how many tokens a verify accepts.
+            StateShape("k", (keys, key_dim), "float32", pending=True),
+            StateShape("u", (values, value_dim), "float32", pending=True),
+            StateShape("g", (values,), "float32", pending=True),
+        )
+
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+        qkv, *rest = self._split(projected)
+        qkv = conv_prefill(qkv, self.conv, None, state["window"], spans, activation=True)
+        return delta_prefill(qkv, *rest, self.heads, state["matrix"], spans)
+
+    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+        qkv, *rest = self._split(projected)
+        qkv = conv_verify(qkv, self.conv, None, state["window"], state["inputs"], fold, activation=True)
+        pending = Pending(state["k"], state["u"], state["g"])
+        return delta_verify(qkv, *rest, self.heads, state["matrix"], pending, fold)
+
+    def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        heads = self.heads
+        return projected.split([len(self.conv), heads.values * heads.value_dim, heads.values, heads.values], 1)
+
+
+@dataclass(frozen=True)
+class Mamba2(Recurrence):
+    """Projected are z, then [x | B | C], which go through the convolution conv [channels, K] with bias, then dt."""
+
+    conv: torch.Tensor
+    bias: torch.Tensor | None
+    heads: SsdHeads
+
+    @staticmethod
+    def shapes(count: int, dim: int, groups: int, state: int, taps: int) -> tuple[StateShape, ...]:
+        return (
+            *window_shapes(count * dim + 2 * groups * state, taps),
+            StateShape("matrix", (count, dim, state), "state"),
+            StateShape("tokens", (count * dim + groups * state + count,), pending=True),
+        )
+
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+        z, xbc, dt = self._split(projected)
+        xbc = conv_prefill(xbc, self.conv, self.bias, state["window"], spans, activation=True)
+        return ssd_prefill(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), spans)
+
+    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+        z, xbc, dt = self._split(projected)
+        xbc = conv_verify(xbc, self.conv, self.bias, state["window"], state["inputs"], fold, activation=True)
+        return ssd_verify(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), fold)
+
+    def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return projected.split([self.heads.count * self.heads.dim, len(self.conv), self.heads.count], 1)
+
+
+@dataclass(frozen=True)
+class ShortConv(Recurrence):
+    """Projected are B, C and x: C * conv(B * x), conv [channels, K]."""
+
+    conv: torch.Tensor
+    bias: torch.Tensor | None
+
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+        before, after, x = projected.chunk(3, 1)
+        window, gates = state["window"], {"before": before, "after": after}
+        return conv_prefill(x, self.conv, self.bias, window, spans, activation=False, **gates)
+
+    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+        before, after, x = projected.chunk(3, 1)
+        window, inputs, gates = state["window"], state["inputs"], {"before": before, "after": after}
+        return conv_verify(x, self.conv, self.bias, window, inputs, fold, activation=False, **gates)

@@ -1,0 +1,227 @@
+"""Parity of recurrent and expert targets with transformers on tiny random checkpoints: prefill, chunked prefill, step
+by step in a padded batch with rejected drafts, and trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from specbatch.context import Prefill, Span, Verify, chain
+from specbatch.kernels.backends import prefill_backend
+from specbatch.kernels.tree import ancestors_of, depths_of
+from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.recurrent import States, state_types
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+
+PAGE, PAGES, SLOTS, ROWS, VOCABULARY = 4, 60, 5, 6, 131
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {**MOE, "shared_expert_intermediate_size": 40}
+MAMBA = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention", "mlp"],
+    "ssm_state_size": 8,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5,
+}
+SIGMOID = {
+    **MAMBA,
+    "layers_block_type": ["full_attention", "moe", "linear_attention", "moe", "mlp"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+LFM = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3, "norm_eps": 1e-5}
+NO_EPS = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True, mlp_only_layers=[2])
+    ),
+    "qwen3-moe-sparse": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=False, decoder_sparse_step=2)
+    ),
+    "qwen3-next": lambda: hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**SIZES, **DELTA, **SHARED, norm_topk_prob=True)),
+    "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SIZES, **DELTA)),
+    "qwen3.5-moe": lambda: hf.Qwen3_5MoeForCausalLM(
+        hf.Qwen3_5MoeTextConfig(**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, **DELTA, **SHARED)
+    ),
+    "nemotron-h": lambda: nemotron(**MAMBA),
+    "nemotron-h-moe": lambda: nemotron(**SIGMOID),
+    "lfm2": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**NO_EPS, **LFM, conv_bias=False)),
+    "lfm2-biases": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**NO_EPS, **LFM, conv_bias=True)),
+}
+
+
+def nemotron(**sizes: Any) -> Any:
+    plain = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "num_hidden_layers")}
+    return hf.NemotronHForCausalLM(hf.NemotronHConfig(**plain, **sizes))
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Decoder]:
+    """A transformers model, and ours from the files that it writes. All weights are random, so that they matter."""
+    from specbatch.weights import open_checkpoint
+
+    torch.manual_seed(5)
+    theirs = FAMILIES[request.param]().eval().float()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand_like(parameter) + (0.5 if "A_log" not in name else 0.0))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 1.2 / parameter[0].numel() ** 0.5)
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(folder)
+    checkpoint = open_checkpoint(str(folder))
+    ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=512)
+    return theirs, ours
+
+
+def memory_of(ours: Decoder) -> KVCache:
+    """Everything in it is NaN at first where that is allowed: what a slot held before is nobody's business."""
+    config: ModelConfig = ours.config
+    states = None
+    if ours.recurrent_layers:
+        types = state_types(torch.float32, "fp32")
+        states = States(config.state_shapes, ours.recurrent_layers, SLOTS + 1, ROWS, types, CPU)
+        for layer in states.layers:
+            for tensor in layer.values():
+                tensor[1:] = torch.nan
+    backend = prefill_backend("torch", CPU, torch.float32, 16)
+    return KVCache(config, ours.attention_layers, PAGES, PAGE, torch.float32, CPU, backend, states)
+
+
+def sequences(*lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def page_table(width: int) -> torch.Tensor:
+    """Scattered pages for each device row but row 0."""
+    pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)) + 1
+    width = -(-width // PAGE)
+    table = torch.zeros(SLOTS + 1, width, dtype=torch.int64)
+    table[1:] = pages[: SLOTS * width].view(SLOTS, width)
+    return table
+
+
+def expected(theirs: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = theirs(tokens[None], use_cache=False).logits[0]
+    return logits
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    error = (ours - theirs).abs().max() / theirs.abs().max()
+    assert error < 3e-4, f"relative error {error:.2e}"
+
+
+def prompt(ours: Decoder, cache: KVCache, table: torch.Tensor, spans: list[Span], tokens: torch.Tensor) -> torch.Tensor:
+    shape = Prefill(table, spans, PAGE)
+    cache.begin(shape.spans.table[2, :-1])
+    return ours.logits(ours.forward(tokens, shape.positions, shape.on(cache)).last)
+
+
+def test_prefill_of_several_sequences(pair: tuple[Any, Decoder]) -> None:
+    theirs, ours = pair
+    batch = sequences(41, 1, 9)
+    spans = [Span(slot, 0, len(item)) for slot, item in zip((3, 1, 5), batch, strict=True)]
+    logits = prompt(ours, memory_of(ours), page_table(41), spans, torch.cat(batch))
+    for part, item in zip(logits.split([41, 1, 9]), batch, strict=True):
+        close(part, expected(theirs, item))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_chunked_prefill(pair: tuple[Any, Decoder], chunk: int) -> None:
+    theirs, ours = pair
+    (tokens,) = sequences(22)
+    table, cache, parts = page_table(22), memory_of(ours), []
+    for start in range(0, 22, chunk):
+        end = min(start + chunk, 22)
+        parts.append(prompt(ours, cache, table, [Span(2, start, end)], tokens[start:end]))
+    close(torch.cat(parts), expected(theirs, tokens))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_verifies_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> None:
+    """Each sequence accepts another number of its drafts every time; those that it rejects were wrong."""
+    theirs, ours = pair
+    batch = sequences(40, 33, 25)
+    table, cache, slots = page_table(40 + ROWS), memory_of(ours), torch.tensor([4, 1, 2, 0])
+    heads = [9, 2, 5]
+    spans = [Span(slot, 0, head) for slot, head in zip((4, 1, 2), heads, strict=True)]
+    prompt(ours, cache, table, spans, torch.cat([item[:head] for item, head in zip(batch, heads, strict=True)]))
+    lengths, generator = torch.tensor([*heads, 1]), torch.Generator().manual_seed(rows)
+    wanted = [expected(theirs, item) for item in batch]
+    for _ in range(6):
+        accepted = torch.randint(0, rows, (4,), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (4, rows), generator=generator)
+        for index, item in enumerate(batch):
+            there = item[lengths[index] : lengths[index] + accepted[index] + 1]
+            accepted[index] = len(there) - 1
+            tokens[index, : len(there)] = there
+        verify = Verify(table, slots, lengths, rows, PAGE)
+        hidden = ours.forward(tokens.flatten(), chain(lengths, rows).flatten(), verify.on(cache)).last
+        logits = ours.logits(hidden).view(4, rows, -1)
+        for index in range(3):
+            start, count = int(lengths[index]), int(accepted[index]) + 1
+            close(logits[index, :count], wanted[index][start : start + count])
+        cache.commit(table, slots, lengths, accepted, None)
+        lengths = torch.where(slots > 0, lengths + accepted + 1, lengths)
+        if (lengths[:3] >= torch.tensor([len(item) - 1 for item in batch])).any():
+            break
+
+
+def test_verifies_of_trees(pair: tuple[Any, Decoder]) -> None:
+    """Every row of a tree says what the text of its ancestors says, and the accepted path goes on."""
+    theirs, ours = pair
+    (text,) = sequences(8)
+    table, cache, slots = page_table(40), memory_of(ours), torch.tensor([3])
+    prompt(ours, cache, table, [Span(3, 0, 8)], text)
+    known, generator = text.tolist(), torch.Generator().manual_seed(1)
+    parents = torch.tensor([[0, 0, 1, 1, 3]])  # of nodes 1..5
+    words = ancestors_of(parents, 4)
+    for path in ([0, 2], [0, 1, 4], [0, 1, 3, 5], [0]):
+        lengths = torch.tensor([len(known)])
+        tokens = torch.randint(0, VOCABULARY, (6,), generator=generator)
+        positions = (lengths[:, None] + depths_of(words)).flatten()
+        verify = Verify(table, slots, lengths, 6, PAGE, ancestors=words)
+        logits = ours.logits(ours.forward(tokens, positions, verify.on(cache)).last)
+        for node in range(6):
+            seen = [tokens[other].item() for other in range(6) if int(words[0, node]) >> other & 1]
+            close(logits[node], expected(theirs, torch.tensor(known + seen))[-1])
+        order = path + [node for node in range(6) if node not in path]
+        cache.commit(table, slots, lengths, torch.tensor([len(path) - 1]), torch.tensor([order]))
+        known += [int(tokens[node]) for node in path]
