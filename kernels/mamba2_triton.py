@@ -2,8 +2,8 @@
 
 The first has the state: a program holds some rows of one head's state in registers. In a prompt it walks over the
 chunks of a span, so that no state of a chunk is ever written; in a verify it reads and writes the state once, and asks
-for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises, and in a
-verify it keeps the rows' inputs, which programs of the first still read those of the last verify of.
+for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises. In a verify
+it also keeps the rows' inputs, when all programs of the first have read those that were kept before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ CHUNK = 64  # tokens of a prompt at a time
 def ssd_prefill(
     xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: Spans
 ) -> torch.Tensor:
-    """`ssd_prefill_ref`; products in the type of xbc, sums in float32 (float32 inputs: all of it, no tf32)."""
+    """`ssd_prefill_ref`; products in the type of xbc, sums in float32 (float32 inputs: all of it, no tf32).
+
+    With float16 inputs no number of a state may exceed 65504.
+    """
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     exact = xbc.dtype == torch.float32
     rows = min(64, max(16, triton.next_power_of_2(heads.dim)))
@@ -40,7 +43,7 @@ def ssd_prefill(
 def ssd_verify(
     xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, fold: Fold
 ) -> torch.Tensor:
-    """`ssd_verify_ref`; the state keeps at least 16 digits in products with inputs of fewer.
+    """`ssd_verify_ref`; a state has at least 16 binary digits in products with inputs of fewer (float16: as a prefill).
 
     The state, fold.rows, fold.count and fold.kept are read before the kernel launched directly in front has ended: that
     one, as a rule the convolution, must not write them.
