@@ -2,8 +2,11 @@
 
 The first has the state: a program holds some rows of one head's state in registers. In a prompt it walks over the
 chunks of a span, so that no state of a chunk is ever written; in a verify it reads and writes the state once, and asks
-for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises. In a verify
-it also keeps the rows' inputs, when all programs of the first have read those that were kept before.
+for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises. In a
+verify it also keeps the rows' inputs, when all programs of the first have read those that were kept before.
+
+Sums are float32, products in the type of the inputs (float32: exact, no tf32); with float16 inputs no number of a state
+may exceed 65504. Only what a verify adds to a state has twice the digits: a state lives for thousands of verifies.
 """
 
 from __future__ import annotations
@@ -22,10 +25,7 @@ CHUNK = 64  # tokens of a prompt at a time
 def ssd_prefill(
     xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: Spans
 ) -> torch.Tensor:
-    """`ssd_prefill_ref`; products in the type of xbc, sums in float32 (float32 inputs: all of it, no tf32).
-
-    With float16 inputs no number of a state may exceed 65504.
-    """
+    """`ssd_prefill_ref`."""
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     exact = xbc.dtype == torch.float32
     rows = min(64, max(16, triton.next_power_of_2(heads.dim)))
@@ -43,7 +43,7 @@ def ssd_prefill(
 def ssd_verify(
     xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, fold: Fold
 ) -> torch.Tensor:
-    """`ssd_verify_ref`; a state has at least 16 binary digits in products with inputs of fewer (float16: as a prefill).
+    """`ssd_verify_ref`.
 
     The state, fold.rows, fold.count and fold.kept are read before the kernel launched directly in front has ended: that
     one, as a rule the convolution, must not write them.
@@ -113,21 +113,6 @@ def _step(raw, bias):
     one = 1 + p
     log = tl.where(one == 1, p, tl.log(one) * (p / tl.where(one == 1, 1.0, one - 1)))
     return tl.maximum(value, 0.0) + log
-
-
-@triton.jit
-def _dot(a, b, acc):
-    """a b + acc for a float32 and an input as it came, whose type the other is split into two of: twice its digits."""
-    if a.dtype == b.dtype:
-        return tl.dot(a, b, acc, input_precision="ieee")
-    elif a.dtype == tl.float32:  # noqa: RET505 (what follows a return is compiled as well)
-        high = a.to(b.dtype)
-        acc = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, acc)
-        return tl.dot(high, b, acc)
-    else:
-        high = b.to(a.dtype)
-        acc = tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), acc)
-        return tl.dot(a, high, acc)
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # it changes from pass to pass
@@ -253,15 +238,20 @@ def _verify(
     step = tl.where(is_kept, _step(raw, bias), 0.0)
     total = tl.sum(step * decay, 0)
     share = old_x.to(tl.float32) * (step * tl.exp(total - tl.cumsum(step * decay, 0)))[:, None]
-    h = _dot(tl.trans(share), old_b, h.to(tl.float32) * tl.exp(total))
+    h = h.to(tl.float32) * tl.exp(total)
+    high = share.to(old_b.dtype)
+    if old_b.dtype != tl.float32:
+        low = (share - high.to(tl.float32)).to(old_b.dtype)
+        h = tl.dot(tl.trans(low), old_b, h)
+    h = tl.dot(tl.trans(high), old_b, h, input_precision="ieee")
     tl.store(place, h.to(state.dtype.element_ty), mask=mask)
 
     step = tl.where(real, _step(new_raw, bias), 0.0)
     a = tl.sum(tl.where(sees, (step * decay)[None, :], 0.0), 1)  # over the path from the root
     gap = tl.where(sees, a[:, None] - a[None, :], float("-inf"))
     weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap) * step[None, :]
-    out = _dot(c, tl.trans(h), tl.zeros([NEW, ROWS], tl.float32)) * tl.exp(a)[:, None]
-    out = _dot(weight, x, out) + skip * x.to(tl.float32)
+    out = tl.dot(c, tl.trans(h.to(c.dtype)), input_precision="ieee") * tl.exp(a)[:, None]
+    out = tl.dot(weight.to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
     place = y + sequence * n * (HEADS * DIM) + node[:, None] * (HEADS * DIM) + (head * DIM + row)[None, :]
     tl.store(place, out.to(y.dtype.element_ty), mask=real[:, None] & of_head[None, :])
 
