@@ -40,7 +40,7 @@ _TILES = {  # rows of a block: for two bytes a value
 def rows_for(tokens: int, rule: Routing) -> int:
     """Rows of a block: as many as an expert gets of so many tokens, or a little more."""
     mean = tokens * rule.top_k / rule.experts
-    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 48 else 128
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
 
 
 def tile_for(rows: int, weight: Weight, item: int) -> Tile:
