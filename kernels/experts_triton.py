@@ -17,6 +17,7 @@ import triton.language as tl
 from specbatch.kernels.experts import Activation
 from specbatch.kernels.routing import Routing
 from specbatch.kernels.routing_triton import Plan, most_blocks, route
+from specbatch.kernels.tile_product import tile_product
 from specbatch.kernels.weight import SIDE, Weight
 
 
@@ -128,37 +129,14 @@ def _grouped_kernel(
     if GATED:  # rows of gate and up alternate in the tile
         inner = inner % 2 * N + inner // 2
     ks = tl.arange(0, BK)
-    policy: tl.constexpr = "evict_first" if ONCE else ""
-    weight_tile = weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None]
-    x_tile = x + (pair // SHARE)[:, None] * x_stride + ks[None, :]
+    scale_row = scales
     if SCALED:
-        scale_row = scales + (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
-    total = tl.zeros([BM, BN], tl.float32)
-    a_next = tl.zeros([BM, BK], x.dtype.element_ty)
-    for k in tl.range(0, K, BK):
-        if EARLY:
-            # The compiler's pipeline fetches weights ahead of the loop, hence before the wait; rows of x come after
-            # it, as they pass through a branch and a variable of the loop.
-            a = a_next
-            if k == 0:
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
-                    tl.extra.cuda.gdc_launch_dependents()
-                a = tl.load(x_tile, (ks < K)[None, :], other=0.0)
-            a_next = tl.load(x_tile + k + BK, (k + BK + ks < K)[None, :], other=0.0)
-        elif EVEN_K:
-            a = tl.load(x_tile + k)
-        else:
-            a = tl.load(x_tile + k, (k + ks < K)[None, :], other=0.0)
-        if EVEN_K:
-            b = tl.load(weight_tile + k, eviction_policy=policy)
-        else:
-            b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0, eviction_policy=policy)
-        if SCALED:
-            scale = tl.load(scale_row + k // SIDE).to(tl.float32)
-            total += tl.dot(a, b.to(a.dtype), input_precision="ieee") * scale[None, :]
-        else:
-            total = tl.dot(a, b, total, input_precision="ieee")
+        scale_row += (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
+    total = tile_product(
+        x + (pair // SHARE)[:, None] * x_stride + ks[None, :],
+        weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None],
+        scale_row, K, SCALED, SIDE, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL,
+    )  # fmt: skip
     if GATED:
         gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
         result = gate * tl.sigmoid(gate) * up

@@ -16,7 +16,7 @@ RULES = {
     "softmax": Routing(12, 3),
     "all-of-the-sum": Routing(20, 4, normalise=False),
     "one": Routing(5, 1),
-    "shared": Routing(12, 3, shared=2, gated=True),
+    "shared": Routing(12, 3, normalise=False, shared=2, gated=True),
     "every-expert": Routing(4, 4, shared=1),
     "sigmoid": Routing(9, 3, "sigmoid", scale=2.5, bias=torch.linspace(-1, 1, 9), shared=1),
     "groups": Routing(18, 4, "sigmoid", scale=0.5, bias=torch.linspace(1, -1, 18), groups=6, top_groups=2),
