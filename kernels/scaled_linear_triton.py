@@ -24,9 +24,9 @@ def scaled_linear(
     assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
     y = torch.empty(rows, n, device=x.device, dtype=x.dtype)
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    if block == 16:  # as wide as there is a tile for everybody, and 48 KiB of weights under way
+    if block == 16:  # as wide as there is a tile for everybody; 24 KiB of weights in shared memory
         columns = next((width for width in (64, 32) if n >= width * _PROGRAMS), 16)
-        inner, warps, stages = SIDE, 4, 384 // columns // 2
+        inner, warps, stages = SIDE, 4, 192 // columns
     else:
         columns, inner, warps, stages = (64, SIDE, 4, 4) if block == 32 else (128, 64, block // 16, 4)
     if x.element_size() == 4:

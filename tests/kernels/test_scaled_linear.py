@@ -39,7 +39,9 @@ def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (17, 70, 40), (40, 129, 136), (130, 16, 128)])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (17, 70, 40), (40, 129, 136), (130, 16, 128)]
+)
 def test_product(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     weight, wide = random_weight(n, k, device)
     x, bias = torch.randn(rows, k + 9).to(device, dtype)[:, 4 : 4 + k], torch.randn(n).to(device, dtype)
