@@ -122,7 +122,7 @@ def _grouped_kernel(
         return
     place = first + tl.arange(0, BM)
     exists = place < end
-    pair = tl.load(order + place, exists, other=0).to(tl.int64)  # rows too many compute row 0 and are not stored
+    pair = tl.load(order + place, exists, other=0).to(tl.int64)
 
     column = tile * BN + tl.arange(0, BN)
     inner = tl.minimum(column, OUTER - 1)
@@ -134,6 +134,7 @@ def _grouped_kernel(
         scale_row += (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
     total = tile_product(
         x + (pair // SHARE)[:, None] * x_stride + ks[None, :],
+        exists,
         weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None],
         scale_row, K, SCALED, SIDE, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL,
     )  # fmt: skip

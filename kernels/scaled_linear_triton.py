@@ -51,13 +51,13 @@ def _scaled_linear_kernel(
     row = (tl.program_id(0) % blocks * BM + tl.arange(0, BM)).to(tl.int64)
     column = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
-    source = tl.minimum(row, M - 1)
     outer = tl.minimum(column, N - 1)
     if PDL and BM > 16:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     total = tile_product(
-        x + source[:, None] * x_stride + ks[None, :],
+        x + row[:, None] * x_stride + ks[None, :],
+        row < M,
         weight + outer.to(tl.int64)[None, :] * K + ks[:, None],
         scales + outer // SIDE * tl.cdiv(K, SIDE),
         K, True, SIDE, BM == 16, BM == 16, EVEN_K, BM, BN, BK, PDL,

@@ -8,12 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def tile_product(
-    x_tile, weight_tile, scale_row, K, SCALED: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr,
+    x_tile, x_rows, weight_tile, scale_row, K, SCALED: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr,
     EARLY: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """x @ weight.T float32 [BM, BN] from pointers to their first BK columns, [BM, BK] and [BK, BN].
 
+    x_rows bool [BM]: the rows there are; the others are 0, and not read.
     SCALED: float8 weights, whose every SIDE columns share a scale in `scale_row` [BN]; BK divides SIDE. The weights
     are exact in the type of x, and sums are scaled, not weights: nothing is rounded on the way.
     ONCE: nobody else reads these weights. EARLY: the wait for the kernel before is here, behind the first weights.
@@ -31,12 +32,12 @@ def tile_product(
                 if PDL:
                     tl.extra.cuda.gdc_wait()
                     tl.extra.cuda.gdc_launch_dependents()
-                a = tl.load(x_tile, (ks < K)[None, :], other=0.0)
-            a_next = tl.load(x_tile + k + BK, (k + BK + ks < K)[None, :], other=0.0)
+                a = tl.load(x_tile, x_rows[:, None] & (ks < K)[None, :], other=0.0)
+            a_next = tl.load(x_tile + k + BK, x_rows[:, None] & (k + BK + ks < K)[None, :], other=0.0)
         elif EVEN_K:
-            a = tl.load(x_tile + k)
+            a = tl.load(x_tile + k, x_rows[:, None], other=0.0)
         else:
-            a = tl.load(x_tile + k, (k + ks < K)[None, :], other=0.0)
+            a = tl.load(x_tile + k, x_rows[:, None] & (k + ks < K)[None, :], other=0.0)
         if EVEN_K:
             b = tl.load(weight_tile + k, eviction_policy=policy)
         else:
