@@ -90,6 +90,7 @@ def grouped(
     assert values.is_contiguous(), "the weight must be contiguous"
     assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
+    assert scales is None or SIDE % tile.k == 0, f"steps of {tile.k} columns cross the {SIDE} of a scale"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=x.dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
     _grouped_kernel[(grid,)](
