@@ -1,4 +1,4 @@
-"""Triton kernels between the products of many rows: RMSNorm, SiLU times up, and from qkv to heads and the cache.
+"""Triton kernels between the products of many rows: RMSNorm, activations, and from qkv to heads and the cache.
 
 Each is bound by memory: a program handles some 2048 elements, so that a thread has several 16-byte accesses in flight
 and many programs share a processor.
@@ -35,6 +35,12 @@ def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     grid = (rows * triton.cdiv(width, block),)  # one side: the others end at 65535
     _silu_product[grid](gate_up, y, width, BLOCK=block, num_warps=_warps(block), **_pdl(gate_up))
     return y
+
+
+def relu_square(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 in the place of x, contiguous; computed in float32 and rounded once."""
+    _relu_square[(triton.cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **_pdl(x))
+    return x
 
 
 def split_heads(
@@ -104,6 +110,17 @@ def _silu_product(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * width + column, gate / (1 + tl.exp(-gate)) * up, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _relu_square(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    value = tl.where(value < 0, 0.0, value)  # a maximum would hide NaN
+    tl.store(x + at, value * value, mask=at < count)
 
 
 @triton.jit(do_not_specialize=["lines"])

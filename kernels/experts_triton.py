@@ -17,6 +17,7 @@ import triton.language as tl
 from specbatch.kernels.experts import Activation
 from specbatch.kernels.routing import Routing
 from specbatch.kernels.routing_triton import Plan, most_blocks, route
+from specbatch.kernels.tile_product import tile_product
 from specbatch.kernels.weight import SIDE, Weight
 
 
@@ -40,7 +41,7 @@ _TILES = {  # rows of a block: for two bytes a value
 def rows_for(tokens: int, rule: Routing) -> int:
     """Rows of a block: as many as an expert gets of so many tokens, or a little more."""
     mean = tokens * rule.top_k / rule.experts
-    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 48 else 128
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
 
 
 def tile_for(rows: int, weight: Weight, item: int) -> Tile:
@@ -89,6 +90,7 @@ def grouped(
     assert values.is_contiguous(), "the weight must be contiguous"
     assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
+    assert scales is None or SIDE % tile.k == 0, f"steps of {tile.k} columns cross the {SIDE} of a scale"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=x.dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
     _grouped_kernel[(grid,)](
@@ -121,44 +123,22 @@ def _grouped_kernel(
         return
     place = first + tl.arange(0, BM)
     exists = place < end
-    pair = tl.load(order + place, exists, other=0).to(tl.int64)  # rows too many compute row 0 and are not stored
+    pair = tl.load(order + place, exists, other=0).to(tl.int64)
 
     column = tile * BN + tl.arange(0, BN)
     inner = tl.minimum(column, OUTER - 1)
     if GATED:  # rows of gate and up alternate in the tile
         inner = inner % 2 * N + inner // 2
     ks = tl.arange(0, BK)
-    policy: tl.constexpr = "evict_first" if ONCE else ""
-    weight_tile = weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None]
-    x_tile = x + (pair // SHARE)[:, None] * x_stride + ks[None, :]
+    scale_row = scales
     if SCALED:
-        scale_row = scales + (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
-    total = tl.zeros([BM, BN], tl.float32)
-    a_next = tl.zeros([BM, BK], x.dtype.element_ty)
-    for k in tl.range(0, K, BK):
-        if EARLY:
-            # The compiler's pipeline fetches weights ahead of the loop, hence before the wait; rows of x come after
-            # it, as they pass through a branch and a variable of the loop.
-            a = a_next
-            if k == 0:
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
-                    tl.extra.cuda.gdc_launch_dependents()
-                a = tl.load(x_tile, (ks < K)[None, :], other=0.0)
-            a_next = tl.load(x_tile + k + BK, (k + BK + ks < K)[None, :], other=0.0)
-        elif EVEN_K:
-            a = tl.load(x_tile + k)
-        else:
-            a = tl.load(x_tile + k, (k + ks < K)[None, :], other=0.0)
-        if EVEN_K:
-            b = tl.load(weight_tile + k, eviction_policy=policy)
-        else:
-            b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0, eviction_policy=policy)
-        if SCALED:
-            scale = tl.load(scale_row + k // SIDE).to(tl.float32)
-            total += tl.dot(a, b.to(a.dtype), input_precision="ieee") * scale[None, :]
-        else:
-            total = tl.dot(a, b, total, input_precision="ieee")
+        scale_row += (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
+    total = tile_product(
+        x + (pair // SHARE)[:, None] * x_stride + ks[None, :],
+        exists,
+        weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None],
+        scale_row, K, SCALED, SIDE, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL,
+    )  # fmt: skip
     if GATED:
         gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
         result = gate * tl.sigmoid(gate) * up

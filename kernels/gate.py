@@ -1,4 +1,4 @@
-"""The gated activation of an MLP."""
+"""What an MLP has between its products: SiLU times up, or relu squared."""
 
 from __future__ import annotations
 
@@ -21,3 +21,17 @@ def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
 
         return elementwise.silu_product(gate_up)
     return silu_product_ref(gate_up)
+
+
+def relu_square_ref(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 in the place of x (So et al., "Primer", 2021)."""
+    return x.relu_().square_()
+
+
+def relu_square(x: torch.Tensor) -> torch.Tensor:
+    """`relu_square_ref` of x [T, I], contiguous, in one kernel on a CUDA device."""
+    if dispatch.runs_kernels(x):
+        from specbatch.kernels import elementwise
+
+        return elementwise.relu_square(x)
+    return relu_square_ref(x)

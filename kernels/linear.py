@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.gate import silu_product
+from specbatch.kernels.gate import relu_square, silu_product
 from specbatch.kernels.norm import rms_norm
 
 
@@ -79,6 +79,17 @@ class Linear:
             if skinny_gemm.is_skinny(len(x), self._weight):
                 return skinny_gemm.skinny_gated(x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps)
         return silu_product(self(x, norm=norm))
+
+    def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
+        if dispatch.runs_kernels(x):
+            from specbatch.kernels import skinny_gemm
+
+            if skinny_gemm.is_skinny(len(x), self._weight):
+                return skinny_gemm.skinny_linear(
+                    x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps, squared=True
+                )
+        return relu_square(self(x, norm=norm))
 
 
 def is_blocked(dtype: torch.dtype, device: torch.device) -> bool:

@@ -69,7 +69,7 @@ def gated_group_norm_ref(
 
     y, z [T, d], weight [d]; in float32, rounded once, to the type of z.
     """
-    u = (y.float() * F.silu(z.float())).unflatten(1, (groups, -1))
+    u: torch.Tensor = (y.float() * F.silu(z.float())).unflatten(1, (groups, -1))
     u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
     return (u.flatten(1) * weight.float()).to(z.dtype)
 
@@ -83,7 +83,7 @@ class _Tokens(NamedTuple):
     dt: torch.Tensor
 
 
-def _tokens(x: torch.Tensor, b: torch.Tensor, dt: torch.Tensor, heads: SsdHeads) -> _Tokens:
+def _tokens(heads: SsdHeads, x: torch.Tensor, b: torch.Tensor, dt: torch.Tensor) -> _Tokens:
     """x [B, T, H * P], b [B, T, G * n], dt [B, T, H] as they come."""
     grouped = (heads.groups, heads.count // heads.groups)
     return _Tokens(
@@ -132,7 +132,7 @@ def ssd_prefill_ref(
             state = torch.zeros_like(state)
         for at in range(first, stop, _CHUNK):
             part = slice(at, min(at + _CHUNK, stop))
-            tokens = _tokens(x[None, part], b[None, part], dt[None, part], heads)
+            tokens = _tokens(heads, x[None, part], b[None, part], dt[None, part])
             sees = torch.ones(1, len(x[part]), len(x[part]), device=x.device).tril().bool()
             there = c[None, part].float().unflatten(2, (heads.groups, heads.state))
             y[part] = _outputs(state, tokens, there, sees, decay, d)[0].flatten(1)
@@ -153,7 +153,7 @@ def ssd_verify_ref(
     order, kept = fold.order(memory.pending.shape[1])
     # What is not kept may be anything, NaN too; a step of 0 leaves the state as it is.
     past = memory.pending[fold.rows[:, None], order.where(kept, 0)].where(kept[..., None], 0)
-    tokens = _tokens(*past.split(wide, 2), heads)
+    tokens = _tokens(heads, *past.split(wide, 2))
     tokens = tokens._replace(dt=tokens.dt.where(kept[..., None, None], 0))
     state = _advance(memory.state[fold.rows].float().unflatten(1, decay.shape), tokens, decay)
     memory.state[fold.rows] = state.flatten(1, 2).to(memory.state.dtype)
@@ -161,7 +161,7 @@ def ssd_verify_ref(
     x, b, c, dt = (part.unflatten(0, (count, -1)) for part in (*xbc.split(heads.columns, 1), dt))
     rows = x.shape[1]
     there = c.float().unflatten(2, (heads.groups, heads.state))
-    y = _outputs(state, _tokens(x, b, dt, heads), there, fold.sees(rows), decay, d)
+    y = _outputs(state, _tokens(heads, x, b, dt), there, fold.sees(rows), decay, d)
     memory.pending[fold.rows, :rows] = torch.cat([x, b, dt], 2)
     return gated_group_norm_ref(y.flatten(2).flatten(0, 1).to(z.dtype), z, *heads.norm, heads.groups)
 

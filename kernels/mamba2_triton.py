@@ -2,8 +2,11 @@
 
 The first has the state: a program holds some rows of one head's state in registers. In a prompt it walks over the
 chunks of a span, so that no state of a chunk is ever written; in a verify it reads and writes the state once, and asks
-for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises, and in a
-verify it keeps the rows' inputs, which programs of the first still read those of the last verify of.
+for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises. In a
+verify it also keeps the rows' inputs, when all programs of the first have read those that were kept before.
+
+Sums are float32, products in the type of the inputs (float32: exact, no tf32); with float16 inputs no number of a state
+may exceed 65504. Only what a verify adds to a state has twice the digits: a state lives for thousands of verifies.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ CHUNK = 64  # tokens of a prompt at a time
 def ssd_prefill(
     xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: Spans
 ) -> torch.Tensor:
-    """`ssd_prefill_ref`; products in the type of xbc, sums in float32 (float32 inputs: all of it, no tf32)."""
+    """`ssd_prefill_ref`."""
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     exact = xbc.dtype == torch.float32
     rows = min(64, max(16, triton.next_power_of_2(heads.dim)))
@@ -40,7 +43,7 @@ def ssd_prefill(
 def ssd_verify(
     xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, fold: Fold
 ) -> torch.Tensor:
-    """`ssd_verify_ref`, in float32 throughout (products as three of tf32 where the inputs have fewer digits).
+    """`ssd_verify_ref`.
 
     The state, fold.rows, fold.count and fold.kept are read before the kernel launched directly in front has ended: that
     one, as a rule the convolution, must not write them.
@@ -48,15 +51,16 @@ def ssd_verify(
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     state, pending = memory
     n, most = len(xbc) // len(fold.rows), pending.shape[1]
-    rows = min(32, max(16, heads.dim & -heads.dim))  # the largest tile without waste
+    old, new = _padded(most), _padded(n)
+    rows, warps = _tile(xbc.dtype == torch.float32, max(old, new) > 16)
     _verify[(triton.cdiv(heads.dim, rows) * heads.count, len(fold.rows))](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias,
         fold.rows, fold.count, fold.kept, fold.ancestors,
         n, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
         fold.kept.stride(0) if fold.kept is not None else 0,
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, MOST=most,
-        ROWS=rows, BLOCK_S=_padded(heads.state), OLD=_padded(most), NEW=_padded(n),
-        PRECISION="ieee" if xbc.dtype == torch.float32 else "tf32x3", num_warps=rows // 16, **_pdl(xbc),
+        ROWS=rows, BLOCK_S=_padded(heads.state), OLD=old, NEW=new,
+        num_warps=warps, **_pdl(xbc),
     )  # fmt: skip
     return _finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
 
@@ -68,21 +72,32 @@ def _finish_rows(
     keep: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
     """Gate and normalise y in its place. `keep`: a verify's xbc, dt, pending and rows, and how many of a sequence."""
-    xbc, dt, pending, rows, n = keep or (None, None, None, None, 1)
-    strides = (0, 0, 0, 0) if keep is None else (xbc.stride(0), dt.stride(0), pending.stride(0), pending.stride(1))
+    given: tuple[torch.Tensor | int | None, ...] = keep or (None, None, None, None, 1)
+    strides = (0, 0, 0, 0)
+    if keep is not None:
+        xbc, dt, pending, _, _ = keep
+        strides = xbc.stride(0), dt.stride(0), pending.stride(0), pending.stride(1)
     width = heads.columns[0] // heads.groups
     block = triton.next_power_of_2(max(width, heads.state))
     _finish[(len(y) * heads.groups,)](
-        y, z, heads.norm.weight, xbc, dt, pending, rows, n, z.stride(0), *strides, heads.norm.eps,
+        y, z, heads.norm.weight, *given, z.stride(0), *strides, heads.norm.eps,
         HEADS=heads.count, GROUPS=heads.groups, STATE=heads.state, WIDTH=width, BLOCK=block,
         num_warps=min(8, max(1, block // 256)), **_pdl(y),
     )  # fmt: skip
     return y
 
 
+def _tile(exact: bool, is_large: bool) -> tuple[int, int]:
+    """Rows of a state that a program of a verify has, and its warps: what the registers hold."""
+    if exact:
+        return 16, 8 if is_large else 4
+    return (64, 4) if is_large else (16, 1)
+
+
 def _padded(count: int) -> int:
     """The side of a tile that holds so many: 16 is the least that products take."""
-    return max(16, triton.next_power_of_2(count))
+    side: int = triton.next_power_of_2(count)
+    return max(16, side)
 
 
 def _pdl(x: torch.Tensor) -> dict[str, bool]:
@@ -133,31 +148,39 @@ def _prefill(
     known = (row < tl.where(start > 0, DIM, 0))[:, None] & inside[None, :]
     h = tl.load(place, mask=known, other=0.0).to(tl.float32)
     token = tl.arange(0, CHUNK)
+    of_x = token[:, None] * xbc_stride + (head * DIM + row)[None, :]
+    of_b = token[:, None] * xbc_stride + (HEADS * DIM + group * STATE + column)[None, :]
+    of_head = (row < DIM)[None, :]
     xbc += first * xbc_stride
     dt += first * dt_stride + head
     y += first * (HEADS * DIM) + head * DIM
+    # B and C are copied a chunk ahead by the pipeline; what goes through registers is loaded a chunk ahead by hand.
+    x = tl.load(xbc + of_x, mask=(token < count)[:, None] & of_head, other=0.0)
+    raw = tl.load(dt + token * dt_stride, mask=token < count, other=0.0)
     for at in range(0, count, CHUNK):
-        now = at + token
-        real = now < count
-        line = xbc + now.to(tl.int64)[:, None] * xbc_stride
-        here = real[:, None] & (row < DIM)[None, :]
-        x = tl.load(line + head * DIM + row[None, :], mask=here, other=0.0)
-        side = line + HEADS * DIM + group * STATE + column[None, :]
-        b = tl.load(side, mask=real[:, None] & inside[None, :], other=0.0)
-        c = tl.load(side + GROUPS * STATE, mask=real[:, None] & inside[None, :], other=0.0)
-        raw = tl.load(dt + now.to(tl.int64) * dt_stride, mask=real, other=0.0)
+        real = token < count - at
+        b = tl.load(xbc + of_b, mask=real[:, None] & inside[None, :], other=0.0)
+        c = tl.load(xbc + GROUPS * STATE + of_b, mask=real[:, None] & inside[None, :], other=0.0)
+        xbc += CHUNK * xbc_stride
+        dt += CHUNK * dt_stride
+        follows = token < count - at - CHUNK
+        next_x = tl.load(xbc + of_x, mask=follows[:, None] & of_head, other=0.0)
+        next_raw = tl.load(dt + token * dt_stride, mask=follows, other=0.0)
+
         step = tl.where(real, _step(raw, bias), 0.0)  # behind the end the state stands still
         a = tl.cumsum(step * decay, 0)
         total = tl.sum(step * decay, 0)
-
         gap = tl.where(token[:, None] >= token[None, :], a[:, None] - a[None, :], float("-inf"))
         weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap) * step[None, :]
         out = tl.dot(c, tl.trans(h.to(c.dtype)), input_precision="ieee") * tl.exp(a)[:, None]
         out = tl.dot(weight.to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
-        tl.store(y + now.to(tl.int64)[:, None] * (HEADS * DIM) + row[None, :], out.to(y.dtype.element_ty), mask=here)
+        of_y = token[:, None] * (HEADS * DIM) + row[None, :]
+        tl.store(y + of_y, out.to(y.dtype.element_ty), mask=real[:, None] & of_head)
 
         share = (x.to(tl.float32) * (step * tl.exp(total - a))[:, None]).to(x.dtype)
         h = tl.dot(tl.trans(share), b, h * tl.exp(total), input_precision="ieee")
+        y += CHUNK * HEADS * DIM
+        x, raw = next_x, next_raw
     tl.store(place, h.to(state.dtype.element_ty), mask=mask)
 
 
@@ -166,8 +189,7 @@ def _verify(
     xbc, dt, y, state, pending, a_log, d, dt_bias, rows, count, kept, ancestors,
     n, xbc_stride, dt_stride, state_stride, slot_stride, pending_stride, kept_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, MOST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_S: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_S: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a head's state: the kept tokens of the last verify go in, then the new ones look at it."""
     TILES: tl.constexpr = (DIM + ROWS - 1) // ROWS
@@ -183,9 +205,9 @@ def _verify(
     h = tl.load(place, mask=mask, other=0.0)
     past = tl.arange(0, OLD)
     is_kept = past < tl.minimum(tl.load(count + slot), MOST)
-    order = past.to(tl.int64)
+    order = past
     if kept is not None:
-        order = tl.load(kept + slot * kept_stride + past, mask=is_kept, other=0)
+        order = tl.load(kept + slot * kept_stride + past, mask=is_kept, other=0).to(tl.int32)
     decay = -tl.exp(tl.load(a_log + head))
     skip = tl.load(d + head)
     bias = tl.load(dt_bias + head)
@@ -195,20 +217,20 @@ def _verify(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    line = pending + slot * slot_stride + order * pending_stride
-    old_x = tl.load(line[:, None] + head * DIM + row[None, :], mask=is_kept[:, None] & of_head[None, :], other=0.0)
-    side = line[:, None] + HEADS * DIM + group * STATE + column[None, :]
-    old_b = tl.load(side, mask=is_kept[:, None] & inside[None, :], other=0.0)
-    raw = tl.load(line + HEADS * DIM + GROUPS * STATE + head, mask=is_kept, other=0.0)
-    token = sequence * n + node
-    line = xbc + token[:, None] * xbc_stride
-    x = tl.load(line + head * DIM + row[None, :], mask=real[:, None] & of_head[None, :], other=0.0)
-    side = line + HEADS * DIM + group * STATE + column[None, :]
-    b = tl.load(side, mask=real[:, None] & inside[None, :], other=0.0)
-    c = tl.load(side + GROUPS * STATE, mask=real[:, None] & inside[None, :], other=0.0)
-    new_raw = tl.load(dt + token * dt_stride + head, mask=real, other=0.0)
+    line = pending + slot * slot_stride
+    of_old = order * pending_stride
+    of_b = HEADS * DIM + group * STATE + column
+    old_x = tl.load(line + of_old[:, None] + (head * DIM + row)[None, :], is_kept[:, None] & of_head[None, :], 0.0)
+    old_b = tl.load(line + of_old[:, None] + of_b[None, :], is_kept[:, None] & inside[None, :], 0.0)
+    raw = tl.load(line + HEADS * DIM + GROUPS * STATE + head + of_old, is_kept, 0.0)
+    line = xbc + sequence * n * xbc_stride
+    of_new = node[:, None] * xbc_stride
+    x = tl.load(line + of_new + (head * DIM + row)[None, :], real[:, None] & of_head[None, :], 0.0)
+    b = tl.load(line + of_new + of_b[None, :], real[:, None] & inside[None, :], 0.0)
+    c = tl.load(line + GROUPS * STATE + of_new + of_b[None, :], real[:, None] & inside[None, :], 0.0)
+    new_raw = tl.load(dt + sequence * n * dt_stride + head + node * dt_stride, real, 0.0)
     if ancestors is not None:
-        word = tl.load(ancestors + token, mask=real, other=0)
+        word = tl.load(ancestors + sequence * n + node, real, 0)
         sees = ((word[:, None] >> node[None, :]) & 1) == 1
     else:
         sees = node[:, None] >= node[None, :]
@@ -217,17 +239,20 @@ def _verify(
     total = tl.sum(step * decay, 0)
     share = old_x.to(tl.float32) * (step * tl.exp(total - tl.cumsum(step * decay, 0)))[:, None]
     h = h.to(tl.float32) * tl.exp(total)
-    h = tl.dot(tl.trans(share), old_b.to(tl.float32), h, input_precision=PRECISION)
+    high = share.to(old_b.dtype)
+    if old_b.dtype != tl.float32:
+        low = (share - high.to(tl.float32)).to(old_b.dtype)
+        h = tl.dot(tl.trans(low), old_b, h)
+    h = tl.dot(tl.trans(high), old_b, h, input_precision="ieee")
     tl.store(place, h.to(state.dtype.element_ty), mask=mask)
 
     step = tl.where(real, _step(new_raw, bias), 0.0)
     a = tl.sum(tl.where(sees, (step * decay)[None, :], 0.0), 1)  # over the path from the root
     gap = tl.where(sees, a[:, None] - a[None, :], float("-inf"))
     weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap) * step[None, :]
-    out = tl.dot(c.to(tl.float32), tl.trans(h), input_precision=PRECISION) * tl.exp(a)[:, None]
-    x = x.to(tl.float32)
-    out = tl.dot(weight, x, out, input_precision=PRECISION) + skip * x
-    place = y + token[:, None] * (HEADS * DIM) + head * DIM + row[None, :]
+    out = tl.dot(c, tl.trans(h.to(c.dtype)), input_precision="ieee") * tl.exp(a)[:, None]
+    out = tl.dot(weight.to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
+    place = y + sequence * n * (HEADS * DIM) + node[:, None] * (HEADS * DIM) + (head * DIM + row)[None, :]
     tl.store(place, out.to(y.dtype.element_ty), mask=real[:, None] & of_head[None, :])
 
 

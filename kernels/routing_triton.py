@@ -33,7 +33,7 @@ def most_blocks(tokens: int, rule: Routing, rows: int) -> int:
     """Most blocks of `rows` rows that a routing of so many tokens can need."""
     pairs = tokens * rule.top_k
     hit = min(pairs, rule.experts)
-    return hit + (pairs - hit) // rows + rule.shared * triton.cdiv(tokens, rows)
+    return hit + (pairs - hit) // rows + rule.shared * -(-tokens // rows)
 
 
 def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor, torch.Tensor, Plan]:

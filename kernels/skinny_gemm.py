@@ -1,8 +1,8 @@
 """Matrix products of a few rows with a weight, at the speed at which the weight can be read.
 
 One program owns `BN` rows of the weight (or a part of their K) and streams them through the tensor cores against the
-rows of x, padded to 16, 32, 64 or 128. RMSNorm of x, bias, residual and SiLU gating ride along, so that a layer's
-products need no kernel between them.
+rows of x, padded to 16, 32, 64 or 128. RMSNorm of x, bias, residual and what an MLP has between its products ride
+along, so that a layer's products need no kernel between them.
 
 Where a product is split over K, every program leaves float32 partial sums in a workspace; the last to arrive at a tile
 adds them in the order of the splits, so that results do not depend on timing.
@@ -42,6 +42,7 @@ def _skinny_kernel(
     residual_stride,
     eps,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -143,6 +144,9 @@ def _skinny_kernel(
             total_up += tl.load(bias + N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
         total = total * tl.sigmoid(total) * total_up
+    if SQUARED:
+        total = tl.where(total < 0, 0.0, total)  # a maximum would hide NaN
+        total *= total
     if HAS_RESIDUAL:
         total += added.to(tl.float32)
     tl.store(y + rows[:, None].to(tl.int64) * N + columns[None, :], total.to(y.dtype.element_ty), mask=exists)
@@ -181,13 +185,15 @@ def skinny_linear(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    squared: bool = False,
 ) -> torch.Tensor:
-    """RMSNorm(x; norm_weight, eps) @ weight.T + bias + residual, summed in float32.
+    """RMSNorm(x; norm_weight, eps) @ weight.T + bias + residual, summed in float32; `squared`: relu(..)^2 + residual.
 
     x [M, K] with M <= 128, weight [N, K] contiguous, bias [N], norm_weight [K], residual [M, N] -> [M, N], all of one
-    type, norm_weight of that or float32. Each of bias, norm and residual may be absent. Rows of x and of residual may be apart, their elements not.
+    type, norm_weight of that or float32. Each of bias, norm and residual may be absent. Rows of x and of residual may
+    be apart, their elements not.
     """
-    return _product(x, weight, bias, norm_weight, eps, residual, gated=False)
+    return _product(x, weight, bias, norm_weight, eps, residual, gated=False, squared=squared)
 
 
 def skinny_gated(
@@ -205,7 +211,9 @@ def skinny_gated(
     return _product(x, weight, bias, norm_weight, eps, None, gated=True)
 
 
-def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile | None = None, pdl=None) -> torch.Tensor:
+def _product(
+    x, weight, bias, norm_weight, eps, residual, *, gated, squared=False, tile: Tile | None = None, pdl=None
+) -> torch.Tensor:
     (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     assert m <= 128, f"{m} rows are not few"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
@@ -238,6 +246,7 @@ def _product(x, weight, bias, norm_weight, eps, residual, *, gated, tile: Tile |
         0 if residual is None else residual.stride(0),
         eps,
         GATED=gated,
+        SQUARED=squared,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None,

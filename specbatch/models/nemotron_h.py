@@ -184,7 +184,7 @@ class Relu2:
     down: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x, norm=self.norm).relu_().square_(), residual=x)
+        return self.down(self.up.squared(x, self.norm), residual=x)
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention import write_kv_ref
-from specbatch.kernels.elementwise import rms_norm, silu_product, split_heads
+from specbatch.kernels.elementwise import relu_square, rms_norm, silu_product, split_heads
 from specbatch.kernels.heads import Heads, split_heads_ref
 from specbatch.kernels.norm import rms_norm_ref
 from specbatch.kernels.rope import rope_table
@@ -42,6 +42,19 @@ def test_silu_product(device: torch.device, dtype: torch.dtype, rows: int, width
     gate_up = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
     gate, up = gate_up.double().chunk(2, -1)
     close(silu_product(gate_up), (F.silu(gate) * up).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 40), (3, 12288), (5, 2049)])
+def test_relu_square(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
+    skip_unless(device, dtype)
+    x = torch.randn(rows, width, device=device).to(dtype) * 4
+    x[0, 7] = torch.nan  # goes on: a run must notice it
+    expected = F.relu(x.double()).square().to(dtype)
+    y = relu_square(x)
+    assert y.data_ptr() == x.data_ptr()
+    assert y[0, 7].isnan()
+    torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
 def make_heads(device: torch.device, dtype: torch.dtype, count: int, kv: int, dim: int, norm: bool) -> Heads:

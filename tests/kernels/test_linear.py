@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbatch.kernels import linear
-from specbatch.kernels.linear import Linear
+from specbatch.kernels.linear import Linear, Norm
 
 ROWS = [1, 2, 5, 15, 16, 17, 63, 64, 65]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -49,6 +49,17 @@ def test_inputs_may_be_views(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 65])
 def test_small_matrices(rows: int, inner: int, outer: int) -> None:
     check(numbers(rows, inner, seed=3), numbers(outer, inner, seed=4), numbers(outer, seed=5))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_relu_squared(rows: int, biased: bool) -> None:
+    x, weight, bias = numbers(rows, 37, seed=3), numbers(53, 37, seed=4), numbers(53, seed=5) if biased else None
+    norm = Norm(numbers(37, seed=6), 1e-3)
+    wide = x.double()
+    wide = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + norm.eps) * norm.weight.double()
+    h = wide @ weight.double().t() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(Linear(weight, bias).squared(x, norm).double(), h.relu().square(), rtol=1e-5, atol=1e-4)
 
 
 def test_operands_are_left_alone() -> None:

@@ -70,6 +70,23 @@ def test_gated(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device
     check(skinny_gated(x, weight, bias, norm_weight=norm, eps=EPS), F.silu(h[:, :n]) * h[:, n:], dtype)
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias-residual"])
+@pytest.mark.parametrize(("n", "k"), [(131, 72), (64, 1096)])
+def test_squared(n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
+    kind = {"dtype": dtype, "device": device}
+    x, weight = numbers(5, k, seed=1, **kind), numbers(n, k, seed=2, **kind) / k**0.5
+    x[3, 2] = torch.nan  # goes on: a run must notice it
+    norm, bias, residual = (
+        1 + numbers(k, seed=3, **kind),
+        *(numbers(*size, seed=4, **kind) for size in ((n,), (5, n))),
+    )
+    h = normalised(x, norm if full else None) @ weight.double().t() + (bias.double() if full else 0)
+    given = {"bias": bias, "norm_weight": norm, "eps": EPS, "residual": residual} if full else {}
+    y, expected = skinny_linear(x, weight, squared=True, **given), F.relu(h).square() + (residual if full else 0)
+    assert y[3].isnan().all()
+    check(y.nan_to_num(), expected.nan_to_num(), dtype)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
 @pytest.mark.parametrize("gated", [False, True])
 def test_splits(splits: int, gated: bool, device: torch.device) -> None:
