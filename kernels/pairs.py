@@ -17,7 +17,7 @@ class Due(NamedTuple):
     """Pairs whose keys are not written yet, n for each of B sequences, and where they stand.
 
     embedded, hidden [B * n, H]; positions int64 [B * n]; start int64 [B]: of the first of each sequence; newest int64
-    [B]: the row of the one that ends in the root; behind int64 [n, B]: the root's place and those that follow.
+    [B]: the row of the one that ends in the root; places int64 [n, B]: its own and those that follow.
     """
 
     embedded: torch.Tensor
@@ -25,7 +25,7 @@ class Due(NamedTuple):
     positions: torch.Tensor
     start: torch.Tensor
     newest: torch.Tensor
-    behind: torch.Tensor
+    places: torch.Tensor
 
 
 def due_pairs_ref(
@@ -47,22 +47,22 @@ def due_pairs_ref(
     positions = start[:, None] + place
     newest = torch.arange(len(rows), device=rows.device) * most + ready[rows] - 1
     embedded = F.embedding(tokens[rows[:, None], positions + 1].flatten(), embedding)
-    behind = place[:, None] + lengths
-    return Due(embedded, waiting[rows].flatten(0, 1), positions.flatten(), start, newest, behind)
+    places = place[:, None] + lengths - 1
+    return Due(embedded, waiting[rows].flatten(0, 1), positions.flatten(), start, newest, places)
 
 
 def beam_pairs_ref(
     tokens: torch.Tensor,
     origin: torch.Tensor,
     before: torch.Tensor,
-    lengths: torch.Tensor,
+    root: torch.Tensor,
     depth: int,
     embedding: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The pairs of beams: tokens int64 [B, K] behind row `origin` int64 [B, K] of before [B, W, H], `depth` below the
-    pair of the root, which stands at lengths int64 [B] - 1. Returns embedded, hidden [B * K, H], positions [B * K]."""
+    pair of the root, which stands at root int64 [B]. Returns embedded, hidden [B * K, H], positions [B * K]."""
     hidden = before.gather(1, origin[:, :, None].expand(-1, -1, before.shape[2])).flatten(0, 1)
-    positions = (lengths - 1 + depth).repeat_interleave(tokens.shape[1])
+    positions = (root + depth).repeat_interleave(tokens.shape[1])
     return F.embedding(tokens.flatten(), embedding), hidden, positions
 
 
@@ -113,7 +113,7 @@ def beam_pairs(
     tokens: torch.Tensor,
     origin: torch.Tensor,
     before: torch.Tensor,
-    lengths: torch.Tensor,
+    root: torch.Tensor,
     depth: int,
     embedding: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,8 +121,8 @@ def beam_pairs(
     if dispatch.runs_kernels(tokens):
         from specbatch.kernels import pairs_triton
 
-        return pairs_triton.beam_pairs(tokens, origin, before, lengths, depth, embedding)
-    return beam_pairs_ref(tokens, origin, before, lengths, depth, embedding)
+        return pairs_triton.beam_pairs(tokens, origin, before, root, depth, embedding)
+    return beam_pairs_ref(tokens, origin, before, root, depth, embedding)
 
 
 def rows_of_both(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ def _due_kernel(
     positions,
     start,
     newest,
-    behind,
+    places,
     length_of_tokens,
     batch,
     width,
@@ -52,7 +52,7 @@ def _due_kernel(
     _copy(waiting + (row * MOST + place) * width, hidden + pair * width, width, COLUMNS)
     if tl.program_id(1) == 0:
         tl.store(positions + pair, position)
-        tl.store(behind + place * batch + sequence, length + place)
+        tl.store(places + place * batch + sequence, length - 1 + place)
         tl.store(start + sequence, length - count, place == 0)
         tl.store(newest + sequence, pair + count - 1, place == 0)
 
@@ -62,7 +62,7 @@ def _beam_kernel(
     tokens,
     origin,
     before,
-    lengths,
+    root,
     depth,
     embedding,
     embedded,
@@ -82,7 +82,7 @@ def _beam_kernel(
     parent = sequence * parents + tl.load(origin + pair)
     _copy(embedding + tl.load(tokens + pair) * width, embedded + pair * width, width, COLUMNS)
     _copy(before + parent * width, hidden + pair * width, width, COLUMNS)
-    tl.store(positions + pair, tl.load(lengths + sequence) - 1 + depth, tl.program_id(1) == 0)
+    tl.store(positions + pair, tl.load(root + sequence) + depth, tl.program_id(1) == 0)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def beam_pairs(
     tokens: torch.Tensor,
     origin: torch.Tensor,
     before: torch.Tensor,
-    lengths: torch.Tensor,
+    root: torch.Tensor,
     depth: int,
     embedding: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -160,7 +160,7 @@ def beam_pairs(
     embedded, hidden = before.new_empty(count, width), before.new_empty(count, width)
     positions = tokens.new_empty(count)
     _beam_kernel[(count, triton.cdiv(width, _COLUMNS))](
-        tokens, origin, before, lengths, depth, embedding, embedded, hidden, positions, parents, width,
+        tokens, origin, before, root, depth, embedding, embedded, hidden, positions, parents, width,
         TOPK=tokens.shape[1], **_how(tokens),
     )  # fmt: skip
     return embedded, hidden, positions

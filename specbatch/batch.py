@@ -114,6 +114,7 @@ class DeviceBatch:
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.int64, device=device)
         self._parameters = torch.zeros(slots + 1, 4, dtype=torch.float64, device=device)  # temperature, k, p, min p
         self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._same: dict[int, torch.Tensor] = {}
 
     def admit(self, requests: list[Request], seeds: list[int]) -> None:
         """Write the rows of requests that were given a slot."""
@@ -131,6 +132,12 @@ class DeviceBatch:
         table = upload(np.column_stack([slots, np.array(seeds), values.view(np.int64)]), self.device)
         self._seeds[table[:, 0]] = table[:, 1]
         self._parameters[table[:, 0]] = table[:, 2:].view(torch.float64)
+
+    def everywhere(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """int64 [B]: the same number for each of rows [B]. Made once, for whoever only reads it."""
+        if number not in self._same:
+            self._same[number] = torch.full((self.slots + 1,), number, dtype=torch.int64, device=self.device)
+        return self._same[number][: len(rows)]
 
     def add_pages(self, cells: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index, page) each."""

@@ -48,7 +48,7 @@ def test_due_pairs(batch: int, most: int, width: int, device: torch.device) -> N
     root = case.tokens[case.rows, case.lengths]
     assert torch.equal(found.embedded[found.newest], case.embedding[root])
     assert torch.equal(found.positions[found.newest], case.lengths - 1)
-    assert torch.equal(found.behind[-1], case.lengths + most - 1)
+    assert torch.equal(found.places[-1], case.lengths + most - 2)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
