@@ -35,20 +35,20 @@ def due_pairs_ref(
     waiting: torch.Tensor,
     ready: torch.Tensor,
     embedding: torch.Tensor,
+    most: int,
 ) -> Due:
-    """The pairs of the features that wait: those before the root, which stands at lengths int64 [B].
+    """The pairs of up to `most` features that wait: those before the root, which stands at lengths int64 [B].
 
     tokens int64 [R, W], waiting [R, n, H] and ready int64 [R] of all device rows, of which rows int64 [B] names the
-    sequences'; embedding [V, H]. Of the n features the first `ready` count; pairs of the others are made of leftovers.
+    sequences'; embedding [V, H]. The first `ready` features count; pairs of the others are made of leftovers.
     """
-    most = waiting.shape[1]
     place = torch.arange(most, device=rows.device)
     start = lengths - ready[rows]
     positions = start[:, None] + place
     newest = torch.arange(len(rows), device=rows.device) * most + ready[rows] - 1
     embedded = F.embedding(tokens[rows[:, None], positions + 1].flatten(), embedding)
     places = place[:, None] + lengths - 1
-    return Due(embedded, waiting[rows].flatten(0, 1), positions.flatten(), start, newest, places)
+    return Due(embedded, waiting[rows, :most].flatten(0, 1), positions.flatten(), start, newest, places)
 
 
 def beam_pairs_ref(
@@ -66,11 +66,6 @@ def beam_pairs_ref(
     return F.embedding(tokens.flatten(), embedding), hidden, positions
 
 
-def rows_of_both_ref(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a [T, A] and b [T, B] -> those of rows int64 [n]."""
-    return a[rows], b[rows]
-
-
 def keep_waiting_ref(
     hidden: torch.Tensor,
     rows: torch.Tensor,
@@ -81,15 +76,15 @@ def keep_waiting_ref(
 ) -> None:
     """Features of a verify wait for the next draft: hidden [B * N, H] of N nodes for each of rows int64 [B].
 
-    waiting [R, n, H] gets the first n of a sequence, those of a tree in the order of path int64 [B, N]: no more can
+    waiting [R, n, H] gets the first of a sequence, up to n, of a tree in the order of path int64 [B, N]: no more can
     stand for tokens that were kept. ready int64 [R]: accepted [B] + 1 of them do, of padding rows, which stay at length
     1, always 1.
     """
     hidden = hidden.unflatten(0, (len(rows), -1))
-    most = waiting.shape[1]
+    most = min(waiting.shape[1], hidden.shape[1])
     if path is not None:
         hidden = hidden.gather(1, path[:, :most, None].expand(-1, -1, hidden.shape[2]))
-    waiting[rows] = hidden[:, :most]
+    waiting[rows, :most] = hidden[:, :most]
     ready[rows] = torch.where(rows > 0, accepted + 1, 1)
 
 
@@ -100,13 +95,14 @@ def due_pairs(
     waiting: torch.Tensor,
     ready: torch.Tensor,
     embedding: torch.Tensor,
+    most: int,
 ) -> Due:
     """`due_pairs_ref`, in one launch on a CUDA device."""
     if dispatch.runs_kernels(rows):
         from specbatch.kernels import pairs_triton
 
-        return pairs_triton.due_pairs(tokens, rows, lengths, waiting, ready, embedding)
-    return due_pairs_ref(tokens, rows, lengths, waiting, ready, embedding)
+        return pairs_triton.due_pairs(tokens, rows, lengths, waiting, ready, embedding, most)
+    return due_pairs_ref(tokens, rows, lengths, waiting, ready, embedding, most)
 
 
 def beam_pairs(
@@ -123,15 +119,6 @@ def beam_pairs(
 
         return pairs_triton.beam_pairs(tokens, origin, before, root, depth, embedding)
     return beam_pairs_ref(tokens, origin, before, root, depth, embedding)
-
-
-def rows_of_both(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rows_of_both_ref`, in one launch on a CUDA device."""
-    if dispatch.runs_kernels(a):
-        from specbatch.kernels import pairs_triton
-
-        return pairs_triton.rows_of_both(a, b, rows)
-    return rows_of_both_ref(a, b, rows)
 
 
 def keep_waiting(

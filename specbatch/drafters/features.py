@@ -23,7 +23,8 @@ from specbatch.drafters.expansion import Beams, expand
 from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.kernels.choice import likeliest_embedded
 from specbatch.kernels.heads import split_heads
-from specbatch.kernels.pairs import beam_pairs, due_pairs, keep_waiting, rows_of_both
+from specbatch.kernels.pairs import beam_pairs, due_pairs, keep_waiting
+from specbatch.kernels.rows import rows_of_both
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -155,10 +156,11 @@ class FeatureChain:
     def _newest(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root,
         and the places from its own on, int64 [n, B]."""
-        batch = step.batch
-        due = due_pairs(batch.tokens, step.rows, step.lengths, self._waiting, self._ready, self._head.embedding)
+        most = self._waiting.shape[1]
+        memory = self._waiting, self._ready
+        due = due_pairs(step.batch.tokens, step.rows, step.lengths, *memory, self._head.embedding, most)
         # Of pairs beyond the ready ones the places are written again before anything sees them.
-        shape = step.verify(due.start, self._waiting.shape[1])
+        shape = step.verify(due.start, most)
         return self._run(shape, due.embedded, due.hidden, due.positions, due.newest), due.places
 
     def _run(
