@@ -55,7 +55,7 @@ def _argmax_kernel(
     for step in range(steps):
         x = ahead.to(tl.float32)
         ids += BLOCK
-        # On its way while this block is compared: four instructions for each logit, so that memory is what they wait for.
+        # On its way while this block is compared, with few instructions for each logit: memory is to be the limit.
         ahead = tl.load(logits + ids, ids < end, other=-float("inf"))
         best_step = tl.where(x > best, step, best_step)  # what is equal comes later and stays out
         best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)

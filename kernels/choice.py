@@ -58,9 +58,7 @@ def likeliest_embedded(
     return F.embedding(likeliest(logits, ids, out), embedding)
 
 
-def top_children(
-    logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def top_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """`top_children_ref`, in two launches on a CUDA device."""
     if dispatch.runs_kernels(logits):
         from specbatch.kernels import choice_triton

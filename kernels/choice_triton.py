@@ -151,9 +151,7 @@ def _children_kernel(
     tl.store(tokens + row * TOPK + place, token, place < TOPK)
 
 
-def top_children(
-    logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def top_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """`choice.top_children`."""
     *shape, vocabulary = logits.shape
     rows = logits.flatten(0, -2)

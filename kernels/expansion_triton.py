@@ -14,7 +14,7 @@ _NOTHING = tl.constexpr(-(1 << 63))  # below whatever `pack` makes
 
 @triton.jit
 def _best_of(scores, places, inside, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr):
-    """Places of the COUNT largest of `scores`, largest first, among equals the first; the rest of the BLOCK_COUNT are 0."""
+    """Places of the COUNT largest scores, largest first, among equals the first; what is left of BLOCK_COUNT is 0."""
     left = tl.where(inside, pack(scores, places), _NOTHING)
     rank = tl.arange(0, BLOCK_COUNT)
     best = tl.zeros([BLOCK_COUNT], tl.int64)
@@ -90,8 +90,13 @@ def grow(
 ) -> Level:
     """`expansion.grow_ref`; everything contiguous."""
     batch, width, topk = tokens.shape
-    places = [torch.empty(batch, topk, dtype=torch.int64, device=tokens.device) for _ in range(4)]
-    level = Level(*places[:3], torch.empty(batch, topk, device=tokens.device), places[3])
+    level = Level(
+        tokens=tokens.new_empty(batch, topk),
+        origin=tokens.new_empty(batch, topk),
+        ancestors=tokens.new_empty(batch, topk),
+        scores=scores.new_empty(batch, topk),
+        numbers=tokens.new_empty(batch, topk),
+    )
     block = triton.next_power_of_2(width * topk)
     _grow_kernel[(batch,)](
         *candidates,
@@ -138,9 +143,7 @@ def _keep_kernel(
     best = _best_of(score, candidate, candidate < total, COUNT, BLOCK_COUNT)
     place = tl.arange(0, BLOCK_COUNT)
     used = place < COUNT
-    tl.store(
-        kept_tokens + sequence * COUNT + place, tl.load(tokens + sequence * total + best, used, other=0), used
-    )
+    tl.store(kept_tokens + sequence * COUNT + place, tl.load(tokens + sequence * total + best, used, other=0), used)
     # Which of the kept is each one's parent? None of them: the root, which everybody sees.
     number = tl.load(parents + sequence * total + best, used, other=0)
     is_parent = (number[:, None] == (best + 1)[None, :]) & used[None, :] & used[:, None]

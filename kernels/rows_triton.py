@@ -50,7 +50,7 @@ def rows_of_both(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[
 
 
 def put_next(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> None:
-    """`rows.put_next_ref`; what is at one place of the ring is contiguous. One program: the next turn is its to write."""
+    """`rows.put_next_ref`; what is at one place of the ring is contiguous. One program alone writes the turn."""
     _put_kernel[(1,)](
         ring,
         turn,

@@ -11,6 +11,7 @@ import torch
 
 from specbatch.context import chain
 from specbatch.kernels import dispatch
+from specbatch.kernels.rows import rows_of_both
 from specbatch.kernels.sampling import draw_ref, probabilities_ref, uniform_ref
 from specbatch.kernels.tree import depths_of
 from specbatch.request import Request
@@ -145,15 +146,24 @@ class DeviceBatch:
             slot, index, page = upload(cells, self.device).unbind(1)
             self.page_table[slot, index] = page
 
+    def look_up(self, rows: torch.Tensor, needs: Needs) -> tuple[torch.Tensor, Sampling]:
+        """KV lengths [B] of the given rows [B], and their parameters."""
+        lengths, seeds = rows_of_both(self.lengths, self._seeds, rows)
+        return lengths, self._sampling(rows, seeds, needs)
+
     def sampling(self, rows: torch.Tensor, needs: Needs) -> Sampling:
-        """Parameters of the given rows [B]. Where none is sampled nothing asks for more than the seeds."""
+        """Parameters of the given rows [B]."""
+        return self._sampling(rows, self._seeds[rows], needs)
+
+    def _sampling(self, rows: torch.Tensor, seeds: torch.Tensor, needs: Needs) -> Sampling:
+        # Where none is sampled nothing asks for more than the seeds.
         values = self._parameters[rows] if needs.sampled else self._parameters[:0]
         return Sampling(
             temperature=values[:, 0].float(),
             top_k=values[:, 1].long(),
             top_p=values[:, 2].float(),
             min_p=values[:, 3].float(),
-            seeds=self._seeds[rows],
+            seeds=seeds,
             needs=needs,
         )
 

@@ -127,10 +127,11 @@ class FeatureChain:
         drafts = step.rows.new_empty(len(step.rows), self._count)
         laws: list[torch.Tensor] = []
         for index in range(self._count):
-            if index:
-                hidden = self._run(step.verify(places[index], 1), embedded, hidden, places[index])
             embedded, law = self.choose(hidden, step.sampling, places[index], drafts[:, index])
             laws += [] if law is None else [law]
+            if index + 1 < self._count:
+                place = places[index + 1]
+                hidden = self._run(step.verify(place, 1), embedded, hidden, place)
         drafted = step.batch.everywhere(self._count, step.rows)
         return Proposal(drafts, drafted, torch.cat(laws, 1) if laws else None)
 

@@ -110,7 +110,8 @@ class DraftHead:
         return taken
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """embedded tokens and hidden [T, hidden_size] -> residual stream [T, hidden_size] and qkv. It may be `hidden`."""
+        """Embedded tokens and hidden [T, hidden_size] -> residual stream [T, hidden_size] and qkv. The stream may be
+        `hidden` itself."""
         raise NotImplementedError
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,8 @@ def test_levels_and_what_is_kept(shape: DraftShape, batch: int, device: torch.de
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
     for depth in (steps, steps + 3):
-        for one, other in zip(expansion_triton.keep(ours, count, depth), expansion.keep_ref(theirs, count, depth)):
+        found = expansion_triton.keep(ours, count, depth)
+        for one, other in zip(found, expansion.keep_ref(theirs, count, depth), strict=True):
             assert torch.equal(one, other)
 
 
