@@ -13,7 +13,7 @@ _COLUMNS = 1024  # of an embedding that one program copies
 _NOTHING = tl.constexpr(-(1 << 63))  # below whatever `pack` makes
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])  # a column of a table
 def _likeliest_kernel(
     partials,
     ids,

@@ -48,19 +48,18 @@ class Standalone(NoDraft):
 
     def propose(self, step: Step) -> Proposal:
         batch, count = step.batch, self._count
-        # Places of the newest token before the root, of the root, and of the drafts.
-        places = torch.arange(-1, count + 1, device=batch.device)[:, None] + step.lengths
-        start, positions = places[0], chain(places[0], 2)
+        start, rows = step.lengths - 1, 2
+        positions = chain(start, rows)
         tokens = batch.tokens[step.rows[:, None], positions].flatten()
         drafts = step.rows.new_empty(len(step.rows), count)
         laws = []
         for index in range(count):
-            rows = 1 if index else 2
             context = step.verify(start, rows).on(self._cache)
             features = self._model.forward(self._known(tokens), positions.flatten(), context)
             newest = features.last.view(len(step.rows), rows, -1)[:, -1]
             logits = self._fit(self._model.logits(newest))
-            start = positions = places[index + 2]
+            start = positions = start + rows
+            rows = 1
             if step.sampling.needs.sampled:
                 drawn, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT)
                 tokens = drafts[:, index].copy_(drawn[:, 0])
