@@ -132,8 +132,7 @@ def _children_kernel(
     at = row * blocks + block
     top = tl.load(tops + at, block < blocks, other=-float("inf"))
     most = tl.max(top, 0)
-    shares = tl.load(sums + at, block < blocks, other=0.0)
-    shares = shares * tl.where(top == -float("inf"), 0.0, tl.exp(top - most))
+    shares = tl.load(sums + at, block < blocks, other=0.0) * tl.exp(top - most)
     total = most + tl.log(tl.sum(shares, 0))
     inside = (block < blocks)[:, None] & (place < TOPK)[None, :]
     left = tl.load(keys + at[:, None] * TOPK + place[None, :], inside, other=_NOTHING)
