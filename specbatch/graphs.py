@@ -17,6 +17,7 @@ import torch
 
 from specbatch.batch import Needs
 from specbatch.config import Graphs
+from specbatch.kernels.rows import put_next
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Program = Callable[[], None]
@@ -146,10 +147,13 @@ class WholeGraphs:
         self._recorder = recorder
         self._buckets = batch_buckets(most)
         self._graphs: dict[tuple[int, Needs], Program] = {}
+        # Where the last result is. Replays count for themselves, so that as a rule the host has nothing to tell them.
         self._turn = 0
-        # What the host tells a replay: where its result goes, then the device rows.
-        self._inputs = torch.zeros(most + 1, dtype=torch.int64, device=device)
-        self._host = torch.zeros(RING, most + 1, dtype=torch.int64)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        # The device rows. They are sent when others than the last ones run.
+        self._rows = torch.zeros(most, dtype=torch.int64, device=device)
+        self._sent: list[int] = []
+        self._host = torch.zeros(RING, most, dtype=torch.int64)
         if device.type == "cuda":
             self._host = self._host.pin_memory()
         self._packed = torch.zeros(RING, most, rows + 3, dtype=torch.int64, device=device)
@@ -171,9 +175,11 @@ class WholeGraphs:
             replay = self._capture(bucket, needs)
             self.counters.recorded_late += 1
         self._turn = turn = (self._turn + 1) % RING
-        host = self._host[turn, : bucket + 1]
-        host.copy_(torch.tensor([turn, *slots, *[0] * (bucket - len(slots))]))
-        self._inputs[: bucket + 1].copy_(host, non_blocking=True)
+        rows = [*slots, *[0] * (bucket - len(slots))]
+        if rows != self._sent:
+            host = self._host[turn, :bucket].copy_(torch.tensor(rows))
+            self._rows[:bucket].copy_(host, non_blocking=True)
+            self._sent = rows
         replay()
         self.counters.replays += 1
         self.counters.padded += bucket - len(slots)
@@ -181,17 +187,18 @@ class WholeGraphs:
         return self._packed[turn, :count], self._logprobs[turn, :count] if needs.logprobs else None
 
     def _capture(self, bucket: int, needs: Needs) -> Program:
-        turn, slots = self._inputs[:1], self._inputs[1 : bucket + 1]
+        rows = self._rows[:bucket]
 
         def program() -> None:
-            packed, logprobs = self._run(slots, needs)
-            self._packed[:, :bucket].index_copy_(0, turn, packed[None])
+            packed, logprobs = self._run(rows, needs)
+            put_next(self._packed[:, :bucket], self._place, packed)
             if logprobs is not None:
-                self._logprobs[:, :bucket].index_copy_(0, turn, logprobs[None])
+                self._logprobs[:, :bucket].index_copy_(0, self._place, logprobs[None])
 
         # A pass over padding rows harms nobody, if its result goes where the next one will: others may be on their way.
-        self._inputs.zero_()
-        turn.fill_((self._turn + 1) % RING)
+        self._rows.zero_()
+        self._sent = []
         self._recorder.warm(program)
+        self._place.fill_(self._turn)
         replay = self._graphs[bucket, needs] = self._recorder.record(program)
         return replay

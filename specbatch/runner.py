@@ -158,14 +158,15 @@ class Runner:
     def _run(self, slots: torch.Tensor, needs: Needs, bound: int | None = None) -> Result:
         """One iteration over device rows [B]; what a graph records."""
         batch = self._batch
+        lengths, sampling = batch.look_up(slots, needs)
         return self._iteration(
             Step(
                 batch=batch,
                 rows=slots,
-                lengths=batch.lengths[slots],
+                lengths=lengths,
                 page_size=self._page_size,
                 bound=batch.width - 1 if bound is None else bound,
-                sampling=batch.sampling(slots, needs),
+                sampling=sampling,
             )
         )
 

@@ -104,7 +104,7 @@ class NoDraft:
         pass
 
     def propose(self, step: Step) -> Proposal:
-        return Proposal(step.rows.new_empty(len(step.rows), 0), torch.zeros_like(step.rows))
+        return Proposal(step.rows.new_empty(len(step.rows), 0), step.batch.everywhere(0, step.rows))
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         pass

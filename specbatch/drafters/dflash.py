@@ -11,6 +11,7 @@ from specbatch.batch import DeviceBatch
 from specbatch.context import Prefill, chain
 from specbatch.drafters.base import DraftPlan, Step
 from specbatch.errors import refuse
+from specbatch.kernels.choice import likeliest
 from specbatch.kernels.context_kv import write_context, write_verified
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
@@ -48,11 +49,10 @@ class DFlashDrafter:
         hidden = model.block.forward(tokens, positions, shape.on(self._cache)).last
         # Row i stands for the token at its own position: the first, the root, is known.
         logits = model.block.logits(hidden).unflatten(0, (-1, count + 1))[:, 1:]
-        drafted = torch.full_like(step.lengths, count)
+        drafted = step.batch.everywhere(count, step.rows)
         if step.sampling.needs.sampled:
             return self._draw(step, logits, drafted)
-        tokens = logits.argmax(-1)
-        return Proposal(tokens if model.ids is None else model.ids[tokens], drafted)
+        return Proposal(likeliest(logits, model.ids), drafted)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         where = (step.batch.page_table, step.rows, step.lengths, accepted)

@@ -14,6 +14,7 @@ from specbatch.drafters.base import DraftPlan, NoDraft, Step
 from specbatch.drafters.expansion import Beams, expand
 from specbatch.errors import refuse
 from specbatch.forward import Forward
+from specbatch.kernels.choice import likeliest
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.llama import Features, Llama
@@ -46,27 +47,26 @@ class Standalone(NoDraft):
         self._forward(self._known(tokens), shape, rows=shape.last[:0])  # for its keys and values alone
 
     def propose(self, step: Step) -> Proposal:
-        start = step.lengths - 1
-        tokens = self._known(step.batch.tokens[step.rows[:, None], chain(start, 2)])
-        drafts, laws = [], []
-        for _ in range(self._count):
-            positions = chain(start, tokens.shape[1]).flatten()
-            shape = step.verify(start, tokens.shape[1])
-            features = self._model.forward(tokens.flatten(), positions, shape.on(self._cache))
-            newest = features.last.view(len(step.rows), tokens.shape[1], -1)[:, -1]
+        batch, count = step.batch, self._count
+        start, rows = step.lengths - 1, 2
+        positions = chain(start, rows)
+        tokens = batch.tokens[step.rows[:, None], positions].flatten()
+        drafts = step.rows.new_empty(len(step.rows), count)
+        laws = []
+        for index in range(count):
+            context = step.verify(start, rows).on(self._cache)
+            features = self._model.forward(self._known(tokens), positions.flatten(), context)
+            newest = features.last.view(len(step.rows), rows, -1)[:, -1]
             logits = self._fit(self._model.logits(newest))
-            start = start + tokens.shape[1]
+            start = positions = start + rows
+            rows = 1
             if step.sampling.needs.sampled:
-                tokens, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT)
+                drawn, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT)
+                tokens = drafts[:, index].copy_(drawn[:, 0])
                 laws.append(law)
             else:
-                tokens = logits.argmax(-1, keepdim=True)
-            drafts.append(tokens)
-        return Proposal(
-            torch.cat(drafts, 1),
-            torch.full_like(step.lengths, self._count),
-            torch.cat(laws, 1) if laws else None,
-        )
+                tokens = likeliest(logits, out=drafts[:, index])
+        return Proposal(drafts, batch.everywhere(count, step.rows), torch.cat(laws, 1) if laws else None)
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the draft has embeddings for: a target with more rows may choose one that stands for no text."""
@@ -118,7 +118,7 @@ class StandaloneTree(Standalone):
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
         drafts, ancestors = expand(logits, self._shape, run)
-        return Proposal(drafts, torch.full_like(lengths, self._count), ancestors=ancestors)
+        return Proposal(drafts, step.batch.everywhere(self._count, step.rows), ancestors=ancestors)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         self._new[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)

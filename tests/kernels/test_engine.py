@@ -14,10 +14,14 @@ import torch
 from specbatch.config import Graphs, Speculation
 from specbatch.kernels import (
     accept,
+    choice_triton,
     context_kv_triton,
     draw,
     elementwise,
+    expansion_triton,
     ngram_triton,
+    pairs_triton,
+    rows_triton,
     skinny_gemm,
     tree_triton,
     verify_attention,
@@ -33,7 +37,7 @@ SPECULATIONS = {
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
     "eagle3": Speculation("eagle3", draft="dummy"),
-    "mtp": Speculation("mtp", draft_tokens=2),
+    "mtp-tree": Speculation("mtp", draft_steps=2, draft_topk=2, draft_tokens=3),
     "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
     "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
     "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=3, draft_topk=2, draft_tokens=4),
@@ -58,10 +62,14 @@ def kernel_engine(
 
     for module, names in {
         accept: ["greedy_accept", "commit", "stage"],
+        choice_triton: ["likeliest", "likeliest_embedded", "top_children"],
         draw: ["draw", "reject"],
         context_kv_triton: ["write_context", "write_verified"],
         elementwise: ["rms_norm", "silu_product", "split_heads"],
+        expansion_triton: ["grow", "keep"],
         ngram_triton: ["ngram_match"],
+        pairs_triton: ["due_pairs", "beam_pairs", "keep_waiting"],
+        rows_triton: ["rows_of_both"],
         skinny_gemm: ["skinny_linear", "skinny_gated"],
         tree_triton: ["commit_tree", "move_rows"],
         verify_attention: ["verify_attention"],
@@ -84,11 +92,21 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     numbers = [[(item.metrics.drafted, item.metrics.accepted) for item in items] for items in (plain, done)]
     assert numbers[0] == numbers[1]
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
-    expected = {"stage", "rms_norm", "silu_product", "split_heads", "verify_attention"}
+    expected = {"rows_of_both", "stage", "rms_norm", "silu_product", "split_heads", "verify_attention"}
     expected |= {"skinny_linear", "skinny_gated"}
     expected |= {"commit_tree", "move_rows"} if name.endswith("tree") else {"greedy_accept"}
-    own = {"ngram": {"ngram_match"}, "ngram-tree": {"ngram_match"}, "block": {"write_context", "write_verified"}}
-    assert called == expected | own.get(name, set())
+    pairs, levels = {"due_pairs", "keep_waiting"}, {"top_children", "grow", "keep"}
+    own = {
+        "none": set(),
+        "ngram": {"ngram_match"},
+        "self": {"likeliest"},
+        "eagle3": {"likeliest_embedded"} | pairs,
+        "mtp-tree": {"beam_pairs"} | levels | pairs,
+        "block": {"likeliest", "write_context", "write_verified"},
+        "ngram-tree": {"ngram_match"},
+        "self-tree": levels,
+    }
+    assert called == expected | own[name]
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "eagle3", "block", "self-tree"])
