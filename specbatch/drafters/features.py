@@ -18,7 +18,7 @@ import torch
 from specbatch.batch import DeviceBatch, Sampling
 from specbatch.context import Prefill, Verify, chain
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, Step
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.drafters.expansion import Beams, expand
 from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.kernels.heads import split_heads
@@ -93,11 +93,14 @@ class PairGraphs(Pairs):
         self.counters.padded += bucket - count
 
 
-class FeatureChain:
-    """`count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
+class FeatureChain(NoDraft):
+    """Up to `count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
 
     It remembers per device row up to count + 1 projected features, those of a verify, and how many of them stand for
     tokens that were kept: `ready`. They are those before the root, so their places are lengths - ready and on.
+
+    An iteration takes in as many waiting pairs as its own verify makes. Before it drafts fewer than the one before,
+    `shorten` therefore leaves one. Without drafts keys and values are written, and no more is computed.
     """
 
     def __init__(self, head: DraftHead, cache: KVCache, pairs: Pairs, count: int, slots: int, vocabulary: int) -> None:
@@ -106,7 +109,6 @@ class FeatureChain:
         self._head = head
         self._cache = cache
         self._pairs = pairs
-        self._count = count
         self._vocabulary = vocabulary
         self._waiting = torch.zeros(slots + 1, count + 1, head.config.hidden_size, dtype=like.dtype, device=like.device)
         self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
@@ -120,16 +122,19 @@ class FeatureChain:
         self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
 
     def propose(self, step: Step) -> Proposal:
+        if not step.count:
+            self._write(step)
+            return nothing(step)
         lengths, hidden = step.lengths, self._newest(step)
         drafts: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
-        for index in range(self._count):
+        for index in range(step.count):
             if index:
                 hidden = self._run(step.verify(lengths + index - 1, 1), drafts[-1], hidden)
             draft, law = self.choose(hidden, step.sampling, chain(lengths + index + 1, 1))
             drafts.append(draft)
             laws += [] if law is None else [law]
-        drafted = torch.full_like(lengths, self._count)
+        drafted = torch.full_like(lengths, step.count)
         return Proposal(torch.cat(drafts, 1), drafted, torch.cat(laws, 1) if laws else None)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
@@ -137,9 +142,15 @@ class FeatureChain:
         if path is not None:  # of a tree no more than the longest path can stand for tokens that were kept
             places = path[:, : self._waiting.shape[1], None]
             hidden = hidden.gather(1, places.expand(-1, -1, hidden.shape[2]))
-        self._waiting[step.rows] = hidden
+        self._waiting[step.rows, : hidden.shape[1]] = hidden
         # Padding rows stay where they are: at length 1 there is one place before the root.
         self._ready[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)
+
+    def shorten(self, step: Step) -> None:
+        rows, most = step.rows, self._waiting.shape[1]
+        self._write(step, most)
+        self._waiting[rows, 0] = self._waiting[rows, self._ready[rows] - 1]
+        self._ready.index_fill_(0, rows, 1)
 
     def choose(
         self, hidden: torch.Tensor, sampling: Sampling, positions: torch.Tensor
@@ -158,13 +169,27 @@ class FeatureChain:
 
     def _newest(self, step: Step) -> torch.Tensor:
         """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root."""
-        batch, rows = step.batch, step.rows
-        ready, most = self._ready[rows], self._waiting.shape[1]
-        start = step.lengths - ready
-        # Pairs beyond the ready ones are made of leftovers; their places are written again before anything sees them.
-        tokens = batch.tokens[rows[:, None], chain(start + 1, most)]
-        newest = torch.arange(0, len(rows) * most, most, device=rows.device) + ready - 1
-        return self._run(step.verify(start, most), tokens, self._waiting[rows].flatten(0, 1), newest)
+        rows, most = step.rows, min(step.count + 1, self._waiting.shape[1])
+        start, tokens, hidden = self._ready_pairs(step, most)
+        newest = torch.arange(0, len(rows) * most, most, device=rows.device) + self._ready[rows] - 1
+        return self._run(step.verify(start, most), tokens, hidden, newest)
+
+    def _write(self, step: Step, most: int = 1) -> None:
+        """Write the pairs that have waited, up to `most` of a row, and compute nothing else."""
+        start, tokens, hidden = self._ready_pairs(step, most)
+        places, size, cache = chain(start, most), step.page_size, self._cache
+        slots = step.batch.page_table[step.rows[:, None], places // size] * size + places % size
+        _, qkv = self._head.enter(tokens.flatten(), hidden)
+        split_heads(qkv, self._head.heads, places.flatten(), slots.flatten(), cache.k[0], cache.v[0])
+
+    def _ready_pairs(self, step: Step, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`most` pairs of each row: the place [B] of the first, tokens [B, most], features [B * most, hidden_size].
+
+        Those beyond the ready ones are made of leftovers; their places are written again before anything sees them."""
+        rows = step.rows
+        start = step.lengths - self._ready[rows]
+        tokens = step.batch.tokens[rows[:, None], chain(start + 1, most)]
+        return start, tokens, self._waiting[rows, :most].flatten(0, 1)
 
     def _run(
         self,
