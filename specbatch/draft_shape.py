@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from specbatch.errors import at_least, refuse
 
@@ -41,7 +41,7 @@ PUBLISHED = {
     "dflash": DraftShape(15, 1, 15),
 }
 CHAINS = ("dflash",)  # which draft no trees
-AUTO = "auto"  # as draft_tokens: between none and all of a chain, whatever is fastest
+AUTO: Final = "auto"  # as draft_tokens: between none and all of a chain, whatever is fastest
 
 
 def shape_of(algorithm: str, steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:

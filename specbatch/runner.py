@@ -215,7 +215,8 @@ class Runner:
             budget -= count
             if self._lengths.probing and budget < 0 and spans:
                 break  # these are enough to learn from
-            assert request.behind is not None and request.slot is not None
+            assert request.behind is not None
+            assert request.slot is not None
             if count > 0:
                 spans.append(Span(request.slot, request.behind, request.behind + count))
             request.behind = None

@@ -223,8 +223,10 @@ class EngineOptions:
         )
 
     def _draft_tokens(self) -> int | Literal["auto"] | None:
-        if self.draft_tokens is None or self.draft_tokens == "auto":
-            return self.draft_tokens
+        if self.draft_tokens is None:
+            return None
+        if self.draft_tokens == "auto":
+            return "auto"
         try:
             return int(self.draft_tokens)
         except ValueError:
