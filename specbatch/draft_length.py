@@ -12,6 +12,7 @@ no acceptance; its last known one stands, and rarely the longest draft is tried,
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
@@ -127,18 +128,22 @@ class DraftLength:
         return max(self.times[bucket][length] + self._drift.get(bucket, 0.0), 1e-9)
 
 
-def steps_text(record: Mapping[str, Any], caps: Mapping[str, Any]) -> list[str]:
-    """What was chosen, from the counters and caps of a record: a line for each batch bucket that had steps."""
+def steps_text(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:
+    """What was drafted, from the counters of one or more runs of a configuration, and its caps: a line for each batch
+    bucket with a twentieth of the steps or more; none where nothing was to be chosen."""
+    steps: dict[str, Counter[str]] = {}
+    for counters in runs:
+        for bucket, found in counters.get("draft_lengths", {}).items():
+            steps.setdefault(bucket, Counter()).update(found)
+    total = sum(found.total() for found in steps.values())
     lines = []
-    for bucket, steps in sorted(record.get("draft_lengths", {}).items(), key=lambda item: int(item[0])):
-        total = sum(steps.values())
-        chosen = sorted(((count, int(length)) for length, count in steps.items()), key=lambda item: -item[0])
-        shares = ", ".join(f"{length} in {100 * count / total:.0f}%" for count, length in chosen)
+    for bucket, found in sorted(steps.items(), key=lambda item: int(item[0])):
+        if 20 * found.total() < total:
+            continue
+        shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
         times = caps["draft_length_s"][bucket]
-        took = ", ".join(f"{1000 * seconds:.2f}" for seconds in times.values())
-        lines.append(
-            f"batch {bucket}: drafted {shares} of {total} steps (at start {took} ms with {', '.join(times)} drafts)"
-        )
+        took = ", ".join(f"{length}: {1000 * seconds:.2f}" for length, seconds in times.items())
+        lines.append(f"batch {bucket}: drafted {shares} of {found.total()} steps (ms at start with {took})")
     return lines
 
 

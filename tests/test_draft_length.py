@@ -170,10 +170,11 @@ def test_a_single_length_is_always_chosen() -> None:
 
 
 def test_what_was_chosen_is_told_by_batch() -> None:
-    steps = {"draft_lengths": {"128": {"3": 3, "0": 97}, "8": {"3": 5}}}
+    runs = [{"draft_lengths": {"128": {"3": 3, "0": 97}, "8": {"3": 15}, "16": {"0": 1}}}, {}]
+    runs.append({"draft_lengths": {"128": {"0": 100}}})
     times = {"128": {"0": 0.00862, "3": 0.01596}, "8": {"0": 0.0042, "3": 0.00586}}
-    assert steps_text(steps, {"draft_length_s": times}) == [
-        "batch 8: drafted 3 in 100% of 5 steps (at start 4.20, 5.86 ms with 0, 3 drafts)",
-        "batch 128: drafted 0 in 97%, 3 in 3% of 100 steps (at start 8.62, 15.96 ms with 0, 3 drafts)",
+    assert steps_text(runs, {"draft_length_s": times}) == [
+        "batch 8: drafted 3 in 100% of 15 steps (ms at start with 0: 4.20, 3: 5.86)",
+        "batch 128: drafted 0 in 98%, 3 in 2% of 200 steps (ms at start with 0: 8.62, 3: 15.96)",
     ]
-    assert steps_text({}, {}) == []
+    assert steps_text([{}], {}) == []
