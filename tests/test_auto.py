@@ -191,6 +191,27 @@ def test_a_prefix_that_a_resting_draft_has_not_seen_is_not_shared(
         assert (shared <= prompt) is (name == "same")
 
 
+def test_a_request_that_is_retracted_is_read_again_by_its_draft_too(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind: list[tuple[int | None, int | None]] = []
+    retract = Scheduler._retract
+
+    def watched(self: Scheduler, request: Any) -> None:
+        before = request.behind
+        retract(self, request)
+        behind.append((before, request.behind))
+
+    monkeypatch.setattr(Scheduler, "_retract", watched)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
+    engine = toy_engine(speculation=auto("same"), **SETTINGS["crowded"])
+    engine.generate(
+        [list(prompt) for prompt in toy.prompts()[8:20]], SamplingParams(max_new_tokens=25, ignore_eos=True)
+    )
+    assert any(before is not None for before, _ in behind)
+    assert all(after is None for _, after in behind)
+
+
 # -- what is chosen ---------------------------------------------------------------------------------------------------
 
 

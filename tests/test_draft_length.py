@@ -163,6 +163,17 @@ def test_of_places_that_nobody_tried_the_one_before_is_taken() -> None:
     assert chooser.acceptance() == pytest.approx([0.25] * 3, rel=0.01)
 
 
+def test_what_is_known_is_not_forgotten_while_nothing_is_drafted() -> None:
+    """One lucky draft after a long time decides nothing."""
+    chooser = DraftLength((0, 1), [1])
+    for _ in range(500):
+        chooser.learn(1, [0])
+    for _ in range(5000):
+        chooser.learn(0, [0])
+    chooser.learn(1, [1])
+    assert chooser.acceptance()[0] < 0.1
+
+
 def test_a_single_length_is_always_chosen() -> None:
     chooser = DraftLength((5,), [8])
     assert not chooser.is_auto
