@@ -6,7 +6,8 @@ with the largest E(N) / t(N) is drafted.
 
 p comes from results as they are handled, whatever the batch. t comes from iterations timed at start, moved by what the
 steps of the run take: a longer context adds about the same to all N. What lies behind the drafts that are made shows
-no acceptance; its last known one stands, and rarely the longest draft is tried, which shows all of it at once.
+no acceptance; its last known one stands. Rarely, therefore, another N is tried for an iteration: by turns the largest,
+which shows all acceptance at once, and the next best, whose time may not be what it was at start.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ GUESS = 0.8  # acceptance of the first draft, worth 8 verifies, before any was s
 PROBES = 0.005  # share of the time that probes may cost
 REST = 64  # steps between probes at least
 SMOOTH = 1 / 8  # weight of a step's time beside those before it
+PROBE = 1 / 2  # the same of a probe's
 
 
 class DraftLength:
@@ -52,6 +54,7 @@ class DraftLength:
         self._drift: dict[int, float] = {}  # seconds that steps of a bucket take beyond `times`
         self._saved = 0.0  # seconds that a probe may cost by now
         self._rested = 0
+        self._longest_next = True
 
     @property
     def is_auto(self) -> bool:
@@ -72,18 +75,19 @@ class DraftLength:
         if speed[best] > MARGIN * speed[current]:
             current = best
         self._current[bucket] = current
-        if current == self._most:
-            self._saved, self._rested = 0.0, 0
-            return current
         self._saved += PROBES * self._time(bucket, current)
         self._rested += 1
+        probe = self._most
+        if current == self._most or not self._longest_next:
+            probe = max((length for length in self.lengths if length != current), key=speed.__getitem__)
         # What the probe takes, less what its tokens would have taken.
-        loss = self._time(bucket, self._most) - left[self._most] / speed[current]
-        loss += 0.0 if current else self.catch_up_s
+        loss = self._time(bucket, probe) - left[probe] / speed[current]
+        loss += 0.0 if current and probe else self.catch_up_s
         if self._rested < REST or self._saved < loss:
             return current
         self._saved, self._rested, self.probing = 0.0, 0, True
-        return self._most
+        self._longest_next = not self._longest_next
+        return probe
 
     def learn(self, length: int, accepted: Iterable[int]) -> None:
         """An iteration with `length` drafts was handled, of which its requests accepted so many each."""
@@ -93,7 +97,7 @@ class DraftLength:
         # right[j]: those that accepted more than j drafts
         right = list(accumulate(reversed(counts)))[::-1]
         for place, tried in enumerate(self._tried):
-            fade = max(1 - 1 / MEMORY, KEPT / tried) if tried > KEPT else 1.0
+            fade = 1 - 1 / MEMORY if tried > KEPT else 1.0
             self._tried[place] *= fade
             self._right[place] *= fade
         for place, (tried, kept) in enumerate(pairwise(right)):
@@ -107,7 +111,7 @@ class DraftLength:
         expected = self._time(bucket, length)
         off = min(max(seconds - expected, -expected / 2), expected)  # an outlier is no news
         if length != self._current.get(bucket, length):
-            self.times[bucket][length] += SMOOTH * off
+            self.times[bucket][length] += PROBE * off
         else:
             first = bucket not in self._drift
             self._drift[bucket] = self._drift.get(bucket, 0.0) + (off if first else SMOOTH * off)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from itertools import accumulate
 
 import torch
 
@@ -173,7 +173,8 @@ class Runner:
     def time_lengths(self) -> dict[int, dict[int, float]]:
         """Seconds of an iteration by batch bucket and drafts, over rows for padding, for whoever chooses.
 
-        It is the median of what fits into ENOUGH_S, up to 5, behind one that warms up."""
+        It is the shortest of what fits into ENOUGH_S, up to 5, behind one that warms up: what else a machine does only
+        adds to it. For the same reason fewer drafts do not take longer than more."""
         lengths, device = self._lengths, self._batch.device
 
         def time_it(work: Callable[[], object]) -> float:
@@ -181,13 +182,13 @@ class Runner:
             work()
             while len(times) < 5 and sum(times) < ENOUGH_S:
                 times.append(seconds_of(work, device))
-            return median(times)
+            return min(times)
 
         for bucket in reversed(lengths.buckets):
             slots, bound = [0] * bucket, self.scheduler.rows + 1
             # From long to short, so that what prepares the drafter runs once, too.
-            found = {n: time_it(partial(self._launch, slots, Needs(), n, bound)) for n in reversed(lengths.lengths)}
-            lengths.times[bucket] = dict(sorted(found.items()))
+            times = [time_it(partial(self._launch, slots, Needs(), n, bound)) for n in reversed(lengths.lengths)]
+            lengths.times[bucket] = dict(zip(lengths.lengths, reversed(list(accumulate(times, min))), strict=True))
         if self._rests:
             count = min(self._chunk, self._batch.width - 1)
             lengths.catch_up_s = time_it(partial(self._catch_up, [Span(0, 0, count)]))

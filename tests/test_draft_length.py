@@ -79,6 +79,17 @@ def test_no_slower_than_off_or_the_most(most: int, rows: int, times: Times, p: f
     assert found > 0.97 * world.fixed(best, chances)
 
 
+@pytest.mark.parametrize("clock", [0.7, 1.5])
+@pytest.mark.parametrize("p", [0.3, 0.4, 0.5, 0.6, 0.7])
+def test_a_clock_that_is_not_that_of_the_start_decides_nothing(p: float, clock: float) -> None:
+    """Then all lengths take other times by a factor, which is not the same for all in seconds."""
+    world = World(128, 3, LARGE)
+    for _ in range(2):
+        found = world.run(3000, [p] * 3, extra=lambda n: (clock - 1) * LARGE(n))
+    best = max(world.fixed(n, [p] * 3, lambda n: (clock - 1) * LARGE(n)) for n in range(4))
+    assert found > 0.98 * best
+
+
 @pytest.mark.parametrize(("p", "wanted"), [(0.05, 0), (0.98, 15)])
 def test_off_where_little_is_accepted_and_the_most_where_all_is(p: float, wanted: int) -> None:
     world = World(8, 15, SMALL)
@@ -103,7 +114,10 @@ def test_probes_take_less_than_a_hundredth() -> None:
     world.probes, before = 0, Counter(world.steps)
     found = world.run(10_000, [0.2] * 15)
     assert found > 0.99 * world.fixed(0, [0.2] * 15)
-    assert world.probes == (world.steps - before)[15] > 5
+    made = world.steps - before
+    assert world.probes == 10_000 - made[0]
+    assert made[15] > 5
+    assert made[1] > 5
 
 
 def test_a_longer_context_makes_drafts_cheaper() -> None:
