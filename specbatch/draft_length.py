@@ -94,15 +94,14 @@ class DraftLength:
         counts = [0] * (length + 1)
         for count in accepted:
             counts[count] += 1
-        # right[j]: those that accepted more than j drafts
-        right = list(accumulate(reversed(counts)))[::-1]
+        reached = list(accumulate(reversed(counts)))[::-1]  # [j]: how many accepted j drafts or more
         for place, tried in enumerate(self._tried):
             fade = 1 - 1 / MEMORY if tried > KEPT else 1.0
             self._tried[place] *= fade
             self._right[place] *= fade
-        for place, (tried, kept) in enumerate(pairwise(right)):
+        for place, (tried, right) in enumerate(pairwise(reached)):
             self._tried[place] += tried
-            self._right[place] += kept
+            self._right[place] += right
 
     def took(self, rows: int, length: int, seconds: float) -> None:
         """A step of so many requests took `seconds`. Steps of a length that was not chosen for good, which are probes,

@@ -188,6 +188,29 @@ def test_what_is_known_is_not_forgotten_while_nothing_is_drafted() -> None:
     assert chooser.acceptance()[0] < 0.1
 
 
+def test_what_is_hardly_better_changes_nothing() -> None:
+    """From none to one draft, of which half are accepted."""
+    for gain, wanted in ((1.005, 0), (1.02, 1)):
+        chooser = DraftLength((0, 1), [8])
+        for _ in range(1000):
+            chooser.learn(1, [0, 1] * 4)
+        chooser.times = {8: {0: 1.0, 1: 2.0}}
+        assert chooser.choose(8) == 0
+        chooser.times[8][1] = 1.5 / gain
+        assert chooser.choose(8) == wanted
+
+
+def test_what_catching_up_costs_is_a_probes_cost() -> None:
+    found = {}
+    for seconds in (0.0, 1.0):
+        world = World(32, 3, lambda n: 5e-3 * (1 + n))
+        world.chooser.catch_up_s = seconds
+        world.run(4000, [0.1] * 3)
+        found[seconds] = world.probes
+    assert found[0.0] > 5
+    assert found[1.0] == 0  # 4000 steps of 5 ms are 20 s
+
+
 def test_a_single_length_is_always_chosen() -> None:
     chooser = DraftLength((5,), [8])
     assert not chooser.is_auto
