@@ -18,12 +18,12 @@ import torch
 from specbatch.batch import DeviceBatch, Sampling
 from specbatch.context import Prefill, Verify
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, Step
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.drafters.expansion import Beams, expand
 from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.kernels.choice import likeliest_embedded
 from specbatch.kernels.heads import split_heads
-from specbatch.kernels.pairs import beam_pairs, due_pairs, keep_waiting
+from specbatch.kernels.pairs import Due, beam_pairs, due_pairs, keep_waiting
 from specbatch.kernels.rows import rows_of_both
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
@@ -96,11 +96,14 @@ class PairGraphs(Pairs):
         self.counters.padded += bucket - count
 
 
-class FeatureChain:
-    """`count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
+class FeatureChain(NoDraft):
+    """Up to `count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
 
     It remembers per device row up to count + 1 projected features, those of a verify, and how many of them stand for
     tokens that were kept: `ready`. They are those before the root, so their places are lengths - ready and on.
+
+    An iteration takes in as many waiting pairs as its own verify makes. Before it drafts fewer than the one before,
+    `shorten` therefore leaves one. Without drafts keys and values are written, and no more is computed.
     """
 
     def __init__(self, head: DraftHead, cache: KVCache, pairs: Pairs, count: int, slots: int, vocabulary: int) -> None:
@@ -109,7 +112,6 @@ class FeatureChain:
         self._head = head
         self._cache = cache
         self._pairs = pairs
-        self._count = count
         self._vocabulary = vocabulary
         self._waiting = torch.zeros(slots + 1, count + 1, head.config.hidden_size, dtype=like.dtype, device=like.device)
         self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
@@ -123,21 +125,30 @@ class FeatureChain:
         self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
 
     def propose(self, step: Step) -> Proposal:
+        if not step.count:
+            self._write(step)
+            return nothing(step)
         hidden, places = self._newest(step)
-        drafts = step.rows.new_empty(len(step.rows), self._count)
+        drafts = step.rows.new_empty(len(step.rows), step.count)
         laws: list[torch.Tensor] = []
-        for index in range(self._count):
+        for index in range(step.count):
             embedded, law = self.choose(hidden, step.sampling, places[index], drafts[:, index])
             laws += [] if law is None else [law]
-            if index + 1 < self._count:
+            if index + 1 < step.count:
                 place = places[index + 1]
                 hidden = self._run(step.verify(place, 1), embedded, hidden, place)
-        drafted = step.batch.everywhere(self._count, step.rows)
+        drafted = step.batch.everywhere(step.count, step.rows)
         return Proposal(drafts, drafted, torch.cat(laws, 1) if laws else None)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         hidden = self._head.project(self._head.take(features))
         keep_waiting(hidden, step.rows, accepted, path, self._waiting, self._ready)
+
+    def shorten(self, step: Step) -> None:
+        rows, most = step.rows, self._waiting.shape[1]
+        self._write(step, most)
+        self._waiting[rows, 0] = self._waiting[rows, self._ready[rows] - 1]
+        self._ready.index_fill_(0, rows, 1)
 
     def choose(
         self, hidden: torch.Tensor, sampling: Sampling, places: torch.Tensor, out: torch.Tensor
@@ -157,12 +168,23 @@ class FeatureChain:
     def _newest(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root,
         and the places from its own on, int64 [n, B]."""
-        most = self._waiting.shape[1]
+        most = min(step.count + 1, self._waiting.shape[1])
+        due = self._due(step, most)
+        return self._run(step.verify(due.start, most), due.embedded, due.hidden, due.positions, due.newest), due.places
+
+    def _write(self, step: Step, most: int = 1) -> None:
+        """Write the pairs that have waited, up to `most` of a row, and compute nothing else."""
+        due, size, cache = self._due(step, most), step.page_size, self._cache
+        rows = step.rows.repeat_interleave(most)
+        slots = step.batch.page_table[rows, due.positions // size] * size + due.positions % size
+        _, qkv = self._head.enter(due.embedded, due.hidden)
+        split_heads(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
+
+    def _due(self, step: Step, most: int) -> Due:
+        """Up to `most` pairs of each row. Of those beyond the ready ones the places are written again before anything
+        sees them."""
         memory = self._waiting, self._ready
-        due = due_pairs(step.batch.tokens, step.rows, step.lengths, *memory, self._head.embedding, most)
-        # Of pairs beyond the ready ones the places are written again before anything sees them.
-        shape = step.verify(due.start, most)
-        return self._run(shape, due.embedded, due.hidden, due.positions, due.newest), due.places
+        return due_pairs(step.batch.tokens, step.rows, step.lengths, *memory, self._head.embedding, most)
 
     def _run(
         self,

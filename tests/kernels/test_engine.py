@@ -6,12 +6,14 @@ That the kernels are right is the other files' matter; here tokens must be those
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from specbatch.config import Graphs, Speculation
+from specbatch.draft_length import DraftLength
 from specbatch.kernels import (
     accept,
     choice_triton,
@@ -29,6 +31,7 @@ from specbatch.kernels import (
 from specbatch.kernels.backends import _Triton
 from specbatch.kernels.spans import RecordedSpans, Spans
 from specbatch.request import SamplingParams
+from specbatch.runner import Runner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
 
@@ -107,6 +110,23 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
         "self-tree": levels,
     }
     assert called == expected | own[name]
+
+
+def test_no_drafts_before_and_after_some(
+    toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = [list(toy.prompts()[4])], SamplingParams(max_new_tokens=5, ignore_eos=True)
+    asked = replace(SPECULATIONS["eagle3"], draft_tokens="auto")
+    monkeypatch.setattr(Runner, "time_lengths", lambda self: {})
+    monkeypatch.setattr(DraftLength, "took", lambda *_: None)
+    numbers = []
+    for build in (toy_engine, request.getfixturevalue("kernel_engine")[0]):
+        plan = [0, 2, 0, 1]
+        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, plan=plan: plan.pop(0))
+        [done] = build(speculation=asked, max_running=1).generate(prompts, params)
+        assert tuple(done.token_ids) == toy.greedy(tuple(prompts[0]))[:5]
+        numbers.append((done.metrics.drafted, done.metrics.accepted))
+    assert numbers[0] == numbers[1]
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "eagle3", "block", "self-tree"])
