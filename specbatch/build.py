@@ -86,10 +86,11 @@ def prepare(config: EngineConfig, say: Say, *, shared: Llama | None = None) -> P
     say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {device}{sharing}; {target.config.rope}")
     draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
     if draft.drafted is not None:
-        # Of a number that is chosen as it runs, this is the most.
-        setting = "draft_steps" if config.speculation.is_auto else "draft_tokens"
-        speculation = replace(config.speculation, **{setting: draft.drafted})
-        config = replace(config, speculation=speculation)
+        asked = config.speculation
+        if asked.is_auto:  # then this is the most
+            config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
+        else:
+            config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
