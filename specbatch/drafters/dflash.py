@@ -50,8 +50,7 @@ class DFlashDrafter(NoDraft):
         shape = step.verify(step.lengths, count + 1, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, shape.on(self._cache)).last
         # Row i stands for the token at its own position: the first, the root, is known.
-        asked = hidden.unflatten(0, (-1, count + 1))[:, 1 : step.count + 1]
-        logits = model.block.logits(asked.flatten(0, 1)).unflatten(0, (-1, step.count))
+        logits = self._logits(hidden.unflatten(0, (-1, count + 1)), step.count)
         drafted = step.batch.everywhere(step.count, step.rows)
         if step.sampling.needs.sampled:
             return self._draw(step, logits, drafted)
@@ -69,6 +68,13 @@ class DFlashDrafter(NoDraft):
             return Proposal(tokens, drafted, laws)
         # What it does not know has probability 0.
         return Proposal(ids[tokens], drafted, laws.new_zeros(*laws.shape[:2], total).index_copy_(2, ids, laws))
+
+    def _logits(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """[B, block, H] -> [B, count, V] of the rows behind the first. Of a whole block that one goes through the head,
+        too: nobody reads what comes out, but a product of 512 rows takes less time than one of 480."""
+        first = 0 if count == self._count else 1
+        rows = hidden[:, first : count + 1]
+        return self._model.block.logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])[:, 1 - first :]
 
     def _context(self, features: Features) -> torch.Tensor:
         assert features.aux is not None
