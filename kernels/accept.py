@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specbatch.kernels.coins import simulated_accept, simulation_of
 
-_BLOCK = 4096  # logits that one program looks at together
+_BLOCK = 2048  # logits that one program looks at together
 _PROGRAMS = 2048  # enough to fill a large device
 _FEW = 256  # with no more programs than these, half a block each takes less time
 
