@@ -17,6 +17,7 @@ from typing import Any
 
 from specbatch import acceptance
 from specbatch.config import Speculation
+from specbatch.draft_length import steps_text
 from specbatch.metrics import RunRecord, write_atomic
 
 
@@ -117,6 +118,7 @@ class EvalReport:
             notes.append(f"{self.finish_reasons['abort']} answers were aborted and are scored as they stand.")
         parts = [tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True) for rows in (scores, [speed])]
         parts.append(acceptance.table({(): [self.record.counters]}))
+        parts.append("\n".join(steps_text([self.record.counters], caps)))
         return "\n\n".join([*filter(None, parts), "\n".join(notes)])
 
     def save(self, folder: Path) -> None:

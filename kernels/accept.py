@@ -11,8 +11,9 @@ import triton.language as tl
 
 from specbatch.kernels.coins import simulated_accept, simulation_of
 
-_BLOCK = 4096  # logits that one program looks at together
+_BLOCK = 2048  # logits that one program looks at together
 _PROGRAMS = 2048  # enough to fill a large device
+_FEW = 256  # with no more programs than these, half a block each takes less time
 
 
 @triton.jit
@@ -37,23 +38,34 @@ def unpack(packed):
 
 
 @triton.jit
-def _argmax_kernel(logits, partials, vocabulary, chunks, steps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _argmax_kernel(
+    logits, partials, vocabulary, group, outer, inner, chunks, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * steps * BLOCK + tl.arange(0, BLOCK)
-    logits += row * vocabulary
-    best = tl.load(logits + ids, ids < vocabulary, other=-float("inf")).to(tl.float32)
-    best_ids = ids
-    for _ in range(1, steps):
+    logits += row // group * outer + row % group * inner
+    start = chunk * steps * BLOCK
+    end = tl.minimum(vocabulary, start + steps * BLOCK)
+    ids = start + tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    best_step = tl.zeros([BLOCK], tl.int32)
+    ahead = tl.load(logits + ids, ids < end, other=-float("inf"))
+    for step in range(steps):
+        x = ahead.to(tl.float32)
         ids += BLOCK
-        x = tl.load(logits + ids, ids < vocabulary, other=-float("inf")).to(tl.float32)
-        # Greater, or the first NaN; what is equal comes later and stays out.
-        better = (x > best) | ((x != x) & (best == best))
-        best = tl.where(better, x, best)
-        best_ids = tl.where(better, ids, best_ids)
-    tl.store(partials + row * chunks + chunk, tl.max(pack(best, best_ids), 0))
+        # On its way while this block is compared, with few instructions for each logit: memory is to be the limit.
+        ahead = tl.load(logits + ids, ids < end, other=-float("inf"))
+        best_step = tl.where(x > best, step, best_step)  # what is equal comes later and stays out
+        best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
+    ids = start + best_step * BLOCK + tl.arange(0, BLOCK)
+    if tl.max((best != best).to(tl.int32), 0) > 0:  # a NaN: where its lane had the first is looked up again
+        for step in range(steps):
+            at = start + (steps - 1 - step) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + at, at < end, other=0.0).to(tl.float32)
+            ids = tl.where(x != x, at, ids)
+    tl.store(partials + row * chunks + chunk, tl.max(pack(best, ids), 0))
 
 
 @triton.jit
@@ -128,9 +140,16 @@ def _commit_kernel(
 
 
 def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
-    """The largest of each chunk of each row of logits [M, V], as `pack` has it: int64 [M, chunks]."""
-    count, vocabulary = logits.shape
-    blocks = triton.cdiv(vocabulary, _BLOCK)
+    """The largest of each chunk of each row of logits [M, V] or [B, n, V], as `pack` has it: int64 [M, chunks], M being
+    B * n. Rows may be apart in memory, their elements not."""
+    assert logits.stride(-1) == 1, "the logits of a row stand side by side"
+    vocabulary = logits.shape[-1]
+    group = logits.shape[1] if logits.dim() == 3 else 1
+    count = logits.shape[0] * group
+    block = _BLOCK
+    if count * triton.cdiv(vocabulary, block) <= _FEW:
+        block //= 2
+    blocks = triton.cdiv(vocabulary, block)
     steps = triton.cdiv(blocks, max(1, _PROGRAMS // count))
     chunks = triton.cdiv(blocks, steps)
     partials = torch.empty(count, chunks, dtype=torch.int64, device=logits.device)
@@ -138,9 +157,12 @@ def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
         logits,
         partials,
         vocabulary,
+        group,
+        logits.stride(0),
+        logits.stride(-2),
         chunks,
         steps,
-        BLOCK=_BLOCK,
+        BLOCK=block,
         PDL=logits.is_cuda,
         launch_pdl=logits.is_cuda,
     )

@@ -31,9 +31,9 @@ def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], computed in float32 and rounded once."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
-    block = min(triton.next_power_of_2(width), PROGRAM // 2)
+    block = min(triton.next_power_of_2(width), 2 * PROGRAM)
     grid = (rows * triton.cdiv(width, block),)  # one side: the others end at 65535
-    _silu_product[grid](gate_up, y, width, BLOCK=block, num_warps=_warps(block), **_pdl(gate_up))
+    _silu_product[grid](gate_up, y, width, BLOCK=block, num_warps=max(1, block // 512), **_pdl(gate_up))
     return y
 
 

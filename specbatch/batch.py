@@ -11,6 +11,7 @@ import torch
 
 from specbatch.context import chain
 from specbatch.kernels import dispatch
+from specbatch.kernels.rows import rows_of_both
 from specbatch.kernels.sampling import draw_ref, probabilities_ref, uniform_ref
 from specbatch.kernels.tree import depths_of
 from specbatch.request import Request
@@ -114,6 +115,7 @@ class DeviceBatch:
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.int64, device=device)
         self._parameters = torch.zeros(slots + 1, 4, dtype=torch.float64, device=device)  # temperature, k, p, min p
         self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._same: dict[int, torch.Tensor] = {}
 
     def admit(self, requests: list[Request], seeds: list[int]) -> None:
         """Write the rows of requests that were given a slot."""
@@ -132,21 +134,36 @@ class DeviceBatch:
         self._seeds[table[:, 0]] = table[:, 1]
         self._parameters[table[:, 0]] = table[:, 2:].view(torch.float64)
 
+    def everywhere(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """int64 [B]: the same number for each of rows [B]. Made once, for whoever only reads it."""
+        if number not in self._same:
+            self._same[number] = torch.full((self.slots + 1,), number, dtype=torch.int64, device=self.device)
+        return self._same[number][: len(rows)]
+
     def add_pages(self, cells: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index, page) each."""
         if cells:
             slot, index, page = upload(cells, self.device).unbind(1)
             self.page_table[slot, index] = page
 
+    def look_up(self, rows: torch.Tensor, needs: Needs) -> tuple[torch.Tensor, Sampling]:
+        """KV lengths [B] of the given rows [B], and their parameters."""
+        lengths, seeds = rows_of_both(self.lengths, self._seeds, rows)
+        return lengths, self._sampling(rows, seeds, needs)
+
     def sampling(self, rows: torch.Tensor, needs: Needs) -> Sampling:
-        """Parameters of the given rows [B]. Where none is sampled nothing asks for more than the seeds."""
+        """Parameters of the given rows [B]."""
+        return self._sampling(rows, self._seeds[rows], needs)
+
+    def _sampling(self, rows: torch.Tensor, seeds: torch.Tensor, needs: Needs) -> Sampling:
+        # Where none is sampled nothing asks for more than the seeds.
         values = self._parameters[rows] if needs.sampled else self._parameters[:0]
         return Sampling(
             temperature=values[:, 0].float(),
             top_k=values[:, 1].long(),
             top_p=values[:, 2].float(),
             min_p=values[:, 3].float(),
-            seeds=self._seeds[rows],
+            seeds=seeds,
             needs=needs,
         )
 

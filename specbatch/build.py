@@ -14,11 +14,12 @@ import torch
 from specbatch import weights
 from specbatch.batch import DeviceBatch
 from specbatch.config import EngineConfig
+from specbatch.draft_length import DraftLength, announced
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import refuse
 from specbatch.forward import PromptWork, static_bytes
-from specbatch.graphs import Program, Recorder, Recordings, graph_bytes, token_buckets
+from specbatch.graphs import Program, Recorder, Recordings, batch_buckets, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
 from specbatch.memory.checkpoints import Checkpoints
@@ -88,18 +89,26 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
     say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {device}{sharing}; {target.config.rope}")
     draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
     if draft.drafted is not None:
-        config = replace(config, speculation=replace(config.speculation, draft_tokens=draft.drafted))
+        asked = config.speculation
+        if asked.is_auto:  # then this is the most
+            config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
+        else:
+            config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
     return Prepared(config, device, target, dtype, attention, draft)
 
 
-def build(config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Decoder | None = None) -> Parts:
+def build(
+    config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Decoder | None = None
+) -> Parts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
     config, device, target, dtype, attention, draft = prepare(config, say, shared=shared)
     plan = _plan(config, target, draft, dtype, device, shared is not None)
     say(f"speculation: {config.speculation}")
+    if config.speculation.is_auto:
+        say(announced(config.speculation.lengths))
     for line in plan.lines():
         say(line)
     try:
@@ -119,7 +128,11 @@ def _plan(
 ) -> MemoryPlan:
     kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
     graphs = graph_bytes(
-        config.graphs, most=config.max_running, chunk=chunk, layers=target.config.num_layers + draft.kv_layers
+        config.graphs,
+        most=config.max_running,
+        chunk=chunk,
+        layers=target.config.num_layers + draft.kv_layers,
+        lengths=len(config.speculation.lengths),
     )
     if config.graphs.prefill == "piecewise":
         graphs += static_bytes(target.config, dtype, chunk, every=draft.every, aux=len(draft.aux))
@@ -202,15 +215,19 @@ def _assemble(
         lag=draft.lag,
         checkpoints=checkpoints,
     )
+    lengths = DraftLength(config.speculation.lengths, batch_buckets(config.max_running))
     prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every, states=cache.states)
     runner = Runner(
         scheduler,
         batch,
         Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
         prompt_pass,
-        rows=rows,
+        drafter,
+        lengths=lengths,
+        rests=draft.rests,
         depth=config.speculation.depth,
         page_size=config.page_size,
+        chunk=config.prefill_chunk,
         seed=config.seed,
         on_tokens=on_tokens,
         recorder=recorder if config.graphs.decode == "whole" else None,
@@ -247,6 +264,9 @@ def _assemble(
             # one row, for 16 and for those between.
             passes += [partial(prompt_pass.warm, batch, sizes[0], ends=n) for n in (2, 16) if n <= config.max_running]
         caps |= _capture(recordings, passes, device, say, report)
+    if lengths.is_auto:
+        times = runner.time_lengths().items()
+        caps["draft_length_s"] = {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times}
     return Parts(
         config=config,
         device=device,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from specbatch.draft_shape import DraftShape, shape_of
+from specbatch.draft_shape import AUTO, DraftShape, lengths_of, shape_of
 from specbatch.drafters import ALGORITHMS, DRAFTS, TAKERS
 from specbatch.errors import at_least, refuse
 
@@ -37,7 +37,9 @@ class Speculation:
                   "dflash": what was made for the target, a folder or hub id (with random weights: "dummy" or a
                   config.json); "mtp" lies in the target
     draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows); None for
-                  "dflash": as many as the draft's blocks hold
+                  "dflash": as many as the draft's blocks hold. "auto": a chain of at most as many as otherwise (or of
+                  draft_steps); how many, 0 included, follows from measured times and acceptance. Where drafts are
+                  drawn (sampled, by a model or a head) a seed's tokens then depend on these times; their law does not
     draft_steps   draft passes, the depth of a tree; a chain takes draft_tokens of them
     draft_topk    children per expanded node; 1 is a chain. "ngram": texts merged into a tree
                   None of the three: the published shape of the algorithm; some: see `draft_shape.shape_of`
@@ -53,7 +55,7 @@ class Speculation:
     algorithm: str = "none"
     schedule: str = "v2"
     draft: str | None = None
-    draft_tokens: int | None = None
+    draft_tokens: int | Literal["auto"] | None = None
     draft_steps: int | None = None
     draft_topk: int | None = None
     aux_layers: tuple[int, ...] | None = None
@@ -86,16 +88,31 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
-        return f"{self.algorithm}{draft}, {self.shape}, schedule {self.schedule}{note}"
+        most = "up to " if self.is_auto else ""
+        return f"{self.algorithm}{draft}, {most}{self.shape}, schedule {self.schedule}{note}"
 
     @property
     def shape(self) -> DraftShape:
         """Steps, children per node and nodes, all of them known."""
-        return shape_of(self.algorithm, self.draft_steps, self.draft_topk, self.draft_tokens)
+        tokens = self.draft_tokens
+        if tokens == AUTO:
+            if (self.draft_topk or 1) > 1:
+                raise refuse("draft_topk", self.draft_topk, "draft_tokens='auto' drafts chains only; use 1")
+            tokens = None
+        return shape_of(self.algorithm, self.draft_steps, self.draft_topk, tokens)
+
+    @property
+    def is_auto(self) -> bool:
+        return self.draft_tokens == AUTO and self.algorithm != "none"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens an iteration may draft, rising; a single number unless that is chosen as it runs."""
+        return lengths_of(self.drafted) if self.is_auto else (self.drafted,)
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted per verify; 0 for the baseline."""
+        """Tokens drafted per verify, or the most of them; 0 for the baseline."""
         return 0 if self.algorithm == "none" else self.shape.tokens
 
     @property

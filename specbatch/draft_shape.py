@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from specbatch.errors import at_least, refuse
 
@@ -41,6 +41,7 @@ PUBLISHED = {
     "dflash": DraftShape(15, 1, 15),
 }
 CHAINS = ("dflash",)  # which draft no trees
+AUTO: Final = "auto"  # as draft_tokens: between none and all of a chain, whatever is fastest
 
 
 def shape_of(algorithm: str, steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:
@@ -72,6 +73,12 @@ def shape_of(algorithm: str, steps: int | None, topk: int | None, tokens: int | 
         works = f"use draft_steps={near.steps}, draft_topk={near.topk}, draft_tokens={near.tokens}"
         raise refuse(f"draft_{setting}", getattr(shape, setting), f"{reason} (the root is not counted); {works}")
     return shape
+
+
+def lengths_of(most: int) -> tuple[int, ...]:
+    """How many drafts AUTO chooses from: 0, powers of two, and the most."""
+    powers = (1 << power for power in range(most.bit_length()))
+    return (0, *(length for length in powers if length < most), most)
 
 
 def _pool(algorithm: str, shape: DraftShape) -> int:

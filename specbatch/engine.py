@@ -199,6 +199,10 @@ class Engine:
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
         counters: dict[str, Any] = asdict(self._counters)
+        counters["draft_lengths"] = {
+            str(rows): {str(n): count for n, count in steps.items()}
+            for rows, steps in self._counters.draft_lengths.items()
+        }
         counters["emitted_histogram"] = emitted_histogram(self._completions)
         counters["acceptance"] = acceptance(self._completions).as_counters()
         counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}

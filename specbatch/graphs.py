@@ -17,6 +17,7 @@ import torch
 
 from specbatch.batch import Needs
 from specbatch.config import Graphs
+from specbatch.kernels.rows import put_next
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Program = Callable[[], None]
@@ -86,9 +87,11 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int) -> int:
-    """An estimate of what the recordings themselves take on the device: about 64 KiB a graph for its launches."""
-    count = len(batch_buckets(most)) * layers // 4 if graphs.decode == "whole" else 0
+def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, lengths: int = 1) -> int:
+    """An estimate of what the recordings themselves take on the device: about 64 KiB a graph for its launches.
+
+    lengths: how many numbers of drafts an iteration may have."""
+    count = len(batch_buckets(most)) * lengths * layers // 4 if graphs.decode == "whole" else 0
     if graphs.prefill == "piecewise":
         buckets = token_buckets(chunk)
         count += len(buckets) * (layers + 1) + sum(size <= SHORT_TOKENS for size in buckets) * layers // 4
@@ -127,71 +130,87 @@ class Recordings(Protocol):
 
 
 class WholeGraphs:
-    """One recording of draft -> verify -> accept -> commit per batch bucket and kind of sampling.
+    """One recording of draft -> verify -> accept -> commit per batch bucket, number of drafts and kind of sampling.
 
     The plain kind is recorded before work begins, the others when a request first asks for them.
     """
 
     def __init__(
         self,
-        run: Callable[[torch.Tensor, Needs], Result],
+        run: Callable[[torch.Tensor, Needs, int], Result],
         recorder: Recorder,
         most: int,
-        rows: int,
+        lengths: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        """run: the iteration over device rows [B]; most: largest batch; rows: N of a verify."""
+        """run: the iteration over device rows [B] with so many drafts, one of `lengths`; most: largest batch."""
         self.counters = GraphCounters()
         self._run = run
         self._recorder = recorder
         self._buckets = batch_buckets(most)
-        self._graphs: dict[tuple[int, Needs], Program] = {}
+        self._lengths = lengths
+        self._graphs: dict[tuple[int, int, Needs], Program] = {}
+        # Where the last result is. Replays count for themselves, so that as a rule the host has nothing to tell them.
         self._turn = 0
-        # What the host tells a replay: where its result goes, then the device rows.
-        self._inputs = torch.zeros(most + 1, dtype=torch.int64, device=device)
-        self._host = torch.zeros(RING, most + 1, dtype=torch.int64)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        # The device rows. They are sent when others than the last ones run.
+        self._rows = torch.zeros(most, dtype=torch.int64, device=device)
+        self._sent: list[int] = []
+        self._host = torch.zeros(RING, most, dtype=torch.int64)
         if device.type == "cuda":
             self._host = self._host.pin_memory()
-        self._packed = torch.zeros(RING, most, rows + 3, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(RING, most, rows, device=device)
+        rows = max(lengths) + 1
+        self._packed = torch.zeros(RING, most * (rows + 3), dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(RING, most * rows, device=device)
 
     def __len__(self) -> int:
-        return len(self._buckets)
+        return len(self._buckets) * len(self._lengths)
 
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):  # the largest first: the others fit into the memory it leaves
-            self._capture(bucket, Needs())
-            yield
+            for drafts in reversed(self._lengths):
+                self._capture(bucket, drafts, Needs())
+                yield
 
-    def __call__(self, slots: list[int], needs: Needs) -> Result:
+    def __call__(self, slots: list[int], needs: Needs, drafts: int) -> Result:
         """One iteration over the device rows `slots`."""
         bucket = bucket_of(self._buckets, len(slots))
-        replay = self._graphs.get((bucket, needs))
+        replay = self._graphs.get((bucket, drafts, needs))
         if replay is None:
-            replay = self._capture(bucket, needs)
+            replay = self._capture(bucket, drafts, needs)
             self.counters.recorded_late += 1
         self._turn = turn = (self._turn + 1) % RING
-        host = self._host[turn, : bucket + 1]
-        host.copy_(torch.tensor([turn, *slots, *[0] * (bucket - len(slots))]))
-        self._inputs[: bucket + 1].copy_(host, non_blocking=True)
+        rows = [*slots, *[0] * (bucket - len(slots))]
+        if rows != self._sent:
+            host = self._host[turn, :bucket].copy_(torch.tensor(rows))
+            self._rows[:bucket].copy_(host, non_blocking=True)
+            self._sent = rows
         replay()
         self.counters.replays += 1
         self.counters.padded += bucket - len(slots)
-        count = len(slots)
-        return self._packed[turn, :count], self._logprobs[turn, :count] if needs.logprobs else None
+        packed, logprobs = self._results(len(slots), drafts)
+        return packed[turn], logprobs[turn] if needs.logprobs else None
 
-    def _capture(self, bucket: int, needs: Needs) -> Program:
-        turn, slots = self._inputs[:1], self._inputs[1 : bucket + 1]
+    def _results(self, count: int, drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where results of `count` rows are, one behind the other: [RING, count, N + 3] and [RING, count, N]."""
+        rows = drafts + 1
+        packed = self._packed[:, : count * (rows + 3)].unflatten(1, (count, rows + 3))
+        return packed, self._logprobs[:, : count * rows].unflatten(1, (count, rows))
+
+    def _capture(self, bucket: int, drafts: int, needs: Needs) -> Program:
+        rows = self._rows[:bucket]
+        all_packed, all_logprobs = self._results(bucket, drafts)
 
         def program() -> None:
-            packed, logprobs = self._run(slots, needs)
-            self._packed[:, :bucket].index_copy_(0, turn, packed[None])
+            packed, logprobs = self._run(rows, needs, drafts)
+            put_next(all_packed, self._place, packed)
             if logprobs is not None:
-                self._logprobs[:, :bucket].index_copy_(0, turn, logprobs[None])
+                all_logprobs.index_copy_(0, self._place, logprobs[None])
 
         # A pass over padding rows harms nobody, if its result goes where the next one will: others may be on their way.
-        self._inputs.zero_()
-        turn.fill_((self._turn + 1) % RING)
+        self._rows.zero_()
+        self._sent = []
         self._recorder.warm(program)
-        replay = self._graphs[bucket, needs] = self._recorder.record(program)
+        self._place.fill_(self._turn)
+        replay = self._graphs[bucket, drafts, needs] = self._recorder.record(program)
         return replay

@@ -27,6 +27,8 @@
 * host waits per step: waits for a result with nothing launched behind it: 1 for v1, about 0 for v2.
 * graph coverage: replays / (replays + eager fallbacks), over the iterations and prompt passes for which graphs were
   asked; None where none were.
+* draft_lengths (with draft_tokens="auto"): steps by batch bucket and tokens drafted; caps hold the seconds of an
+  iteration of each at start (`draft_length_s`), over rows for padding with next to no context.
 * counters: `iteration_s / iterations` is the host's time to launch an iteration and to wait for its result.
 """
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 
 import torch
 
 from specbatch.batch import DeviceBatch, Needs
-from specbatch.drafters.base import Step
+from specbatch.context import Prefill, Span
+from specbatch.draft_length import DraftLength
+from specbatch.drafters.base import Drafter, Step
 from specbatch.errors import SpecbatchError
 from specbatch.graphs import GraphCounters, Recorder, Result, WholeGraphs
 from specbatch.iteration import Iteration
 from specbatch.prefill import PromptPass
 from specbatch.request import Request
 from specbatch.scheduler import Row, Scheduler
-from specbatch.transfer import Lap, Ticket, upload
+from specbatch.transfer import Lap, Ticket, seconds_of, upload
 
 OnTokens = Callable[[Request, list[int]], None]
+ENOUGH_S = 0.05  # of timing the same thing
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Launched:
     first: bool
     lap: Lap | None = None  # device time of an iteration
     host_s: float = 0.0  # host time in launching it
+    drafts: int = 0
+    judged: frozenset[int] = frozenset()  # rows whose drafter had all it needs, by their place
 
 
 @dataclass
@@ -60,6 +67,9 @@ class Counters:
         entry[0] += 1
         entry[1] += seconds
 
+    # iterations by batch bucket and drafts, where their number is chosen
+    draft_lengths: dict[int, dict[int, int]] = field(default_factory=dict)
+
 
 class Runner:
     """The helpers that both schedules are made of: prefill, decode, handle."""
@@ -70,21 +80,29 @@ class Runner:
         batch: DeviceBatch,
         iteration: Iteration,
         prompt_pass: PromptPass,
+        drafter: Drafter,
         *,
-        rows: int,
+        lengths: DraftLength,
+        rests: bool,
         depth: int,
         page_size: int,
+        chunk: int,
         seed: int,
         on_tokens: OnTokens,
         recorder: Recorder | None = None,
     ) -> None:
-        """rows: of a verify; depth: drafts that it can accept; recorder: for whole-iteration graphs, or None to run
-        eagerly."""
+        """lengths: who says how much is drafted; rests: see `DraftPlan`; depth: drafts that a verify can accept; chunk:
+        tokens of the largest prompt pass; recorder: for whole-iteration graphs, or None to run eagerly."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._batch = batch
         self._iteration = iteration
         self._prompt_pass = prompt_pass
+        self._drafter = drafter
+        self._lengths = lengths
+        self._rests = rests
+        self._drafts = 0  # of the last iteration
+        self._chunk = chunk
         self._depth = depth
         self._page_size = page_size
         self._seed = seed
@@ -95,7 +113,7 @@ class Runner:
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
-            self.graphs = WholeGraphs(self._run, recorder, batch.slots, rows, batch.device)
+            self.graphs = WholeGraphs(self._run, recorder, batch.slots, lengths.lengths, batch.device)
             self.decode_counters = self.graphs.counters
 
     def watch_logits(self, see: Callable[[torch.Tensor], None] | None) -> None:
@@ -137,36 +155,117 @@ class Runner:
         self._batch.add_pages(plan.new_pages)
         slots = [row.slot for row in plan.rows]
         needs = Needs.of(row.request for row in plan.rows)
+        drafts = self._lengths.choose(len(slots))
+        if self._prepare(plan.rows, drafts):
+            self._lap = None
+        begun = time.perf_counter()
         lap, recorded = Lap.begin(self._batch.device), self.decode_counters.recorded_late
-        if self.graphs is not None:
-            result = self.graphs(slots, needs)
-        else:
-            self.decode_counters.fall_back("off")
-            result = self._run(upload(slots, self._batch.device), needs, plan.bound)
+        result = self._launch(slots, needs, drafts, plan.bound)
         if self.decode_counters.recorded_late > recorded:
             lap = None  # its time is that of recording
         if lap is not None:
             lap.end(behind=self._lap)
         self._lap = lap
+        judged = frozenset(place for place, row in enumerate(plan.rows) if row.request.behind is None)
         ticket = self._send(result)
         self._launched_at = time.perf_counter()
+        if self._lengths.is_auto:
+            steps = self.counters.draft_lengths.setdefault(self._lengths.bucket(len(slots)), {})
+            steps[drafts] = steps.get(drafts, 0) + 1
+            if lap is None and self._stream is None:  # a CPU is done
+                self._lengths.took(len(slots), drafts, self._launched_at - begun)
         self.counters.iterations += 1
         self.counters.iteration_rows += len(plan.rows)
         self.counters.iteration_s += self._launched_at - start
-        return Launched(plan.rows, ticket, first=False, lap=lap, host_s=self._launched_at - start)
+        host_s = self._launched_at - start
+        return Launched(plan.rows, ticket, first=False, lap=lap, host_s=host_s, drafts=drafts, judged=judged)
 
-    def _run(self, slots: torch.Tensor, needs: Needs, bound: int | None = None) -> Result:
+    @torch.inference_mode()
+    def time_lengths(self) -> dict[int, dict[int, float]]:
+        """Seconds of an iteration by batch bucket and drafts, over rows for padding, for whoever chooses.
+
+        It is the shortest of what fits into ENOUGH_S, up to 5, behind one that warms up: what else a machine does only
+        adds to it. For the same reason fewer drafts do not take longer than more."""
+        lengths, device = self._lengths, self._batch.device
+
+        def time_it(work: Callable[[], object]) -> float:
+            times: list[float] = []
+            work()
+            while len(times) < 5 and sum(times) < ENOUGH_S:
+                times.append(seconds_of(work, device))
+            return min(times)
+
+        for bucket in reversed(lengths.buckets):
+            slots, bound = [0] * bucket, self.scheduler.rows + 1
+            # From long to short, so that what prepares the drafter runs once, too.
+            times = [time_it(partial(self._launch, slots, Needs(), n, bound)) for n in reversed(lengths.lengths)]
+            lengths.times[bucket] = dict(zip(lengths.lengths, reversed(list(accumulate(times, min))), strict=True))
+        if self._rests:
+            count = min(self._chunk, self._batch.width - 1)
+            lengths.catch_up_s = time_it(partial(self._catch_up, [Span(0, 0, count)]))
+        return lengths.times
+
+    def _prepare(self, rows: list[Row], drafts: int) -> bool:
+        """Let a drafter that rests while nothing is drafted catch up. True if anything was launched."""
+        if not self._rests:
+            return False
+        requests = [row.request for row in rows]
+        if not drafts:
+            for request in requests:
+                if request.behind is None:  # the newest committed token may be without keys, too
+                    request.behind = max(request.committed - 1, 0)
+            return False
+        spans: list[Span] = []
+        budget = self._chunk
+        # Each result in flight leaves a token, and no more where nothing was drafted. The draft runs the newest itself.
+        missing = [
+            (request.committed + request.in_flight - 2 - request.behind, request)
+            for request in requests
+            if request.behind is not None
+        ]
+        for count, request in sorted(missing, key=lambda item: item[0]):
+            budget -= count
+            if self._lengths.probing and budget < 0 and spans:
+                break  # these are enough to learn from
+            assert request.behind is not None
+            assert request.slot is not None
+            if count > 0:
+                spans.append(Span(request.slot, request.behind, request.behind + count))
+            request.behind = None
+        self._catch_up(spans)
+        return bool(spans)
+
+    def _catch_up(self, spans: list[Span]) -> None:
+        for part in _in_passes(spans, self._chunk):
+            self._drafter.catch_up(self._batch, Prefill(self._batch.page_table, part, self._page_size))
+
+    def _launch(self, slots: list[int], needs: Needs, drafts: int, bound: int) -> Result:
+        """One iteration, replayed or not."""
+        before, self._drafts = self._drafts, drafts
+        if drafts < before:
+            bucket = self._lengths.bucket(len(slots))
+            rows = upload([*slots, *[0] * (bucket - len(slots))], self._batch.device)
+            self._drafter.shorten(self._step(rows, Needs(), drafts, bound))
+        if self.graphs is not None:
+            return self.graphs(slots, needs, drafts)
+        self.decode_counters.fall_back("off")
+        return self._run(upload(slots, self._batch.device), needs, drafts, bound)
+
+    def _run(self, slots: torch.Tensor, needs: Needs, drafts: int, bound: int | None = None) -> Result:
         """One iteration over device rows [B]; what a graph records."""
+        return self._iteration(self._step(slots, needs, drafts, self._batch.width - 1 if bound is None else bound))
+
+    def _step(self, slots: torch.Tensor, needs: Needs, drafts: int, bound: int) -> Step:
         batch = self._batch
-        return self._iteration(
-            Step(
-                batch=batch,
-                rows=slots,
-                lengths=batch.lengths[slots],
-                page_size=self._page_size,
-                bound=batch.width - 1 if bound is None else bound,
-                sampling=batch.sampling(slots, needs),
-            )
+        lengths, sampling = batch.look_up(slots, needs)
+        return Step(
+            batch=batch,
+            rows=slots,
+            lengths=lengths,
+            count=drafts,
+            page_size=self._page_size,
+            bound=bound,
+            sampling=sampling,
         )
 
     def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
@@ -177,12 +276,17 @@ class Runner:
         now = time.perf_counter()
         if not launched.first:
             self._count_times(launched, start, now, overlapped, late)
+        accepted = []
         for index, row in enumerate(launched.rows):
             request = row.request
             if self.scheduler.is_void(request, row.epoch):
                 self.counters.void_results += 1
                 continue
+            if index in launched.judged:
+                accepted.append(values[index][-3])
             self._book(request, values[index], logprobs[0][index] if logprobs else None, launched.first, now)
+        if self._lengths.is_auto and not launched.first:
+            self._lengths.learn(launched.drafts, accepted)
 
     def _count_times(self, launched: Launched, start: float, now: float, overlapped: bool, late: bool) -> None:
         counters = self.counters
@@ -205,6 +309,8 @@ class Runner:
             counters.device_idle_s += gap
             counters.device_gaps += 1
         counters.add_step(rows, step + (gap or 0.0))
+        if self._lengths.is_auto:
+            self._lengths.took(len(launched.rows), launched.drafts, step + (gap or 0.0))
 
     def _book(self, request: Request, values: list[int], logprobs: list[float] | None, first: bool, now: float) -> None:
         request.pending -= 1
@@ -235,3 +341,19 @@ class Runner:
         own = request.params.seed
         value = int(own) if own is not None else (self._seed << 32) + request.index
         return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _in_passes(spans: list[Span], most: int) -> Iterator[list[Span]]:
+    """Spans in prompt passes of up to `most` tokens; one that is longer than what is left is cut."""
+    part: list[Span] = []
+    left = most
+    for slot, start, end in ((span.slot, span.start, span.end) for span in spans):
+        while start < end:
+            count = min(left, end - start)
+            part.append(Span(slot, start, start + count))
+            start, left = start + count, left - count
+            if not left:
+                yield part
+                part, left = [], most
+    if part:
+        yield part

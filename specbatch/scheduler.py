@@ -242,6 +242,7 @@ class Scheduler:
         if self._cache is not None and request.committed:
             # The newest committed positions are left out: a drafter may not have written its own KV there yet.
             known = max(min(len(request.tokens), request.committed) - self._lag, 0)
+            known = known if request.behind is None else min(known, request.behind)
             self._cache.insert(request.tokens, known, request.pages)
         self._vacate(request)
 
@@ -255,6 +256,7 @@ class Scheduler:
         self._vacate(request)
         request.epoch += 1
         request.prefilled = request.committed = request.in_flight = request.pending = 0
+        request.behind = None
         request.metrics.retractions += 1
         self._waiting.appendleft(request)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch import acceptance
 from specbatch.config import Speculation
+from specbatch.draft_length import steps_text
 from specbatch.request import Completion, IncrementalText, SamplingParams
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     shown = tabulate([row], headers=list(HEADERS.values()), tablefmt="github", disable_numparse=True)
     speculation = Speculation(**result["record"]["config"]["speculation"])
-    parts = [shown, acceptance.table({(): [result["record"]["counters"]]})]
+    record = result["record"]
+    parts = [shown, acceptance.table({(): [record["counters"]]})]
+    parts.append("\n".join(steps_text([record["counters"]], record["caps"])))
     parts += [] if speculation.simulate_accept_length is None else [str(speculation)]
     return "\n\n".join(filter(None, parts))
 

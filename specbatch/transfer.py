@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +24,17 @@ def upload(
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make it the current one: streams, events and Triton's launches are the current device's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Time of work and of all that it launches."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 class Lap:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specbatch.config import Graphs
 from specbatch.metrics import RunRecord
-from specbatch.sweeps.summaries import drafts, graphs_of
+from specbatch.sweeps.summaries import drafts, graphs_of, simulated
 
 SECTIONS = ("machine", "decode", "closed", "ttft", "verify")
 MACHINE_NEEDS = "needs a CUDA device"
@@ -95,9 +95,17 @@ def _step_ms(record: RunRecord) -> Any:
     return None if unmeasured(record) else 1e3 * record.metrics["step_s"]  # type: ignore[operator]
 
 
+def step_tokens(record: RunRecord) -> Any:
+    """Tokens that a step gives a request. A simulated accept length is the mean that was asked for: what a run draws
+    lies beside it by chance, and is cut at the limit."""
+    if not drafts(record):
+        return 1.0
+    return simulated(record) or record.metrics["accept_length"]
+
+
 def _speed(record: RunRecord) -> Any:
     """In proportion to the tokens per second of a decode step."""
-    return (_accept_length(record) if drafts(record) else 1.0) / _step_ms(record)
+    return step_tokens(record) / _step_ms(record)
 
 
 # Of one record; the table has the median over repeats.
@@ -113,6 +121,7 @@ MEASURED = {
     "mean_ttft_ms": Column("mean TTFT (ms)", 1, _metric("mean_ttft_s", 1e3)),
     "median_ttft_ms": Column("median TTFT (ms)", 2, _metric("median_ttft_s", 1e3)),
     "accept_length": Column("accept length", 3, _accept_length),
+    "step_tokens": Column("tokens per step", 3, step_tokens),
     "decode_replays": Column("decode replays", 0, _graphs("replays", "decode")),
     "prefill_replays": Column("prefill replays", 0, _graphs("replays", "prefill")),
     "target_prefill_replays": Column("target prefill replays", 0, _graphs("replays", "target_prefill")),
@@ -130,7 +139,7 @@ MEASURED = {
 }
 # Of a row with the above and the bounds of the run, so that the numbers of a row agree.
 DERIVED = {
-    "decode_tok_s": Column("tok/s", 0, lambda row, _: 1e3 * row["size"] * (row["accept_length"] or 1) / row["step_ms"]),
+    "decode_tok_s": Column("tok/s", 0, lambda row, _: 1e3 * row["size"] * row["step_tokens"] / row["step_ms"]),
     "step_gb_s": Column("GB/s", 0, lambda row, _: 1e3 * row["step_gb"] / row["step_ms"]),
     "sheet_percent": Column("% of data sheet", 0, lambda row, bounds: 1e11 * row["step_gb_s"] / bounds.sheet),
     "read_percent": Column("% of read", 0, lambda row, bounds: 1e11 * row["step_gb_s"] / bounds.read),
@@ -190,8 +199,8 @@ METHODS = {
     "Counters are those of the longer run.",
     "full batch": "Steps: {input_len} prompt tokens, {output_len} new ones; the mean time of the iterations (draft, "
     "verify, accept, commit) that ran all requests, from one to the next. Each request accepts by itself, so that they "
-    "end one by one; iterations of fewer count nowhere. tok/s: batch x accept length of the whole run / step, of which "
-    "is the ratio, too. Decode replays are of whole iterations.",
+    "end one by one; iterations of fewer count nowhere. tok/s: batch x accept length / step, of which is the ratio, "
+    "too; a simulated accept length is there the mean that was asked for. Decode replays are of whole iterations.",
     "floor": "Floor: the bytes of a step at the read bandwidth measured here.",
     "products": "Products: the model's matrix products alone (no draft's) by torch's linear on weights of their "
     "shapes, measured once.",

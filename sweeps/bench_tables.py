@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from specbatch.config import Graphs
+from specbatch.draft_length import steps_text
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, break_even, write_atomic
 from specbatch.sweeps.bench_columns import (
@@ -279,6 +280,7 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
         if "products_error" in work:
             yield f"PRODUCTS FAILED: {where}: {work['products_error']}"
         yield from replay_notes(record, where)
+        yield from (f"{where}, repeat {work['repeat']}, {line}." for line in steps_text([record.counters], record.caps))
         if record.metrics.get("retractions"):
             yield f"RETRACTED: {where}: {record.metrics['retractions']} requests waited for pages."
 

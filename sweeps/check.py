@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch import acceptance
 from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.draft_length import steps_text
 from specbatch.errors import at_least, refuse
 from specbatch.memory.plan import shared_fraction
 from specbatch.metrics import RunRecord, write_atomic
@@ -141,6 +142,7 @@ class CheckReport:
             body = [[_name(item), *(_shown(getattr(item, name)) for name in numbers)] for item in parted]
             parts.append(tabulate(body, headers=headers, tablefmt="github", disable_numparse=True))
         parts.append(acceptance.table({(): [record.counters]}))
+        parts.append("\n".join(steps_text([record.counters], record.caps)))
         parts.append("\n".join(f"* {note}" for note in self._notes()))
         return "\n\n".join(part.rstrip("\n") for part in parts if part)
 

@@ -9,12 +9,14 @@ from typing import Any
 
 from specbatch.acceptance import suspects
 from specbatch.config import Speculation
+from specbatch.draft_shape import AUTO
 from specbatch.metrics import RunRecord
 
 BREAK_EVEN = (
     "Break-even: the accept length at which steps that draft are as fast as plain decoding's beside them (step time "
     "over step time, the same number of requests, prompts left out); drafting pays above it."
 )
+CHOOSING = 0.03  # what drafting at the best length may lose where that is nothing
 CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk")
 
 
@@ -69,6 +71,11 @@ def speculation_of(record: RunRecord) -> Speculation:
     return Speculation(**asked | {"aux_layers": None if layers is None else tuple(layers)})
 
 
+def chooses(record: RunRecord) -> bool:
+    """Was the number of drafts chosen as it ran?"""
+    return bool(record.config["speculation"].get("draft_tokens") == AUTO)
+
+
 def simulated(record: RunRecord) -> float | None:
     mean: float | None = record.config["speculation"].get("simulate_accept_length")
     return mean
@@ -87,8 +94,13 @@ def verdict(accept_length: float | None, needed: float | None, simulated: float 
 
 def losses(points: Iterable[tuple[str, float | None, float | None, RunRecord]]) -> str | None:
     """What to say of points at which drafting loses: where, accept length, break-even, and the record of each; None if
-    there are none."""
+    there are none. Where nothing is drafted for long because it would lose, little is lost and nothing said."""
     below = [point for point in points if (verdict(*point[1:3], simulated(point[3])) or "").startswith("loses")]
+    below = [
+        (where, mean, needed, record)
+        for where, mean, needed, record in below
+        if not (chooses(record) and mean is not None and needed is not None and mean > needed * (1 - CHOOSING))
+    ]
     if not below:
         return None
     places = "; ".join(f"{where} (accept length {mean:.2f}, {needed:.2f} needed)" for where, mean, needed, _ in below)

@@ -8,11 +8,13 @@ in the same repeat, too.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch import acceptance
 from specbatch.config import Graphs
+from specbatch.draft_length import steps_text
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, break_even, write_atomic
 from specbatch.sweeps.summaries import (
@@ -143,7 +145,7 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame) -> str:
     shown = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
     remarks = [BREAK_EVEN] if known else []
     remarks += filter(None, map(_disagreement, rows.itertuples()))
-    notes = "".join(f"* {note}\n" for note in [*_notes(records), *remarks])
+    notes = "".join(f"* {note}\n" for note in [*_notes(records), *_lengths(records), *remarks])
     return f"{_heading(records)}\n{shown}\n\n{_acceptance(records)}{notes}"
 
 
@@ -159,13 +161,26 @@ def _disagreement(row: Any) -> str | None:
     )
 
 
-def _acceptance(records: list[RunRecord]) -> str:
-    """The table of where drafts were accepted, all repeats together; nothing where none were made."""
-    points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+def _points(records: list[RunRecord]) -> dict[tuple[Any, ...], list[RunRecord]]:
+    """All repeats together."""
+    points: dict[tuple[Any, ...], list[RunRecord]] = {}
     for record in records:
-        points.setdefault(tuple(record.workload[key] for key in _POINT), []).append(record.counters)
-    found = acceptance.table(points, tuple(_POINT))
+        points.setdefault(tuple(record.workload[key] for key in _POINT), []).append(record)
+    return points
+
+
+def _acceptance(records: list[RunRecord]) -> str:
+    """The table of where drafts were accepted; nothing where none were made."""
+    counters = {point: [record.counters for record in found] for point, found in _points(records).items()}
+    found = acceptance.table(counters, tuple(_POINT))
     return f"{found}\n\n" if found else ""
+
+
+def _lengths(records: list[RunRecord]) -> Iterator[str]:
+    """What was drafted where that was chosen."""
+    for (concurrency, name), found in _points(records).items():
+        for line in steps_text((record.counters for record in found), found[0].caps):
+            yield f"{name} at concurrency {concurrency}, {line}."
 
 
 def _cells(row: Any, break_even_known: bool) -> list[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from specbatch import SpecbatchError
 from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.draft_length import DraftLength
 from specbatch.request import SamplingParams
 from specbatch.sweeps.check import CheckOptions, run_check
 
@@ -95,6 +98,33 @@ def test_v2_waits_for_nothing_but_its_tickets(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert again == expected
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("name", ["ngram", "other", "eagle", "eagle3", "mtp", "block"])
+def test_any_number_of_drafts_without_a_wait(
+    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, graphs: str
+) -> None:
+    """As times and acceptance choose them, then at random."""
+    speculation = replace(SPECULATIONS[name], draft_tokens="auto", draft_steps=None)
+    engine = toy_engine(device="cuda", dtype="float32", speculation=speculation, graphs=GRAPHS[graphs])
+    prompts, params = [list(prompt) for prompt in toy.prompts()], SamplingParams(max_new_tokens=24, ignore_eos=True)
+    expected = [toy.greedy(tuple(prompt))[:24] for prompt in prompts]
+    assert [tuple(item.token_ids) for item in engine.generate(prompts, params)] == expected
+    assert all(seconds > 0 for row in engine.caps["draft_length_s"].values() for seconds in row.values())
+    chance = random.Random(1)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.lengths]))
+    engine.generate(prompts, params)  # whatever is compiled late
+    engine.reset_record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [tuple(item.token_ids) for item in engine.generate(prompts, params)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again == expected
+    record = engine.record()
+    assert len({n for row in record.counters["draft_lengths"].values() for n in row}) > 2
+    assert record.metrics["graph_coverage"] == (1.0 if graphs == "graphs" else None)
 
 
 def test_seeds_give_the_tokens_of_the_cpu(toy: Any, toy_engine: Callable[..., Any]) -> None:

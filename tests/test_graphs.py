@@ -128,6 +128,17 @@ def test_sampling_is_recorded_when_it_is_first_asked_for(toy: Any, graph_engine:
     assert recorder.recorded == before + 1
 
 
+def test_rows_that_did_not_change_are_told_to_a_late_recording(toy: Any, graph_engine: Callable[..., Any]) -> None:
+    """It was made over padding rows."""
+    prompt = list(toy.prompts()[0])
+    sampled = SamplingParams(temperature=0.8, seed=3, max_new_tokens=6, ignore_eos=True)
+    [plain] = graph_engine().generate([prompt], sampled)
+    engine = graph_engine(graphs=BOTH, max_running=1)
+    engine.generate([prompt], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    [replayed] = engine.generate([prompt], sampled)
+    assert replayed.token_ids == plain.token_ids
+
+
 @pytest.mark.parametrize("first", range(2, 2 + RING))
 def test_a_late_recording_leaves_results_on_their_way_alone(
     toy: Any, graph_engine: Callable[..., Any], first: int

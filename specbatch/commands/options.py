@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from typer import Option
 
@@ -84,10 +84,12 @@ class EngineOptions:
         ),
     ] = None
     draft_tokens: Annotated[
-        int | None,
+        str | None,
         Option(
+            metavar="INTEGER|auto",
             help="Nodes drafted per verify, the root not counted. Default: as published (SGLang counts the root and "
-            "says 4 for 3 here); for dflash what its blocks hold.",
+            "says 4 for 3 here); for dflash what its blocks hold. auto: up to that many (or --draft-steps), as "
+            "measured times and acceptance say, 0 included.",
             rich_help_panel=_SPEC,
         ),
     ] = None
@@ -219,7 +221,7 @@ class EngineOptions:
             algorithm=self.algorithm or default,
             schedule=self.spec or "v2",
             draft=self.draft,
-            draft_tokens=self.draft_tokens,
+            draft_tokens=self._draft_tokens(),
             draft_steps=self.draft_steps,
             draft_topk=self.draft_topk,
             aux_layers=self._aux_layers(),
@@ -228,6 +230,16 @@ class EngineOptions:
             ngram_max=self.ngram_max,
             simulate_accept_length=self.simulate_accept_length,
         )
+
+    def _draft_tokens(self) -> int | Literal["auto"] | None:
+        if self.draft_tokens is None:
+            return None
+        if self.draft_tokens == "auto":
+            return "auto"
+        try:
+            return int(self.draft_tokens)
+        except ValueError:
+            raise refuse("draft_tokens", self.draft_tokens, "use a whole number, or auto") from None
 
     def _aux_layers(self) -> tuple[int, ...] | None:
         if self.aux_layers is None:

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 class Step:
     """One iteration: device rows [B], their KV lengths [B] before it, and what the host knows about them.
 
-    No row's KV can be longer than `bound` after the iteration.
+    count: tokens to draft behind each root, of a tree its nodes; at most those that the drafter was made for. No row's
+    KV can be longer than `bound` after the iteration.
     """
 
     batch: DeviceBatch
     rows: torch.Tensor
     lengths: torch.Tensor
+    count: int
     page_size: int
     bound: int
     sampling: Sampling
@@ -59,7 +61,7 @@ class Drafter(Protocol):
         """Take in prompt positions (tokens in batch.tokens[shape.rows, shape.positions])."""
 
     def propose(self, step: Step) -> Proposal:
-        """Draft behind each row's root."""
+        """Draft `step.count` tokens behind each row's root. With none, keep what later drafts need."""
         ...
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
@@ -69,6 +71,12 @@ class Drafter(Protocol):
         None for a chain, whose rows are in order.
         """
 
+    def shorten(self, step: Step) -> None:
+        """Called before an iteration that drafts fewer tokens than the one before it, with its rows."""
+
+    def catch_up(self, batch: DeviceBatch, shape: Prefill) -> None:
+        """Take in positions that were committed by iterations without drafts (see `DraftPlan.rests`)."""
+
 
 @dataclass(frozen=True)
 class DraftPlan:
@@ -77,8 +85,9 @@ class DraftPlan:
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
     for it, None if they are the target's or none; parameters: how many are loaded beside those; every: it wants the
     target's features of every prompt token; aux: and the residual stream behind these layers; drafted: tokens drafted
-    per verify, None if what was asked for stands; slots: KV slots from a root on that it writes to while drafting; lag:
-    of a request that has ended, so many of the newest positions may lack the draft's own keys.
+    per verify, or the most of them, None if what was asked for stands; slots: KV slots from a root on that it writes to
+    while drafting; lag: of a request that has ended, so many of the newest positions may lack the draft's own keys;
+    rests: it does nothing where nothing is drafted, and must catch up before it drafts again.
     """
 
     build: Callable[[Decoder, Loader], Drafter]
@@ -91,6 +100,7 @@ class DraftPlan:
     drafted: int | None = None
     slots: int = 0
     lag: int = 1
+    rests: bool = False
 
     def slots_of(self, rows: int) -> int:
         """KV slots from a root on that an iteration with a verify of `rows` rows may write to."""
@@ -104,10 +114,21 @@ class NoDraft:
         pass
 
     def propose(self, step: Step) -> Proposal:
-        return Proposal(step.rows.new_empty(len(step.rows), 0), torch.zeros_like(step.rows))
+        return nothing(step)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         pass
+
+    def shorten(self, step: Step) -> None:
+        pass
+
+    def catch_up(self, batch: DeviceBatch, shape: Prefill) -> None:
+        pass
+
+
+def nothing(step: Step) -> Proposal:
+    """No drafts."""
+    return Proposal(step.rows.new_empty(len(step.rows), 0), step.batch.everywhere(0, step.rows))
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:

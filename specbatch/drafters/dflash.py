@@ -9,8 +9,9 @@ import torch
 from specbatch import weights
 from specbatch.batch import DeviceBatch
 from specbatch.context import Prefill, chain
-from specbatch.drafters.base import DraftPlan, Step
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.errors import refuse
+from specbatch.kernels.choice import likeliest
 from specbatch.kernels.context_kv import write_context, write_verified
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from specbatch.weights import Checkpoint, Log
 
 
-class DFlashDrafter:
+class DFlashDrafter(NoDraft):
     """The draft's cache holds context at every verified position, under the target's page numbers; a page that a prefix
     shares has it too, as it follows from the tokens alone. A block leaves its own keys and values behind the context,
     where what is verified next, or the next block, overwrites them before anything looks at them.
     """
 
     def __init__(self, model: DFlash, cache: KVCache, count: int) -> None:
-        """count: tokens drafted, one less than the rows of a block."""
+        """count: most tokens drafted, one less than the rows of a block. A block is always whole."""
         self._model = model
         self._cache = cache
         self._count = count
@@ -41,18 +42,19 @@ class DFlashDrafter:
         write_context(self._context(features), self._model.heads, *self._stores, shape.positions, shape.slots)
 
     def propose(self, step: Step) -> Proposal:
+        if not step.count:
+            return nothing(step)
         model, count = self._model, self._count
         masks = step.rows.new_full((len(step.rows), count), model.config.mask_token)
         tokens, positions = step.batch.stage(step.rows, step.lengths, masks, None)
         shape = step.verify(step.lengths, count + 1, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, shape.on(self._cache)).last
         # Row i stands for the token at its own position: the first, the root, is known.
-        logits = model.block.logits(hidden).unflatten(0, (-1, count + 1))[:, 1:]
-        drafted = torch.full_like(step.lengths, count)
+        logits = self._logits(hidden.unflatten(0, (-1, count + 1)), step.count)
+        drafted = step.batch.everywhere(step.count, step.rows)
         if step.sampling.needs.sampled:
             return self._draw(step, logits, drafted)
-        tokens = logits.argmax(-1)
-        return Proposal(tokens if model.ids is None else model.ids[tokens], drafted)
+        return Proposal(likeliest(logits, model.ids), drafted)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         where = (step.batch.page_table, step.rows, step.lengths, accepted)
@@ -60,12 +62,19 @@ class DFlashDrafter:
 
     def _draw(self, step: Step, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
         """Each draft from the law of its own row: given the context they are independent of each other."""
-        tokens, laws = step.sampling.draw(logits, chain(step.lengths + 1, self._count), DRAFT)
+        tokens, laws = step.sampling.draw(logits, chain(step.lengths + 1, step.count), DRAFT)
         ids, total = self._model.ids, self._model.config.vocab_size
         if ids is None:
             return Proposal(tokens, drafted, laws)
         # What it does not know has probability 0.
         return Proposal(ids[tokens], drafted, laws.new_zeros(*laws.shape[:2], total).index_copy_(2, ids, laws))
+
+    def _logits(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """[B, block, H] -> [B, count, V] of the rows behind the first. Of a whole block that one goes through the head,
+        too: nobody reads what comes out, but a product of 512 rows takes less time than one of 480."""
+        first = 0 if count == self._count else 1
+        rows = hidden[:, first : count + 1]
+        return self._model.block.logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])[:, 1 - first :]
 
     def _context(self, features: Features) -> torch.Tensor:
         assert features.aux is not None
@@ -82,7 +91,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     Raises SpecbatchError where the draft does not fit the target.
     """
     asked = config.speculation
-    if asked.draft_steps is not None:
+    if asked.draft_steps is not None and not asked.is_auto:
         raise refuse("draft_steps", asked.draft_steps, "a block is drafted in one pass; leave it out")
     draft = _open(target, config, log)
     shape = draft.config
@@ -97,7 +106,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             works = f"its d2t must hold offsets to {len(ids)} different tokens of {shape.vocab_size}"
             raise refuse("draft", asked.draft, works)
     most = shape.block_size - 1
-    count = most if asked.draft_tokens is None else asked.draft_tokens
+    count = (asked.draft_steps if asked.is_auto else asked.draft_tokens) or most
+    assert isinstance(count, int)
     if count > most:
         raise refuse("draft_tokens", count, f"the draft's blocks are of {shape.block_size}; use at most {most}")
     log(f"draft: {draft.name} ({draft.origin})")

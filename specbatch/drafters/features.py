@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch.batch import DeviceBatch, Sampling
-from specbatch.context import Prefill, Verify, chain
+from specbatch.context import Prefill, Verify
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, Step
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.drafters.expansion import Beams, expand
 from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
+from specbatch.kernels.choice import likeliest_embedded
 from specbatch.kernels.heads import split_heads
+from specbatch.kernels.pairs import Due, beam_pairs, due_pairs, keep_waiting
+from specbatch.kernels.rows import rows_of_both
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -49,7 +52,7 @@ class Pairs:
 
     def _write(self, tokens: torch.Tensor, taken: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         head, cache = self._head, self._cache
-        _, qkv = head.enter(tokens, head.project(taken))
+        _, qkv = head.enter(head.embed(tokens), head.project(taken))
         split_heads(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
 
 
@@ -93,11 +96,14 @@ class PairGraphs(Pairs):
         self.counters.padded += bucket - count
 
 
-class FeatureChain:
-    """`count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
+class FeatureChain(NoDraft):
+    """Up to `count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
 
     It remembers per device row up to count + 1 projected features, those of a verify, and how many of them stand for
     tokens that were kept: `ready`. They are those before the root, so their places are lengths - ready and on.
+
+    An iteration takes in as many waiting pairs as its own verify makes. Before it drafts fewer than the one before,
+    `shorten` therefore leaves one. Without drafts keys and values are written, and no more is computed.
     """
 
     def __init__(self, head: DraftHead, cache: KVCache, pairs: Pairs, count: int, slots: int, vocabulary: int) -> None:
@@ -106,7 +112,6 @@ class FeatureChain:
         self._head = head
         self._cache = cache
         self._pairs = pairs
-        self._count = count
         self._vocabulary = vocabulary
         self._waiting = torch.zeros(slots + 1, count + 1, head.config.hidden_size, dtype=like.dtype, device=like.device)
         self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
@@ -120,68 +125,81 @@ class FeatureChain:
         self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
 
     def propose(self, step: Step) -> Proposal:
-        lengths, hidden = step.lengths, self._newest(step)
-        drafts: list[torch.Tensor] = []
+        if not step.count:
+            self._write(step)
+            return nothing(step)
+        hidden, places = self._newest(step)
+        drafts = step.rows.new_empty(len(step.rows), step.count)
         laws: list[torch.Tensor] = []
-        for index in range(self._count):
-            if index:
-                hidden = self._run(step.verify(lengths + index - 1, 1), drafts[-1], hidden)
-            draft, law = self.choose(hidden, step.sampling, chain(lengths + index + 1, 1))
-            drafts.append(draft)
+        for index in range(step.count):
+            embedded, law = self.choose(hidden, step.sampling, places[index], drafts[:, index])
             laws += [] if law is None else [law]
-        drafted = torch.full_like(lengths, self._count)
-        return Proposal(torch.cat(drafts, 1), drafted, torch.cat(laws, 1) if laws else None)
+            if index + 1 < step.count:
+                place = places[index + 1]
+                hidden = self._run(step.verify(place, 1), embedded, hidden, place)
+        drafted = step.batch.everywhere(step.count, step.rows)
+        return Proposal(drafts, drafted, torch.cat(laws, 1) if laws else None)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        hidden = self._head.project(self._head.take(features)).unflatten(0, (len(step.rows), -1))
-        if path is not None:  # of a tree no more than the longest path can stand for tokens that were kept
-            places = path[:, : self._waiting.shape[1], None]
-            hidden = hidden.gather(1, places.expand(-1, -1, hidden.shape[2]))
-        self._waiting[step.rows] = hidden
-        # Padding rows stay where they are: at length 1 there is one place before the root.
-        self._ready[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)
+        hidden = self._head.project(self._head.take(features))
+        keep_waiting(hidden, step.rows, accepted, path, self._waiting, self._ready)
+
+    def shorten(self, step: Step) -> None:
+        rows, most = step.rows, self._waiting.shape[1]
+        self._write(step, most)
+        self._waiting[rows, 0] = self._waiting[rows, self._ready[rows] - 1]
+        self._ready.index_fill_(0, rows, 1)
 
     def choose(
-        self, hidden: torch.Tensor, sampling: Sampling, positions: torch.Tensor
+        self, hidden: torch.Tensor, sampling: Sampling, places: torch.Tensor, out: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One token for each hidden [B, hidden_size], to stand at `positions` [B, 1]: int64 [B, 1], and float32
-        [B, 1, V] that it was drawn from, None if it is the likeliest."""
-        logits, ids = self._head.logits(hidden)[:, None], self._head.vocabulary
+        """One token for each hidden [B, hidden_size], behind the pairs at `places` int64 [B]: to `out` int64 [B].
+        Returns its embedding [B, hidden_size], and float32 [B, 1, V] that it was drawn from, None if it is the
+        likeliest."""
+        head = self._head
+        logits, ids = head.logits(hidden), head.vocabulary
         if not sampling.needs.sampled:
-            tokens = logits.argmax(-1)
-            return tokens if ids is None else ids[tokens], None
-        tokens, law = sampling.draw(logits, positions, DRAFT)
-        if ids is None:
-            return tokens, law
-        # What the head cannot draft has probability 0.
-        return ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
+            return likeliest_embedded(logits, head.embedding, ids, out), None
+        tokens, law = sampling.draw(logits[:, None], places[:, None] + 2, DRAFT)  # a pair's token is one further
+        if ids is not None:  # what the head cannot draft has probability 0
+            tokens, law = ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
+        return head.embed(out.copy_(tokens[:, 0])), law
 
-    def _newest(self, step: Step) -> torch.Tensor:
-        """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root."""
-        batch, rows = step.batch, step.rows
-        ready, most = self._ready[rows], self._waiting.shape[1]
-        start = step.lengths - ready
-        # Pairs beyond the ready ones are made of leftovers; their places are written again before anything sees them.
-        tokens = batch.tokens[rows[:, None], chain(start + 1, most)]
-        newest = torch.arange(0, len(rows) * most, most, device=rows.device) + ready - 1
-        return self._run(step.verify(start, most), tokens, self._waiting[rows].flatten(0, 1), newest)
+    def _newest(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root,
+        and the places from its own on, int64 [n, B]."""
+        most = min(step.count + 1, self._waiting.shape[1])
+        due = self._due(step, most)
+        return self._run(step.verify(due.start, most), due.embedded, due.hidden, due.positions, due.newest), due.places
+
+    def _write(self, step: Step, most: int = 1) -> None:
+        """Write the pairs that have waited, up to `most` of a row, and compute nothing else."""
+        due, size, cache = self._due(step, most), step.page_size, self._cache
+        rows = step.rows.repeat_interleave(most)
+        slots = step.batch.page_table[rows, due.positions // size] * size + due.positions % size
+        _, qkv = self._head.enter(due.embedded, due.hidden)
+        split_heads(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
+
+    def _due(self, step: Step, most: int) -> Due:
+        """Up to `most` pairs of each row. Of those beyond the ready ones the places are written again before anything
+        sees them."""
+        memory = self._waiting, self._ready
+        return due_pairs(step.batch.tokens, step.rows, step.lengths, *memory, self._head.embedding, most)
 
     def _run(
         self,
         shape: Verify,
-        tokens: torch.Tensor,
+        embedded: torch.Tensor,
         hidden: torch.Tensor,
+        positions: torch.Tensor,
         rows: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Pairs of `shape` through the layer: the hidden states [n, hidden_size] of `rows`, or of all."""
         head = self._head
-        x, qkv = head.enter(tokens.flatten(), hidden)
-        if positions is None:
-            positions = chain(shape.lengths, shape.rows).flatten()
+        x, qkv = head.enter(embedded, hidden)
         attended = shape.on(self._cache).attend(0, qkv, head.heads, positions)
         if rows is not None:
-            x, attended = x[rows], attended[rows]
+            x, attended = rows_of_both(x, attended, rows)
         return head.leave(x, attended)
 
 
@@ -195,27 +213,22 @@ class FeatureTree(FeatureChain):
         self._shape = shape
 
     def propose(self, step: Step) -> Proposal:
-        head, root = self._head, step.lengths - 1
-        before = self._newest(step)[:, None]
+        head = self._head
+        newest, places = self._newest(step)
+        before, root = newest[:, None], places[0]
 
         def run(beams: Beams) -> torch.Tensor:
             nonlocal before
             width = beams.tokens.shape[1]
-            parents = before.gather(1, beams.origin[:, :, None].expand(-1, -1, before.shape[2])).flatten(0, 1)
-            shape = step.verify(root, width, beams.ancestors, beams.first)
-            positions = (root + beams.depth).repeat_interleave(width)
-            hidden = self._run(shape, self._ids(beams.tokens), parents, positions=positions)
+            pairs = beam_pairs(beams.tokens, beams.origin, before, root, beams.depth, head.embedding)
+            hidden = self._run(step.verify(root, width, beams.ancestors, beams.first), *pairs)
             before = hidden.unflatten(0, (-1, width))
             logits: torch.Tensor = head.logits(hidden).unflatten(0, (-1, width))
             return logits
 
-        drafts, ancestors = expand(head.logits(before[:, 0]), self._shape, run)
-        drafted = torch.full_like(root, self._shape.tokens)
-        return Proposal(self._ids(drafts), drafted, ancestors=ancestors)
-
-    def _ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        ids = self._head.vocabulary
-        return tokens if ids is None else ids[tokens]
+        drafts, ancestors = expand(head.logits(newest), self._shape, run, head.vocabulary)
+        drafted = step.batch.everywhere(self._shape.tokens, step.rows)
+        return Proposal(drafts, drafted, ancestors=ancestors)
 
 
 def head_plan(

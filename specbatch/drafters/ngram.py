@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, Step
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.kernels import dispatch
 from specbatch.kernels.ngram import merge, ngram_match_ref
 from specbatch.verification import Proposal
@@ -29,6 +29,10 @@ class NGram(NoDraft):
 
     def propose(self, step: Step) -> Proposal:
         batch, (steps, texts, count) = step.batch, self._shape
+        if texts == 1:
+            steps = count = step.count
+        if not count:
+            return nothing(step)
         sizes = self._longest, self._shortest, steps, texts
         if dispatch.runs_kernels(step.rows):
             from specbatch.kernels.ngram_triton import ngram_match

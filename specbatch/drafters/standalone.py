@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +11,11 @@ from specbatch import weights
 from specbatch.batch import DeviceBatch
 from specbatch.context import Prefill, chain
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, Step
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.drafters.expansion import Beams, expand
 from specbatch.errors import refuse
 from specbatch.forward import Forward
+from specbatch.kernels.choice import likeliest
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
@@ -30,43 +32,47 @@ class Standalone(NoDraft):
     """The draft has its own KV cache under the target's page numbers.
 
     A verify that accepts every draft leaves the last of them without draft KV. The first pass of each iteration
-    therefore runs two rows, the newest committed token and the root: what is there already is written again.
+    therefore runs two rows, the newest committed token and the root: what is there already is written again. Where
+    nothing is to be drafted the model does not run; later it catches up in prompt passes.
     """
 
-    def __init__(self, model: Decoder, forward: Forward, cache: KVCache, count: int, vocabulary: int) -> None:
+    def __init__(self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: int) -> None:
         """forward: the model's way through a prompt."""
         self._model = model
         self._forward = forward
         self._cache = cache
-        self._count = count
         self._vocabulary = vocabulary  # of the target; the draft's may be padded further
 
     def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
+        self.catch_up(batch, shape)
+
+    def catch_up(self, batch: DeviceBatch, shape: Prefill) -> None:
         tokens = batch.tokens[shape.rows, shape.positions]
         self._forward(self._known(tokens), shape, rows=shape.last[:0])  # for its keys and values alone
 
     def propose(self, step: Step) -> Proposal:
-        start = step.lengths - 1
-        tokens = self._known(step.batch.tokens[step.rows[:, None], chain(start, 2)])
-        drafts, laws = [], []
-        for _ in range(self._count):
-            positions = chain(start, tokens.shape[1]).flatten()
-            shape = step.verify(start, tokens.shape[1])
-            features = self._model.forward(tokens.flatten(), positions, shape.on(self._cache))
-            newest = features.last.view(len(step.rows), tokens.shape[1], -1)[:, -1]
+        if not step.count:
+            return nothing(step)
+        batch = step.batch
+        start, rows = step.lengths - 1, 2
+        positions = chain(start, rows)
+        tokens = batch.tokens[step.rows[:, None], positions].flatten()
+        drafts = step.rows.new_empty(len(step.rows), step.count)
+        laws = []
+        for index in range(step.count):
+            context = step.verify(start, rows).on(self._cache)
+            features = self._model.forward(self._known(tokens), positions.flatten(), context)
+            newest = features.last.view(len(step.rows), rows, -1)[:, -1]
             logits = self._fit(self._model.logits(newest))
-            start = start + tokens.shape[1]
+            start = positions = start + rows
+            rows = 1
             if step.sampling.needs.sampled:
-                tokens, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT)
+                drawn, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT)
+                tokens = drafts[:, index].copy_(drawn[:, 0])
                 laws.append(law)
             else:
-                tokens = logits.argmax(-1, keepdim=True)
-            drafts.append(tokens)
-        return Proposal(
-            torch.cat(drafts, 1),
-            torch.full_like(step.lengths, self._count),
-            torch.cat(laws, 1) if laws else None,
-        )
+                tokens = likeliest(logits, out=drafts[:, index])
+        return Proposal(drafts, batch.everywhere(step.count, step.rows), torch.cat(laws, 1) if laws else None)
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the draft has embeddings for: a target with more rows may choose one that stands for no text."""
@@ -90,7 +96,7 @@ class StandaloneTree(Standalone):
     def __init__(
         self, model: Decoder, forward: Forward, cache: KVCache, shape: DraftShape, vocabulary: int, device_rows: int
     ) -> None:
-        super().__init__(model, forward, cache, shape.tokens, vocabulary)
+        super().__init__(model, forward, cache, vocabulary)
         self._shape = shape
         # Of each device row: the newest tokens without keys, the root among them. A padding row has one.
         self._new = torch.ones(device_rows, dtype=torch.int64, device=model.device)
@@ -118,7 +124,7 @@ class StandaloneTree(Standalone):
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
         drafts, ancestors = expand(logits, self._shape, run)
-        return Proposal(drafts, torch.full_like(lengths, self._count), ancestors=ancestors)
+        return Proposal(drafts, step.batch.everywhere(self._shape.tokens, step.rows), ancestors=ancestors)
 
     def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         self._new[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)
@@ -134,12 +140,13 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     shape = asked.shape
     assert asked.draft is not None
     slots, lag = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, 1)
+    takes = partial(DraftPlan, slots=slots, lag=lag, rests=asked.is_auto)
 
     def drafter(model: Decoder, loader: Loader) -> Standalone:
         way = loader.draft(model)
         if shape.topk > 1:
             return StandaloneTree(model, *way, shape, target.config.vocab_size, len(loader.page_table))
-        return Standalone(model, *way, shape.tokens, target.config.vocab_size)
+        return Standalone(model, *way, target.config.vocab_size)
 
     if asked.draft == "self" or asked.draft.startswith("self:"):
         skipped = parse_skip(asked.draft, target.config.num_layers)
@@ -147,7 +154,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         def build_view(model: Decoder, loader: Loader) -> Standalone:
             return drafter(model.without(skipped), loader)
 
-        return DraftPlan(build_view, target.config, target.config.num_layers - len(skipped), slots=slots, lag=lag)
+        return takes(build_view, target.config, target.config.num_layers - len(skipped))
 
     load_format = "dummy" if config.load_format == "dummy" else "auto"
     draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log)
@@ -159,7 +166,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     def build(model: Decoder, loader: Loader) -> Standalone:
         return drafter(loader.model(draft), loader)
 
-    return DraftPlan(build, draft.config, draft.config.num_layers, draft.config, slots=slots, lag=lag)
+    return takes(build, draft.config, draft.config.num_layers, draft.config)
 
 
 def parse_skip(draft: str, layers: int) -> frozenset[int]:

@@ -109,8 +109,9 @@ class DraftHead:
         """[T, width] -> [T, hidden_size], which is what its own output stands for later."""
         return taken
 
-    def enter(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [T], hidden [T, hidden_size] -> residual stream [T, hidden_size] and qkv. It may be `hidden`."""
+    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedded tokens and hidden [T, hidden_size] -> residual stream [T, hidden_size] and qkv. The stream may be
+        `hidden` itself."""
         raise NotImplementedError
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ class Eagle(DraftHead):
         self._fc = Joined(read("fc.weight"), read.bias("fc"))
         self._qkv = read.linear(*(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"))
 
-    def enter(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self._fc(self.embed(tokens), hidden, None, None)
+    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self._fc(embedded, hidden, None, None)
         return x, self._qkv(x)
 
 

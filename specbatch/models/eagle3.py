@@ -200,8 +200,8 @@ class Eagle3(DraftHead):
             taken = torch.cat(normed, 1)
         return self._fc(taken, norm=self._together)
 
-    def enter(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        embedded, norm = self.embed(tokens), self._token_norm
+    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = self._token_norm
         if self._before_residual:
             hidden = rms_norm(hidden, *self._hidden_norm)
             return hidden, self._qkv(embedded, hidden, norm, None)

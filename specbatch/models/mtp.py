@@ -37,8 +37,8 @@ class Mtp(DraftHead):
         self._gate = Linear(tensors.gate().to(device=target.device, dtype=target.dtype))
         self._norm = reader.norm("norm")
 
-    def enter(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self._fc(self.embed(tokens), hidden, self._token_norm, self._hidden_norm)
+    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self._fc(embedded, hidden, self._token_norm, self._hidden_norm)
         return x, self._qkv(x, norm=self._attention_norm)
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,15 @@ def test_numbers_of_speculation_arrive():
     assert asked.speculation() == Speculation(algorithm="ngram", **numbers)
 
 
+def test_the_number_of_drafts_may_be_auto():
+    asked = EngineOptions(algorithm="ngram", draft_tokens="auto", draft_steps=7).speculation()
+    assert asked == Speculation("ngram", draft_tokens="auto", draft_steps=7)
+    assert EngineOptions(algorithm="ngram", draft_tokens="5").speculation().drafted == 5
+    for wrong in ("many", "2.5", ""):
+        with pytest.raises(SpecbatchError, match=f"draft_tokens={wrong!r}: use a whole number, or auto"):
+            EngineOptions(algorithm="ngram", draft_tokens=wrong).speculation()
+
+
 def test_settings_of_heads_arrive():
     asked = EngineOptions(algorithm="eagle3", draft="head", aux_layers="2,18,33", draft_rope_theta=1e4)
     expected = Speculation("eagle3", draft="head", aux_layers=(2, 18, 33), draft_rope_theta=1e4)

@@ -111,6 +111,7 @@ class Bench:
             batch=self.batch,
             rows=self.rows,
             lengths=lengths,
+            count=drafts,
             page_size=PAGE,
             bound=bound,
             sampling=Sampling(

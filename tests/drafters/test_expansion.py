@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters import expansion
 from specbatch.drafters.expansion import Beams, expand
+from specbatch.kernels import choice
+from specbatch.kernels import expansion as rules
 
 Text = tuple[int, ...]
 Expand = Callable[[torch.Tensor, DraftShape, Callable[[Beams], torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
@@ -153,25 +155,34 @@ def test_a_draft_without_numbers_makes_a_tree_all_the_same(poison: float) -> Non
 
 
 MUTANTS = {
-    "children without their parent's score": ("more + scores[:, :, None]", "more"),
-    "only the last level is kept": ("all_scores.append(more)", "all_scores[:] = [*(s - 9 for s in all_scores), more]"),
-    "beams of the best parent alone": ("more.topk(topk)", "more[:, :topk].topk(topk)"),
-    "the worst are kept": ("descending=True, stable=True", "stable=True"),
-    "children before parents": ("indices[:, :count]", "indices[:, :count].flip(1)"),
-    "parents counted without the root": ("seats = best + size", "seats = best + size - 1"),
-    "origin by token": ("best // topk", "best % topk"),
-    "words of a beam's own place": ("words.gather(1, origin)", "words.expand_as(tokens)"),
-    "logits for scores": ("values - wide.logsumexp(-1, keepdim=True)", "values"),
+    "children without their parent's score": (rules, "scores + above.scores[:, :, None]", "scores"),
+    "beams of the best parent alone": (
+        rules,
+        "best = scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]",
+        "best = scores[:, :topk].sort(dim=1, descending=True, stable=True).indices[:, :topk]",
+    ),
+    "the worst are kept": (rules, "stable=True).indices[:, :count]", "stable=True).indices[:, -count:]"),
+    "children before parents": (rules, "indices[:, :count]", "indices[:, :count].flip(1)"),
+    "parents counted without the root": (rules, "numbers=best + start + 1", "numbers=best + start"),
+    "origin by token": (rules, "best // topk", "best % topk"),
+    "words of a beam's own place": (rules, "ancestors.gather(1, origin)", "ancestors.expand_as(origin)"),
+    "only the last level is kept": (expansion, "start += topk * topk", "candidates.scores[:, :start] -= 9"),
+    "logits for scores": (choice, " - wide.logsumexp(-1, keepdim=True)", ""),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_expansion_is_seen(name: str) -> None:
-    old, new = MUTANTS[name]
-    source = inspect.getsource(expansion)
+    where, old, new = MUTANTS[name]
+    source = inspect.getsource(where)
     assert source.count(old) == 1, f"the expansion no longer says {old!r}: bring this mutant up to date"
-    module: dict[str, Any] = {"__name__": "mutant"}
-    exec(source.replace(old, new), module)
+    mutant: dict[str, Any] = {"__name__": "mutant"}
+    exec(source.replace(old, new), mutant)
+    module = mutant
+    if where is not expansion:
+        module = {"__name__": "expansion with a mutant"}
+        exec(inspect.getsource(expansion), module)
+        module |= {key: mutant[key] for key in ("top_children", "grow", "keep") if key in mutant}
 
     def differs(seed: int) -> bool:
         shape = DraftShape(4, 3, 10)

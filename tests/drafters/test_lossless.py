@@ -32,7 +32,7 @@ class Run:
         drafters["ngram-tree"] = NGram(DraftShape(2, 2, DRAFTS), 1, 3)
         draft = tiny(VOCABULARY, layers=1)
         if drafter == "standalone":
-            drafters[drafter] = Standalone(draft, *here.way_of(draft), DRAFTS, VOCABULARY)
+            drafters[drafter] = Standalone(draft, *here.way_of(draft), VOCABULARY)
         if drafter == "dflash":
             drafters[drafter] = block_draft(here, target)
             target = target.with_aux((0, 1))

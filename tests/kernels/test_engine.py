@@ -6,18 +6,24 @@ That the kernels are right is the other files' matter; here tokens must be those
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from specbatch.config import Graphs, Speculation
+from specbatch.draft_length import DraftLength
 from specbatch.kernels import (
     accept,
+    choice_triton,
     context_kv_triton,
     draw,
     elementwise,
+    expansion_triton,
     ngram_triton,
+    pairs_triton,
+    rows_triton,
     skinny_gemm,
     tree_triton,
     verify_attention,
@@ -25,6 +31,7 @@ from specbatch.kernels import (
 from specbatch.kernels.backends import _Triton
 from specbatch.kernels.spans import RecordedSpans, Spans
 from specbatch.request import SamplingParams
+from specbatch.runner import Runner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
 
@@ -33,7 +40,7 @@ SPECULATIONS = {
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
     "eagle3": Speculation("eagle3", draft="dummy"),
-    "mtp": Speculation("mtp", draft_tokens=2),
+    "mtp-tree": Speculation("mtp", draft_steps=2, draft_topk=2, draft_tokens=3),
     "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
     "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
     "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=3, draft_topk=2, draft_tokens=4),
@@ -58,10 +65,14 @@ def kernel_engine(
 
     for module, names in {
         accept: ["greedy_accept", "commit", "stage"],
+        choice_triton: ["likeliest", "likeliest_embedded", "top_children"],
         draw: ["draw", "reject"],
         context_kv_triton: ["write_context", "write_verified"],
         elementwise: ["rms_norm", "silu_product", "split_heads"],
+        expansion_triton: ["grow", "keep"],
         ngram_triton: ["ngram_match"],
+        pairs_triton: ["due_pairs", "beam_pairs", "keep_waiting"],
+        rows_triton: ["rows_of_both"],
         skinny_gemm: ["skinny_linear", "skinny_gated"],
         tree_triton: ["commit_tree", "move_rows"],
         verify_attention: ["verify_attention"],
@@ -84,11 +95,38 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     numbers = [[(item.metrics.drafted, item.metrics.accepted) for item in items] for items in (plain, done)]
     assert numbers[0] == numbers[1]
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
-    expected = {"stage", "rms_norm", "silu_product", "split_heads", "verify_attention"}
+    expected = {"rows_of_both", "stage", "rms_norm", "silu_product", "split_heads", "verify_attention"}
     expected |= {"skinny_linear", "skinny_gated"}
     expected |= {"commit_tree", "move_rows"} if name.endswith("tree") else {"greedy_accept"}
-    own = {"ngram": {"ngram_match"}, "ngram-tree": {"ngram_match"}, "block": {"write_context", "write_verified"}}
-    assert called == expected | own.get(name, set())
+    pairs, levels = {"due_pairs", "keep_waiting"}, {"top_children", "grow", "keep"}
+    own = {
+        "none": set(),
+        "ngram": {"ngram_match"},
+        "self": {"likeliest"},
+        "eagle3": {"likeliest_embedded"} | pairs,
+        "mtp-tree": {"beam_pairs"} | levels | pairs,
+        "block": {"likeliest", "write_context", "write_verified"},
+        "ngram-tree": {"ngram_match"},
+        "self-tree": levels,
+    }
+    assert called == expected | own[name]
+
+
+def test_no_drafts_before_and_after_some(
+    toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = [list(toy.prompts()[4])], SamplingParams(max_new_tokens=5, ignore_eos=True)
+    asked = replace(SPECULATIONS["eagle3"], draft_tokens="auto")
+    monkeypatch.setattr(Runner, "time_lengths", lambda self: {})
+    monkeypatch.setattr(DraftLength, "took", lambda *_: None)
+    numbers = []
+    for build in (toy_engine, request.getfixturevalue("kernel_engine")[0]):
+        plan = [0, 2, 0, 1]
+        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, plan=plan: plan.pop(0))
+        [done] = build(speculation=asked, max_running=1).generate(prompts, params)
+        assert tuple(done.token_ids) == toy.greedy(tuple(prompts[0]))[:5]
+        numbers.append((done.metrics.drafted, done.metrics.accepted))
+    assert numbers[0] == numbers[1]
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "eagle3", "block", "self-tree"])

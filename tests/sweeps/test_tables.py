@@ -95,6 +95,29 @@ def test_a_row_that_drafted_nothing_says_so():
     assert "NO DRAFTS: v1" in markdown(records, table(records))
 
 
+def test_what_was_drafted_is_told_where_it_was_chosen():
+    """All repeats together."""
+    records = [record("baseline", 1, 10.0), record("v1", 1, 10.0), record("v1", 2, 10.0)]
+    for one in records[1:]:
+        one.config = asdict(EngineConfig(speculation=Speculation("ngram", "v1", draft_tokens="auto")))
+        one.counters = {"draft_lengths": {"4": {"0": 49, "4": 1}}}
+        one.caps["draft_length_s"] = {"4": {"0": 0.01, "4": 0.02}}
+    text = markdown(records, table(records))
+    assert "ngram, up to 4 drafted, schedule v1" in text
+    shown = "drafted 0 in 98%, 4 in 2% of 100 steps (ms at start with 0: 10.00, 4: 20.00)"
+    assert text.count("batch 4: ") == text.count(f"* v1 at concurrency 4, batch 4: {shown}.\n") == 1
+
+
+@pytest.mark.parametrize(("asked", "mean", "said"), [("auto", 0.98, False), ("auto", 0.96, True), (4, 0.98, True)])
+def test_what_choosing_costs_is_no_low_acceptance(asked, mean, said):
+    records = [record("baseline", 1, 10.0), record("v1", 1, 9.9)]
+    records[1].config = asdict(EngineConfig(speculation=Speculation("ngram", "v1", draft_tokens=asked)))
+    for one, time in zip(records, (1.0, 1.02), strict=True):
+        one.metrics |= {"step_time_s": time, "accept_length": mean * 1.02}
+    assert (losses_of(records) is not None) is said
+    assert f"loses by {1 - mean:.1%}" in markdown(records, table(records))
+
+
 def test_a_simulated_acceptance_is_in_every_part_of_the_table():
     records = [record("baseline", 1, 10.0), record("v1", 1, 20.0)]
     spec = Speculation("ngram", "v1", draft_tokens=7, simulate_accept_length=6.35)

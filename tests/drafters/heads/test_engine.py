@@ -8,6 +8,7 @@ tokens alone instead. A feature in the wrong place, or of the wrong row, costs a
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
+from specbatch.draft_length import DraftLength
 from specbatch.graphs import Program
 from specbatch.models.config import ModelConfig
 
@@ -108,7 +110,7 @@ KINDS = {"eagle": "eagle", "token": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
 def table_engine(kit: Any, toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """`table_engine(kind, schedule, **settings)`."""
 
-    def build(kind: str, schedule: str = "v2", count: int = 3, **settings: Any) -> Engine:
+    def build(kind: str, schedule: str = "v2", count: Any = 3, **settings: Any) -> Engine:
         table = Table(kit, toy.tokenizer)
         monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda *_, **__: table)
         config = sizes(kit, draft_vocab_size=COUNT - 1, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
@@ -173,6 +175,27 @@ def test_a_head_that_knows_has_every_draft_accepted(
         assert found["draft_prefill"]["replays"] == found["target_prefill"]["replays"] > 0
         assert not any(item["fallbacks"] for item in found.values())
         assert record.metrics["graph_coverage"] == 1.0
+
+
+@pytest.mark.parametrize(("schedule", "setting"), [("v1", "few pages"), ("v2", "plain"), ("v2", "graphs")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_however_many_it_is_asked_for(
+    table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
+) -> None:
+    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    chance = random.Random(3)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, 1, 2, 3]))
+    prompts = [[n, 1, 5, n] for n in range(2, 12)]
+    prompts = [prompt for prompt in prompts if 0 not in following(prompt[-1], 17)]
+    engine = table_engine(kind, schedule, "auto", **SETTINGS[setting])
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=17, ignore_eos=True))
+    assert [item.token_ids for item in done] == [following(prompt[-1], 17) for prompt in prompts]
+    record = engine.record()
+    counts = record.counters["acceptance"]
+    assert counts["accepted"] == counts["drafted"]
+    assert counts["accepted"][2] > 0
+    assert record.metrics["verify_steps"] > counts["drafted"][0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -235,6 +235,28 @@ def test_greedy_drafts_are_the_likeliest_while_a_batch_shrinks_and_changes_its_o
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_any_number_of_drafts_may_follow_any_other(kit: Any, usual: Any, algorithm: str) -> None:
+    """None, one after none, fewer than before: the head's cache has no hole, and each draft has its law."""
+    (run, reference, ids), randomness = usual(algorithm), random.Random(1)
+    before = run.count
+    for count in (0, 0, 3, 0, 1, 3, 1, 1, 2, 0, 3):
+        step = run.here.step(count, temperature=1.0)
+        if count < before:
+            run.drafter.shorten(step)
+        proposal = run.drafter.propose(step)
+        assert proposal.tokens.shape == (len(LENGTHS), count)
+        assert proposal.drafted.tolist() == [count] * len(LENGTHS)
+        for index, text in enumerate(run.here.texts if count else []):
+            features = kit.features_of(run.target, text[:-1])
+            logits = reference.drafts(features, text, proposal.tokens[index].tolist(), ids)
+            law = proposal.probabilities[index].double()
+            torch.testing.assert_close(law, logits.softmax(-1), rtol=1e-4, atol=2e-5)
+        run.count = before = count
+        accepted = [randomness.randint(0, count) for _ in LENGTHS]
+        run.verify(step, proposal, accepted, [randomness.randrange(13) for _ in LENGTHS])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_draft_is_drawn_with_the_coin_of_its_place(usual: Any, algorithm: str) -> None:
     run, _, ids = usual(algorithm)
     step = run.here.step(3, temperature=torch.tensor([1.0, 0.0, 0.7, 1.5, 0.0, 1.0]), top_k=torch.full((6,), 4))

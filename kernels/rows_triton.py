@@ -1,0 +1,69 @@
+"""`rows.py`, one launch each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+COLUMNS = 1024  # of a row that one program copies
+
+
+@triton.jit
+def copy_part(source, target, width, COLUMNS: tl.constexpr):
+    """This program's part of a row, of which the second side of the grid has one for each program."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(target + column, tl.load(source + column, column < width), column < width)
+
+
+@triton.jit
+def _rows_kernel(a, b, rows, taken_a, taken_b, width_a, width_b, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    copy_part(a + row * width_a, taken_a + place * width_a, width_a, COLUMNS)
+    copy_part(b + row * width_b, taken_b + place * width_b, width_b, COLUMNS)
+
+
+@triton.jit
+def _put_kernel(ring, turn, item, places, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    place = (tl.load(turn) + 1) % places
+    tl.debug_barrier()  # all have read it
+    tl.store(turn, place)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(ring + place * stride + at, tl.load(item + at, at < size), at < size)
+
+
+def rows_of_both(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rows.rows_of_both_ref`; both contiguous."""
+    width_a, width_b = a.stride(0), b.stride(0)
+    taken = a.new_empty(len(rows), *a.shape[1:]), b.new_empty(len(rows), *b.shape[1:])
+    grid = len(rows), triton.cdiv(max(width_a, width_b), COLUMNS)
+    _rows_kernel[grid](a, b, rows, *taken, width_a, width_b, **how(a))
+    return taken
+
+
+def put_next(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> None:
+    """`rows.put_next_ref`; what is at one place of the ring is contiguous. One program alone writes the turn."""
+    _put_kernel[(1,)](
+        ring,
+        turn,
+        item,
+        len(ring),
+        ring.stride(0),
+        item.numel(),
+        BLOCK=1024,
+        PDL=item.is_cuda,
+        launch_pdl=item.is_cuda,
+    )
+
+
+def how(x: torch.Tensor) -> dict[str, int | bool]:
+    """Settings of kernels that copy rows."""
+    return {"COLUMNS": COLUMNS, "PDL": x.is_cuda, "launch_pdl": x.is_cuda}

@@ -1,0 +1,154 @@
+"""How many tokens to draft: what `draft_tokens="auto"` goes by. Host code only: no device, no clock.
+
+An iteration with N drafts leaves E(N) = 1 + p_1 + p_1 p_2 + ... + p_1 .. p_N tokens a request on average, where p_j is
+the share of drafts at place j that are accepted where all before them are, and takes t(N) seconds at its batch. The N
+with the largest E(N) / t(N) is drafted.
+
+p comes from results as they are handled, whatever the batch. t comes from iterations timed at start, moved by what the
+steps of the run take: a longer context adds about the same to all N. What lies behind the drafts that are made shows
+no acceptance; its last known one stands. Rarely, therefore, another N is tried for an iteration: by turns the largest,
+which shows all acceptance at once, and the next best, whose time may not be what it was at start.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+from specbatch.draft_shape import AUTO
+
+MARGIN = 1.01  # how much better another length must be. 3% may be lost: this, probes, and what a drafter takes at 0
+MEMORY = 256  # steps after which evidence counts e times less ...
+KEPT = 32.0  # ... but never less than so many verifies: what is not tried anew stays known
+TIES = 4.0  # verifies that the place before is worth, for places of which little is known
+GUESS = 0.8  # acceptance of the first draft, worth 8 verifies, before any was seen
+PROBES = 0.005  # share of the time that probes may cost
+REST = 64  # steps between probes at least
+SMOOTH = 1 / 8  # weight of a step's time beside those before it
+PROBE = 1 / 2  # the same of a probe's
+
+
+class DraftLength:
+    """Chooses one of `lengths` for each iteration; with a single one there is nothing to choose or to learn.
+
+    times: seconds of an iteration by batch bucket and length, to be filled in at start. catch_up_s: what a probe costs
+    besides, where nothing was drafted before it.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], buckets: list[int]) -> None:
+        """lengths: rising; buckets: batch sizes, rising, the last of which holds every batch."""
+        self.lengths = lengths
+        self.buckets = buckets
+        self.times: dict[int, dict[int, float]] = {}
+        self.catch_up_s = 0.0
+        self.probing = False  # is what was chosen last a probe?
+        self._most = lengths[-1]
+        self._tried = [0.0] * self._most
+        self._right = [0.0] * self._most
+        if self._most:
+            self._tried[0], self._right[0] = 8.0, 8.0 * GUESS
+        self._current: dict[int, int] = {}
+        self._drift: dict[int, float] = {}  # seconds that steps of a bucket take beyond `times`
+        self._saved = 0.0  # seconds that a probe may cost by now
+        self._rested = 0
+        self._longest_next = True
+
+    @property
+    def is_auto(self) -> bool:
+        return len(self.lengths) > 1
+
+    def bucket(self, rows: int) -> int:
+        return self.buckets[bisect_left(self.buckets, rows)]
+
+    def choose(self, rows: int) -> int:
+        """The length for an iteration of so many requests."""
+        self.probing = False
+        if not self.is_auto:
+            return self._most
+        bucket, left = self.bucket(rows), self._left()
+        speed = {length: left[length] / self._time(bucket, length) for length in self.lengths}
+        best = max(self.lengths, key=speed.__getitem__)
+        current = self._current.get(bucket, best)
+        if speed[best] > MARGIN * speed[current]:
+            current = best
+        self._current[bucket] = current
+        self._saved += PROBES * self._time(bucket, current)
+        self._rested += 1
+        probe = self._most
+        if current == self._most or not self._longest_next:
+            probe = max((length for length in self.lengths if length != current), key=speed.__getitem__)
+        # What the probe takes, less what its tokens would have taken.
+        loss = self._time(bucket, probe) - left[probe] / speed[current]
+        loss += 0.0 if current and probe else self.catch_up_s
+        if self._rested < REST or self._saved < loss:
+            return current
+        self._saved, self._rested, self.probing = 0.0, 0, True
+        self._longest_next = not self._longest_next
+        return probe
+
+    def learn(self, length: int, accepted: Iterable[int]) -> None:
+        """An iteration with `length` drafts was handled, of which its requests accepted so many each."""
+        counts = [0] * (length + 1)
+        for count in accepted:
+            counts[count] += 1
+        reached = list(accumulate(reversed(counts)))[::-1]  # [j]: how many accepted j drafts or more
+        for place, tried in enumerate(self._tried):
+            fade = 1 - 1 / MEMORY if tried > KEPT else 1.0
+            self._tried[place] *= fade
+            self._right[place] *= fade
+        for place, (tried, right) in enumerate(pairwise(reached)):
+            self._tried[place] += tried
+            self._right[place] += right
+
+    def took(self, rows: int, length: int, seconds: float) -> None:
+        """A step of so many requests took `seconds`. Steps of a length that was not chosen for good, which are probes,
+        correct what is known of that length; the others what all of the bucket take beyond it."""
+        bucket = self.bucket(rows)
+        expected = self._time(bucket, length)
+        off = min(max(seconds - expected, -expected / 2), expected)  # an outlier is no news
+        if length != self._current.get(bucket, length):
+            self.times[bucket][length] += PROBE * off
+        else:
+            first = bucket not in self._drift
+            self._drift[bucket] = self._drift.get(bucket, 0.0) + (off if first else SMOOTH * off)
+
+    def acceptance(self) -> list[float]:
+        """p_1, p_2, ... as far as they are known; behind that, that of the place before."""
+        found: list[float] = []
+        for tried, right in zip(self._tried, self._right, strict=True):
+            found.append((right + TIES * found[-1]) / (tried + TIES) if found else right / tried)
+        return found
+
+    def _left(self) -> list[float]:
+        """E(0), E(1), ..."""
+        reached = accumulate(self.acceptance(), lambda one, other: one * other)
+        return list(accumulate(reached, initial=1.0))
+
+    def _time(self, bucket: int, length: int) -> float:
+        return max(self.times[bucket][length] + self._drift.get(bucket, 0.0), 1e-9)
+
+
+def steps_text(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:
+    """What was drafted, from the counters of one or more runs of a configuration, and its caps: a line for each batch
+    bucket with a twentieth of the steps or more; none where nothing was to be chosen."""
+    steps: dict[str, Counter[str]] = {}
+    for counters in runs:
+        for bucket, found in counters.get("draft_lengths", {}).items():
+            steps.setdefault(bucket, Counter()).update(found)
+    total = sum(found.total() for found in steps.values())
+    lines = []
+    for bucket, found in sorted(steps.items(), key=lambda item: int(item[0])):
+        if 20 * found.total() < total:
+            continue
+        shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
+        times = caps["draft_length_s"][bucket]
+        took = ", ".join(f"{length}: {1000 * seconds:.2f}" for length, seconds in times.items())
+        lines.append(f"batch {bucket}: drafted {shares} of {found.total()} steps (ms at start with {took})")
+    return lines
+
+
+def announced(lengths: tuple[int, ...]) -> str:
+    return f"draft tokens: {AUTO}, of {', '.join(map(str, lengths))}"
