@@ -18,6 +18,7 @@ from specbatch.forward import Forward
 from specbatch.kernels.choice import likeliest
 from specbatch.kernels.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.loader import Loader
 from specbatch.tokenizer import vocabulary_difference
@@ -150,6 +151,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
     if asked.draft == "self" or asked.draft.startswith("self:"):
         skipped = parse_skip(asked.draft, target.config.num_layers)
+        _refuse_states(asked.draft, target.config)
 
         def build_view(model: Decoder, loader: Loader) -> Standalone:
             return drafter(model.without(skipped), loader)
@@ -158,6 +160,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
     load_format = "dummy" if config.load_format == "dummy" else "auto"
     draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log)
+    _refuse_states(asked.draft, draft.config)
     difference = vocabulary_difference(target.tokenizer(), draft.tokenizer())
     if difference:
         raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
@@ -167,6 +170,16 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return drafter(loader.model(draft), loader)
 
     return takes(build, draft.config, draft.config.num_layers, draft.config)
+
+
+def _refuse_states(draft: str, config: ModelConfig) -> None:
+    recurrent = config.num_layers - config.attention_layers
+    if recurrent:
+        works = (
+            f"it has {recurrent} recurrent layers, whose states cannot be rolled back while it drafts; use a draft of "
+            "attention layers alone, or algorithm 'eagle3', 'mtp', 'dflash' or 'ngram'"
+        )
+        raise refuse("draft", draft, works)
 
 
 def parse_skip(draft: str, layers: int) -> frozenset[int]:

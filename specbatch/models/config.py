@@ -147,7 +147,8 @@ class ModelConfig:
 
     qkv_bias, o_bias, mlp_bias: which projections have biases; qk_norm: a norm per head before rope (Qwen3).
     `eos_ids` and `bos_id` are what the config alone says; the tokenizer's list is the complete one. `dtype`
-    is the type that the checkpoint was published in, where it says so.
+    is the type that the checkpoint was published in, where it says so; `mtp_layers` the layers of the draft head
+    beside it, likewise.
     """
 
     family: str
@@ -169,6 +170,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str | None = None
+    mtp_layers: int | None = None
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
@@ -219,6 +221,7 @@ class ModelConfig:
             eos_ids=token_ids(config, "eos_token_id"),
             bos_id=next(iter(token_ids(config, "bos_token_id")), None),
             dtype=_dtype(config),
+            mtp_layers=config.get("mtp_num_hidden_layers", config.get("num_nextn_predict_layers")),
         )
 
     @property
@@ -278,8 +281,11 @@ class ModelConfig:
 
     def fit(self, found: dict[str, tuple[int, ...]]) -> ModelConfig:
         """The same as a file's tensors (name -> shape) have it, where they say more than the config.json."""
-        # An output matrix of its own is the one to use.
-        return replace(self, tie_embeddings=self.tie_embeddings and self.names.head not in found)
+        return replace(self, tie_embeddings=self.is_tied(found))
+
+    def is_tied(self, found: dict[str, tuple[int, ...]]) -> bool:
+        """An output matrix of its own is the one to use."""
+        return self.tie_embeddings and self.names.head not in found
 
     def is_spare(self, name: str) -> bool:
         """Is this a tensor that a file may hold beside them?"""

@@ -66,8 +66,7 @@ class Reader:
 
 
 class DraftHead:
-    """The layer is cut where it attends, and works in the target's hidden size unless it has an embedding and an output
-    matrix of its own; what it lacks of these is the target's.
+    """The layer is cut where it attends. Embedding and output matrix are the target's.
 
     config: sizes of its one layer; vocabulary: int64 [Vd], the target's id of each of its own, None if they are the
     same; width: columns of the features that it is made for.
@@ -75,27 +74,11 @@ class DraftHead:
 
     vocabulary: torch.Tensor | None = None
 
-    def __init__(self, config: ModelConfig, read: Reader, target: Decoder, positions: int) -> None:
-        """positions: how many there are to rotate to."""
-        attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+    def __init__(self, config: ModelConfig, heads: Heads, target: Decoder) -> None:
         self.config = config
-        self.embedding = read(EMBEDDING) if EMBEDDING in read.names else target.embedding
-        self._head = read.linear("lm_head") if HEAD in read.names else target.head
-        cos, sin = rope_tables(config, positions, target.dtype, target.device)
-        self.heads = Heads(
-            count=config.num_heads,
-            kv=config.num_kv_heads,
-            dim=config.head_dim,
-            q_norm=read(f"{attention}.q_norm.weight") if config.qk_norm else None,
-            k_norm=read(f"{attention}.k_norm.weight") if config.qk_norm else None,
-            eps=config.rms_norm_eps,
-            cos=cos,
-            sin=sin,
-        )
-        self._out = read.linear(f"{attention}.o_proj")
-        self._mlp_norm = read.norm(f"{LAYER}.post_attention_layernorm")
-        self._gate_up = read.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj")
-        self._down = read.linear(f"{mlp}.down_proj")
+        self.heads = heads
+        self.embedding = target.embedding
+        self._head = target.head
 
     @property
     def width(self) -> int:
@@ -116,8 +99,7 @@ class DraftHead:
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """From attention [T, heads * head_dim] to the next `hidden` [T, hidden_size]; x may be used up."""
-        x = self._out(attended, residual=x)
-        return self._down(self._gate_up.gated(x, self._mlp_norm), residual=x)
+        raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> [T, V], or [T, Vd] of `vocabulary`."""
@@ -125,6 +107,39 @@ class DraftHead:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, self.embedding)
+
+
+class LlamaHead(DraftHead):
+    """What it does behind its attention is that of a Llama. It may have an embedding and an output matrix of its own,
+    and then another hidden size than the target's."""
+
+    def __init__(self, config: ModelConfig, read: Reader, target: Decoder, positions: int) -> None:
+        """positions: how many there are to rotate to."""
+        attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+        cos, sin = rope_tables(config, positions, target.dtype, target.device)
+        heads = Heads(
+            count=config.num_heads,
+            kv=config.num_kv_heads,
+            dim=config.head_dim,
+            q_norm=read(f"{attention}.q_norm.weight") if config.qk_norm else None,
+            k_norm=read(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            eps=config.rms_norm_eps,
+            cos=cos,
+            sin=sin,
+        )
+        super().__init__(config, heads, target)
+        if EMBEDDING in read.names:
+            self.embedding = read(EMBEDDING)
+        if HEAD in read.names:
+            self._head = read.linear("lm_head")
+        self._out = read.linear(f"{attention}.o_proj")
+        self._mlp_norm = read.norm(f"{LAYER}.post_attention_layernorm")
+        self._gate_up = read.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        self._down = read.linear(f"{mlp}.down_proj")
+
+    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = self._out(attended, residual=x)
+        return self._down(self._gate_up.gated(x, self._mlp_norm), residual=x)
 
 
 def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> ModelConfig:

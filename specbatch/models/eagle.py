@@ -10,10 +10,10 @@ import torch
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, DraftHead, Joined, Reader, Shapes, layer_shapes
+from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Joined, LlamaHead, Reader, Shapes, layer_shapes
 
 
-class Eagle(DraftHead):
+class Eagle(LlamaHead):
     def __init__(self, config: ModelConfig, read: Reader, target: Decoder, positions: int) -> None:
         super().__init__(config, read, target, positions)
         self._fc = Joined(read("fc.weight"), read.bias("fc"))

@@ -20,8 +20,8 @@ from specbatch.models.draft_head import (
     EMBEDDING,
     HEAD,
     LAYER,
-    DraftHead,
     Joined,
+    LlamaHead,
     Reader,
     Shapes,
     layer_config,
@@ -154,7 +154,7 @@ def default_aux(layers: int) -> tuple[int, ...]:
     return 2, layers // 2, layers - 3
 
 
-class Eagle3(DraftHead):
+class Eagle3(LlamaHead):
     def __init__(
         self,
         config: ModelConfig,

@@ -28,7 +28,8 @@ Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] 
 class Mixer(Protocol):
     """norm stands before it; width: columns of what it projects; mixed: columns of what comes out of the context."""
 
-    norm: Norm
+    @property
+    def norm(self) -> Norm: ...
 
     @property
     def width(self) -> int: ...

@@ -100,7 +100,7 @@ class Lfm2Config(ModelConfig):
     def fit(self, found: Shapes) -> Lfm2Config:
         """The width of MLPs is that of their tensors: configs spell it in several ways."""
         width, _ = found.get("model.layers.0.feed_forward.w1.weight", (self.intermediate_size, 0))
-        return replace(super().fit(found), intermediate_size=width)
+        return replace(self, tie_embeddings=self.is_tied(found), intermediate_size=width)
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
@@ -118,11 +118,11 @@ def final_norm(read: Reader, stem: str) -> Norm:
 
 def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     config, inner = read.config, f"{stem}.self_attn"
-    norms = [read(f"{inner}.{part}_layernorm.weight") for part in "qk"]
+    q_norm, k_norm = (read(f"{inner}.{part}_layernorm.weight") for part in "qk")
     return Attention(
         norm=read.norm(f"{stem}.operator_norm"),
         qkv=read.linear(*(f"{inner}.{part}_proj" for part in "qkv")),
-        heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, *norms, config.rms_norm_eps, *tables),
+        heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm, config.rms_norm_eps, *tables),
         out=read.linear(f"{inner}.out_proj"),
     )
 
@@ -153,7 +153,7 @@ def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
 def _width(config: dict[str, Any]) -> int | None:
     width = config.get("block_ff_dim", config.get("intermediate_size"))
     if width is None or not config.get("block_auto_adjust_ff_dim", True):
-        return width
+        return None if width is None else int(width)
     width = int(2 * width / 3)
     if config.get("block_ffn_dim_multiplier") is not None:
         width = int(config["block_ffn_dim_multiplier"] * width)

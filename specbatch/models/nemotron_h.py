@@ -248,8 +248,8 @@ def _mlp(read: Reader, place: int) -> Mlp:
         torch.stack([read(f"{inner}.experts.{expert}.{part}_proj.weight") for expert in range(mixture.experts)])
         for part in ("up", "down")
     )
-    shared = (read(f"{inner}.shared_experts.{part}_proj.weight") for part in ("up", "down"))
-    more_up, more_down = shared_slices(*shared, mixture.inner, "relu2")
+    shared_up, shared_down = (read(f"{inner}.shared_experts.{part}_proj.weight") for part in ("up", "down"))
+    more_up, more_down = shared_slices(shared_up, shared_down, mixture.inner, "relu2")
     rule = Routing(
         mixture.experts,
         mixture.top_k,

@@ -37,7 +37,7 @@ class Qwen3MoeConfig(ModelConfig):
 
     def fit(self, found: Shapes) -> Qwen3MoeConfig:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
-        return replace(super().fit(found), mixture=replace(self.mixture, fused=fused))
+        return replace(self, tie_embeddings=self.is_tied(found), mixture=replace(self.mixture, fused=fused))
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:

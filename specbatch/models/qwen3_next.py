@@ -2,7 +2,7 @@
 
 All norms but that of the delta net multiply by 1 + weight; they are kept as float32, as 1 + weight has no place in
 bfloat16. A quarter of a head's channels turn: queries and keys are put in an order in which rope pairs them as in whole
-heads (`mtp.paired`), and their products stay what they are.
+heads (`paired`), and their products stay what they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from specbatch.memory.recurrent import StateShape
 from specbatch.models.config import Ends, ModelConfig
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
-from specbatch.models.mtp import paired
 from specbatch.models.recurrent import GatedDelta
 
 _PARTIAL = 0.25  # of a head's channels turn, where a config does not say
@@ -66,11 +65,11 @@ class DeltaSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(ModelConfig):
-    """attends: which layers are attention; mixture: None for a dense MLP in all layers; sparse: which layers hold it;
-    prefix: what stands before the names of layers."""
+    """attends: which layers are attention; delta: the other ones' sizes, None without any; mixture: None for a dense
+    MLP in all layers; sparse: which layers hold it; prefix: what stands before the names of layers."""
 
     attends: tuple[bool, ...]
-    delta: DeltaSizes
+    delta: DeltaSizes | None
     mixture: Mixture | None
     sparse: tuple[bool, ...]
     prefix: str = "model."
@@ -123,12 +122,16 @@ class Qwen3NextConfig(ModelConfig):
     @property
     def mixer_widths(self) -> tuple[int, int]:
         delta, (projected, mixed) = self.delta, super().mixer_widths
+        if delta is None:
+            return projected, mixed
         inner = delta.values * delta.value_dim
         return max(projected, delta.channels + inner + 2 * delta.values), max(mixed, inner)
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         delta = self.delta
+        if delta is None:
+            return ()
         return GatedDelta.shapes(delta.keys, delta.values, delta.key_dim, delta.value_dim, delta.taps)
 
     def tensor_shapes(self) -> Shapes:
@@ -146,6 +149,7 @@ class Qwen3NextConfig(ModelConfig):
                 shapes[f"{attention}.o_proj.weight"] = (hidden, self.num_heads * dim)
                 shapes |= {f"{attention}.{part}_norm.weight": (dim,) for part in "qk"}
             else:
+                assert self.delta is not None
                 shapes |= self.delta.shapes(f"{stem}.linear_attn", hidden)
             if self.mixture is not None and self.sparse[index]:
                 shapes |= self.mixture.shapes(f"{stem}.mlp", hidden)
@@ -162,7 +166,7 @@ class Qwen3NextConfig(ModelConfig):
     def fit(self, found: Shapes) -> Qwen3NextConfig:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
         mixture = self.mixture and replace(self.mixture, fused=fused)
-        return replace(super().fit(found), mixture=mixture)
+        return replace(self, tie_embeddings=self.is_tied(found), mixture=mixture)
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
@@ -170,7 +174,7 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
     assert isinstance(config, Qwen3NextConfig)
     stem = f"{config.prefix}layers.{index}"
     norm = centred(read, f"{stem}.post_attention_layernorm")
-    mixer: Mixer = _attention(read, stem, tables) if config.attends[index] else _delta(read, stem, config.delta)
+    mixer: Mixer = _attention(read, stem, tables) if config.attends[index] else _delta(read, stem, config)
     mlp: Mlp
     if config.mixture is not None and config.sparse[index]:
         mlp = MoeMlp(norm, read_experts(read, f"{stem}.mlp", config.mixture))
@@ -196,18 +200,28 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     order = order.to(q.device)
     queries, gates = q.view(config.num_heads, 2, dim, -1).unbind(1)  # they alternate head by head
     keys = k.view(config.num_kv_heads, dim, -1)
-    norms = [centred(read, f"{inner}.{part}_norm").weight[order].contiguous() for part in "qk"]
+    q_norm, k_norm = (centred(read, f"{inner}.{part}_norm").weight[order].contiguous() for part in "qk")
     return Attention(
         norm=centred(read, f"{stem}.input_layernorm"),
         qkv=Linear(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])),
-        heads=Heads(config.num_heads, config.num_kv_heads, dim, *norms, config.rms_norm_eps, *tables),
+        heads=Heads(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, config.rms_norm_eps, *tables),
         out=read.linear(f"{inner}.o_proj"),
         gate=Linear(gates.flatten(0, 1).contiguous()),
     )
 
 
-def _delta(read: Reader, stem: str, sizes: DeltaSizes) -> GatedDelta:
-    inner = f"{stem}.linear_attn"
+def paired(dim: int, turning: int) -> torch.Tensor:
+    """An order of a head's channels in which the first `turning`, paired as their own halves, are paired as halves of
+    the head. Queries and keys may be put in any order, if it is the same: their products stay."""
+    half, still = turning // 2, (dim - turning) // 2
+    channels = torch.arange(dim)
+    one, two, rest = channels[:half], channels[half:turning], channels[turning:]
+    return torch.cat([one, rest[:still], two, rest[still:]])
+
+
+def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:
+    inner, sizes = f"{stem}.linear_attn", config.delta
+    assert sizes is not None
     if sizes.grouped:
         inputs = _ungrouped(read(f"{inner}.in_proj_qkvz.weight"), read(f"{inner}.in_proj_ba.weight"), sizes)
     else:
@@ -225,7 +239,7 @@ def _delta(read: Reader, stem: str, sizes: DeltaSizes) -> GatedDelta:
             a_log=read(f"{inner}.A_log", dtype=torch.float32),
             dt_bias=read(f"{inner}.dt_bias", dtype=torch.float32),
             norm=read(f"{inner}.norm.weight"),
-            eps=read.config.rms_norm_eps,
+            eps=config.rms_norm_eps,
         ),
     )
 

@@ -78,19 +78,21 @@ class GatedDelta(Recurrence):
         )
 
     def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
-        qkv, *rest = self._split(projected)
+        qkv, z, b, a = self._split(projected)
         qkv = conv_prefill(qkv, self.conv, None, state["window"], spans, activation=True)
-        return delta_prefill(qkv, *rest, self.heads, state["matrix"], spans)
+        return delta_prefill(qkv, z, b, a, self.heads, state["matrix"], spans)
 
     def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
-        qkv, *rest = self._split(projected)
+        qkv, z, b, a = self._split(projected)
         qkv = conv_verify(qkv, self.conv, None, state["window"], state["inputs"], fold, activation=True)
         pending = Pending(state["k"], state["u"], state["g"])
-        return delta_verify(qkv, *rest, self.heads, state["matrix"], pending, fold)
+        return delta_verify(qkv, z, b, a, self.heads, state["matrix"], pending, fold)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         heads = self.heads
-        return projected.split([len(self.conv), heads.values * heads.value_dim, heads.values, heads.values], 1)
+        sizes = [len(self.conv), heads.values * heads.value_dim, heads.values, heads.values]
+        parts: tuple[torch.Tensor, ...] = projected.split(sizes, 1)
+        return parts
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ class Mamba2(Recurrence):
         return ssd_verify(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), fold)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return projected.split([self.heads.count * self.heads.dim, len(self.conv), self.heads.count], 1)
+        sizes = [self.heads.count * self.heads.dim, len(self.conv), self.heads.count]
+        parts: tuple[torch.Tensor, ...] = projected.split(sizes, 1)
+        return parts
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -162,16 +163,20 @@ def test_a_head_for_short_texts_leaves_long_ones_to_the_target(kit: Any, write: 
     assert eagle.plan(stub, config, print).config.max_position == 4096
 
 
-def test_a_target_without_an_mtp_head_or_with_one_of_experts_is_refused(kit: Any, plan: Plan) -> None:
+def test_a_target_without_an_mtp_head_or_with_another_one_is_refused(kit: Any, plan: Plan) -> None:
     message = refusal(plan, "mtp", None, kit.TargetStub(2))
     assert "algorithm='mtp': target holds no tensors mtp.*" in message
     stub = kit.TargetStub(2, mtp={**kit.stored(kit.mtp()), "layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)})
-    assert "a mixture of experts" in refusal(plan, "mtp", None, stub)
+    assert "describes no tensor mtp.layers.0.mlp.experts.0.up_proj.weight" in refusal(plan, "mtp", None, stub)
     stub = kit.TargetStub(2, mtp={**kit.stored(kit.mtp()), "layers.1.mlp.up_proj.weight": torch.zeros(2, 2)})
-    assert "describes no tensor layers.1.mlp.up_proj.weight" in refusal(plan, "mtp", None, stub)
+    assert "describes no tensor mtp.layers.1.mlp.up_proj.weight" in refusal(plan, "mtp", None, stub)
     plain = kit.stored(kit.mtp())
     plain["layers.0.self_attn.q_proj.weight"] = plain["layers.0.self_attn.q_proj.weight"][:32]
     assert "q_proj.weight is [32, 24]" in refusal(plan, "mtp", None, kit.TargetStub(2, mtp=plain))
+    for layers, key in itertools.product((0, 2), ("mtp_num_hidden_layers", "num_nextn_predict_layers")):
+        stub = kit.TargetStub(2, mtp=kit.stored(kit.mtp()))
+        stub.config = ModelConfig.from_dict(kit.llama(num_hidden_layers=2, **{key: layers}))
+        assert f"mtp_num_hidden_layers={layers}: " in refusal(plan, "mtp", None, stub)
 
 
 def test_an_mtp_head_lies_beside_a_target_on_disk(kit: Any, tmp_path: Path, plan: Plan) -> None:
