@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hybrid_targets import Hybrids
 from hypothesis import HealthCheck, settings
 
 from specbatch.config import EngineConfig
@@ -239,3 +240,8 @@ def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
             return Engine(EngineConfig(**config), log=log, report=report)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Hybrids:
+    return Hybrids(tmp_path_factory.mktemp("heads"))

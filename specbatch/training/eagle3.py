@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specbatch.models.config import ModelConfig, Rope
+from specbatch.models.config import DEFAULT_THETA, ModelConfig, Rope
 from specbatch.training.chain import ChainHead, Memory
 from specbatch.training.head import Layer
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialise
@@ -101,7 +101,8 @@ def feature_boundaries(layers: int) -> tuple[int, ...]:
 
 def plain_rope(target: ModelConfig) -> Rope:
     """The target's theta without its scaling: a draft learns at the lengths it will see."""
-    return Rope(theta=target.rope.theta, rotary_dim=target.head_dim, source="rope_theta")
+    theta = target.rope.theta if target.rope.rotary_dim else DEFAULT_THETA
+    return Rope(theta=theta, rotary_dim=target.head_dim, source="rope_theta")
 
 
 def layer_keys(sizes: ModelConfig) -> dict[str, Any]:

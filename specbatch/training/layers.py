@@ -25,7 +25,8 @@ class Norm(nn.Module):
 
 
 class Rotary:
-    """Rope of positions 0..length-1, turning x [..., L, heads, head_dim] to positions int64 [..., L]."""
+    """Rope of positions 0..length-1, turning x [..., L, heads, head_dim], or its first channels if the config says so,
+    to positions int64 [..., L]."""
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
         tables = rope_table(config.rope.inverse_frequencies(), length, config.rope.attention_factor)
@@ -33,7 +34,8 @@ class Rotary:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos, sin = self._cos[positions].unsqueeze(-2), self._sin[positions].unsqueeze(-2)
-        return apply_rope_ref(x.float(), cos, sin).to(x.dtype)
+        turning, still = x.float().tensor_split([cos.shape[-1]], -1)
+        return torch.cat([apply_rope_ref(turning, cos, sin), still], -1).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -1,0 +1,241 @@
+"""Tiny recurrent and expert targets whose texts half repeat themselves, drafts that know how, and naive decoding."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.context import Prefill, Span
+from specbatch.engine import Engine
+from specbatch.kernels.backends import prefill_backend
+from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.recurrent import States, state_types
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.models.eagle import eagle_shapes
+from specbatch.models.mtp import mtp_config, mtp_shapes
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 40,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SHARED = {**_MOE, "shared_expert_intermediate_size": 24}
+_MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4}
+_SIGMOID = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], **_MOE, "norm_topk_prob": True, "mlp_only_layers": [2]},
+    "qwen3-next": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_DELTA, **_SHARED},
+    "qwen3.5": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **_DELTA},
+    "qwen3.5-moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        **_DELTA,
+        **_SHARED,
+    },
+    "nemotron-h": {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*-M", **_MAMBA},
+    "nemotron-h-moe": {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "MEM*EM-",
+        **_MAMBA,
+        **_SIGMOID,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "norm_eps": 1e-5,
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+
+
+MTP = ("qwen3-next", "qwen3.5", "qwen3.5-moe")  # whose checkpoints hold a draft head
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    name, bos_id, has_chat_template, vocab_size = "letters", None, False, SIZES["vocab_size"]
+    eos_ids = frozenset({2})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) - 64 for letter in text]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(64 + token) for token in ids)
+
+    def vocabulary(self) -> list[str]:
+        return [self.decode([token]) for token in range(self.vocab_size)]
+
+
+# Of an embedding beside the layers: about every other token is then the one that it says.
+STRENGTHS = {
+    "qwen3-moe": 1.0,
+    "qwen3-next": 2.6,
+    "qwen3.5": 2.8,
+    "qwen3.5-moe": 2.8,
+    "nemotron-h": 1.2,
+    "nemotron-h-moe": 1.5,
+    "lfm2": 1.3,
+    "drafts": 2.0,
+}
+
+
+class HybridCheckpoint:
+    """One of `HYBRIDS`, random, or "drafts", a Llama. On token 4n + i often follows 4n + (i + 1) % 4: the embedding says
+    so, and layers make a different token of it as often as not. To those of drafts it is the embedding alone that
+    matters: "drafts", the MTP head beside a target (`mtp`) and `eagle_head` have layers of little weight."""
+
+    origin = "memory"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        described = {"architectures": ["LlamaForCausalLM"]} if name == "drafts" else HYBRIDS[name]
+        self.config = ModelConfig.from_dict(SIZES | described)
+        self.tensors = random_weights(self.config.tensor_shapes(), 0.05 if name == "drafts" else 1.0)
+        vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
+        embedding = STRENGTHS[name] * torch.randn(vocabulary, hidden, generator=torch.Generator().manual_seed(2))
+        last = torch.arange(vocabulary) // 4 * 4 + (torch.arange(vocabulary) - 1) % 4
+        self.tensors[self.config.names.embedding] = embedding
+        self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
+        self.mtp: dict[str, tuple[int, ...]] = {}
+        if name in MTP:
+            self.mtp = mtp_shapes(mtp_config(self.config))
+            self.tensors |= head_weights(self.mtp, "mtp.fc.weight", -1.0)
+
+    def names(self) -> list[str]:
+        return list(self.config.tensor_shapes())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def tokenizer(self) -> Letters:
+        return Letters()
+
+    def eagle_head(self, folder: Path) -> str:
+        """A head for it in SafeAILab's format, with the target's embedding and output matrix."""
+        described = SIZES | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+        shapes = eagle_shapes(ModelConfig.from_dict(described), {})
+        (folder / "config.json").write_text(json.dumps(described))
+        save_file(head_weights(shapes, "fc.weight", 0.0), folder / "model.safetensors")
+        return str(folder)
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]], scale: float) -> dict[str, torch.Tensor]:
+    """Matrices of `scale`; vectors, so that they matter, too, and states that forget slowly."""
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            found[name] = torch.rand(shape, generator=generator) + (-2.0 if name.endswith("A_log") else 0.5)
+        else:
+            inputs = shape[2] if len(shape) == 3 and shape[1] == 1 else shape[-1]  # of a convolution its taps
+            found[name] = torch.randn(shape, generator=generator) * (scale / math.sqrt(inputs))
+    return found
+
+
+def head_weights(shapes: dict[str, tuple[int, ...]], join: str, shift: float) -> dict[str, torch.Tensor]:
+    """Of a head whose `join` takes the token's embedding and little more; shift: added to vectors."""
+    found = random_weights(shapes, 0.1)
+    hidden = shapes[join][0]
+    found[join][:, :hidden] += torch.eye(hidden)
+    return {name: tensor + shift if tensor.dim() == 1 else tensor for name, tensor in found.items()}
+
+
+class Hybrids:
+    """Targets of `HYBRIDS` with naive decoding, and engines over them."""
+
+    names, checkpoint = tuple(HYBRIDS), staticmethod(cache(HybridCheckpoint))
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        generator = torch.Generator().manual_seed(3)
+        shared = torch.randint(3, 37, (9,), generator=generator).tolist()
+        drawn = [torch.randint(3, 37, (count,), generator=generator).tolist() for count in (11, 5, 8, 1)]
+        self.prompts = [*drawn[:2], [*shared, 5, 9], [*shared, 7], *drawn[2:]]
+
+    @cache  # noqa: B019
+    def greedy(self, name: str, count: int) -> list[list[int]]:
+        """What follows on each prompt: the whole texts again for every token. It is clear at every one of them."""
+        found, cpu = self.checkpoint(name), torch.device("cpu")
+        config, texts = found.config, [list(prompt) for prompt in self.prompts]
+        model = Decoder(config, found.tensor, dtype=torch.float64, device=cpu, max_positions=64)
+        table = torch.arange(len(texts) + 1)[:, None]
+        types = dict.fromkeys(state_types(torch.float64, "fp32"), torch.float64)
+        for _ in range(count):
+            shapes = config.state_shapes
+            states = States(shapes, model.recurrent_layers, len(table), 1, types, cpu) if shapes else None
+            attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
+            kv = KVCache(config, model.attention_layers, len(texts), 64, torch.float64, cpu, attention, states)
+            shape = Prefill(table, [Span(row + 1, 0, len(text)) for row, text in enumerate(texts)], 64)
+            hidden = model.forward(torch.tensor(sum(texts, [])), shape.positions, shape.on(kv), shape.last).last
+            best = model.logits(hidden).topk(2)
+            assert (best.values[:, 0] - best.values[:, 1]).min() > 1e-4, "rounding could decide"
+            for text, token in zip(texts, best.indices[:, 0].tolist(), strict=True):
+                text.append(token)
+        return [text[len(prompt) :] for text, prompt in zip(texts, self.prompts, strict=True)]
+
+    def engine(self, name: str, algorithm: str = "none", schedule: str = "v2", **changes: Any) -> Engine:
+        """algorithm: one of SPECULATIONS; changes: settings of EngineConfig."""
+        settings = dict(SPECULATIONS[algorithm])
+        if algorithm == "eagle":
+            settings["draft"] = self._eagle(name)
+        config = {"max_running": 4, "max_model_len": 44, "page_size": 4, "device": "cpu"} | changes
+        config["load_format"] = "dummy" if settings.get("draft") == "dummy" else "auto"
+        config = {"speculation": Speculation(**settings, schedule=schedule)} | config
+
+        def opened(model: str, *_: Any, **__: Any) -> HybridCheckpoint:
+            return self.checkpoint(model)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("specbatch.weights.open_checkpoint", opened)
+            return Engine(EngineConfig(model=name, **config))
+
+    @cache  # noqa: B019
+    def _eagle(self, name: str) -> str:
+        folder = self._folder / name
+        folder.mkdir()
+        return self.checkpoint(name).eagle_head(folder)
+
+
+SPECULATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ngram": {"algorithm": "ngram", "draft_tokens": 3, "ngram_min": 1},
+    "ngram-tree": {"algorithm": "ngram", "draft_steps": 3, "draft_topk": 2, "ngram_min": 1},
+    "eagle3": {"algorithm": "eagle3", "draft": "dummy"},
+    "eagle": {"algorithm": "eagle"},
+    "mtp": {"algorithm": "mtp"},
+    "dflash": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3},
+    "tree": {"algorithm": "standalone", "draft": "drafts", "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
+}
