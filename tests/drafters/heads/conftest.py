@@ -25,9 +25,11 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.loader import Loader
+from specbatch.models.moe import Mixture
 from specbatch.verification import Proposal
 
 VOCABULARY, HIDDEN, HEADS, KV, DIM, MLP = 13, 24, 4, 2, 8, 32
+EXPERTS, EXPERT = 5, 12
 PLANS = {"eagle": eagle.plan, "eagle3": eagle3.plan, "mtp": mtp.plan}
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -67,6 +69,28 @@ def llama(**changes: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     } | changes
+
+
+def qwen3_next(**changes: Any) -> dict[str, Any]:
+    """The config.json of a Qwen3-Next of these sizes, half of whose channels turn."""
+    return llama(num_hidden_layers=2) | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.5,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": EXPERT,
+        "shared_expert_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "rope_theta": 77.0,
+        **changes,
+    }
 
 
 def randomise(shapes: dict[str, tuple[int, ...]], seed: int, scale: float = 1.0) -> Tensors:
@@ -213,6 +237,27 @@ class RefMtp(Reference):
     def norm_weight(self, name: str) -> torch.Tensor:
         return 1 + self.w[f"{name}.weight"]
 
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Dense, or of each token's two likeliest experts and a shared one."""
+        if "layer.mlp.gate.weight" not in self.w:
+            return super().mlp(x)
+        x = rms(x, self.norm_weight("layer.post_attention_layernorm"))
+        law = self.linear(x, "layer.mlp.gate").softmax(-1)
+        out = self.linear(x, "layer.mlp.shared_expert_gate").sigmoid() * self.swiglu(x, "layer.mlp.shared_expert")
+        for token, chosen in enumerate(law.topk(2).indices.tolist()):
+            for expert in chosen:
+                share = law[token, expert] / law[token, chosen].sum()
+                out[token] += share * self.swiglu(x[token], f"layer.mlp.experts.{expert}")
+        return out
+
+    def swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if f"{name}.up_proj.weight" in self.w:
+            gate, up = (self.linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+            return self.linear(F.silu(gate) * up, f"{name}.down_proj")
+        stem, _, expert = name.rpartition(".")
+        gate, up = (self.w[f"{stem}.gate_up_proj"][int(expert)] @ x).chunk(2)
+        return self.w[f"{stem}.down_proj"][int(expert)] @ (F.silu(gate) * up)
+
     def run(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         e, h = (
             rms(embedded, self.norm_weight("pre_fc_norm_embedding")),
@@ -315,6 +360,7 @@ class Kit:
     VOCABULARY, HIDDEN, HEADS, KV, DIM = VOCABULARY, HIDDEN, HEADS, KV, DIM
     TargetStub, Run, RefEagle, RefEagle3, RefMtp = TargetStub, Run, RefEagle, RefEagle3, RefMtp
     llama, randomise, layer, features_of = (staticmethod(item) for item in (llama, randomise, layer, features_of))
+    qwen3_next = staticmethod(qwen3_next)
 
     @staticmethod
     def named(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -352,10 +398,15 @@ class Kit:
         return tensors
 
     @classmethod
-    def mtp(cls) -> Tensors:
+    def mtp(cls, experts: str | None = None) -> Tensors:
+        """experts: None for a dense MLP, else "each" in tensors of its own, or all "fused"."""
         shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), **cls.named(layer())}
         shapes["layer.self_attn.q_proj.weight"] = (2 * HEADS * DIM, HIDDEN)
         shapes |= {f"layer.self_attn.{part}_norm.weight": (DIM,) for part in "qk"}
+        if experts:
+            mixture = Mixture(EXPERTS, 2, EXPERT, shared=20, fused=experts == "fused")
+            shapes = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
+            shapes |= mixture.shapes("layer.mlp", HIDDEN)
         shapes |= {f"{n}.weight": (HIDDEN,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
         tensors = randomise(shapes, 7)
         return {name: tensor - 1 if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}

@@ -191,6 +191,21 @@ def test_an_mtp_head_lies_beside_a_target_on_disk(kit: Any, tmp_path: Path, plan
     assert "the MTP head of" in plan("mtp", None, checkpoint)[0]
 
 
+def test_an_mtp_head_beside_a_model_whose_text_part_is_nested(kit: Any, tmp_path: Path, plan: Plan) -> None:
+    text = kit.qwen3_next(model_type="qwen3_5_moe_text", mtp_num_hidden_layers=1)
+    del text["architectures"]
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = kit.randomise(ModelConfig.from_dict(outer).tensor_shapes(), 1)
+    tensors["model.visual.blocks.0.weight"] = torch.zeros(2, 2)
+    head = {f"mtp.{name}": tensor for name, tensor in kit.stored(kit.mtp("fused")).items()}
+    save_file(tensors | head, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert len(checkpoint.mtp) == 19  # as published
+    assert "the MTP head of" in (said := plan("mtp", None, checkpoint)[0])
+    assert "5 experts" in said
+
+
 FILES = [
     ("gone", "no such folder"),
     ("empty", "no config.json"),

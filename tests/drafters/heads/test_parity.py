@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from specbatch.kernels.sampling import DRAFT, draw_ref, uniform_ref
+from specbatch.models.config import ModelConfig
 
 LENGTHS = (2, 3, 5, 6, 13, 21)
 
@@ -191,6 +192,16 @@ def test_mtp(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None
     stub.config = replace(whole, rope=replace(whole.rope, rotary_dim=turning))
     stub.model = lambda: plain
     check(kit, start(stub, "mtp", None, count, chunk), kit.RefMtp(tensors, stub, theta=77.0, turning=turning))
+
+
+@pytest.mark.parametrize("experts", [None, "each", "fused"])
+def test_mtp_beside_a_mixture_of_experts(kit: Any, start: Any, experts: str | None) -> None:
+    """Its own MLP may be dense all the same."""
+    tensors = kit.mtp(experts)
+    stub = kit.TargetStub(2, mtp=kit.stored(tensors))
+    plain = stub.model()
+    stub.config, stub.model = ModelConfig.from_dict(kit.qwen3_next()), lambda: plain
+    check(kit, start(stub, "mtp", None, 3, 7), kit.RefMtp(tensors, stub, theta=77.0, turning=4))
 
 
 # -- all ---------------------------------------------------------------------------------------------------------
