@@ -10,13 +10,12 @@ import pytest
 from hybrid_targets import HYBRIDS, MTP, SPECULATIONS, Hybrids
 
 from specbatch import SpecbatchError
-from specbatch.config import Speculation
 from specbatch.draft_length import DraftLength
 from specbatch.request import Request, SamplingParams
 from specbatch.runner import Runner
 from specbatch.scheduler import DecodePlan, Scheduler
 
-COUNTS = {"tree": 30}  # it reserves so many slots ahead that a short text would never ask for a page more
+COUNTS = {"ngram-tree": 16, "tree": 25}  # these reserve so many slots ahead that a short text never asks for a page
 # Mean tokens per verify: where drafts are about as often right as wrong, states take in parts of what was verified.
 LEAST = {"ngram": 1.05, "ngram-tree": 1.05, "eagle": 1.3, "mtp": 1.5, "tree": 1.4}
 
@@ -51,10 +50,47 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_greedy_tokens(hybrids: Hybrids, no_room: None, name: str, algorithm: str, schedule: str) -> None:
     """The families without an MTP head in this layout are not asked for one."""
     engine = hybrids.engine(name, algorithm, schedule, prefill_chunk=5)
-    count = COUNTS.get(algorithm, 16)
-    done = engine.generate(hybrids.prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
+    count = COUNTS.get(algorithm, 12)
+    done = engine.generate(hybrids.prompts(name), SamplingParams(max_new_tokens=count, ignore_eos=True))
     assert [item.token_ids for item in done] == hybrids.greedy(name, count)
     record = engine.record().metrics
     assert record["retractions"]
     assert record["cached_tokens"]
     assert record["accept_length"] >= LEAST.get(algorithm, 1.0)
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "eagle", "mtp", "dflash"])
+@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h", "lfm2"])
+def test_however_many_are_drafted(
+    hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch, name: str, algorithm: str
+) -> None:
+    """None, one, or all, from one iteration to the next: what a verify leaves goes into a state in another one's."""
+    if algorithm == "mtp" and name not in MTP:
+        with pytest.raises(SpecbatchError, match="holds no tensors mtp"):
+            hybrids.engine(name, algorithm)
+        return
+    chance = random.Random(3)
+    monkeypatch.setattr(Runner, "time_lengths", lambda self: {})
+    monkeypatch.setattr(DraftLength, "took", lambda *_: None)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.lengths]))
+    asked = {"draft_tokens": "auto", "draft_steps": 3}
+    engine = hybrids.engine(name, algorithm, more=asked)
+    done = engine.generate(hybrids.prompts(name), SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert {0, 1, 3} <= {n for row in engine.record().counters["draft_lengths"].values() for n in map(int, row)}
+    assert [item.token_ids for item in done] == hybrids.greedy(name, 12)
+
+
+@pytest.mark.parametrize("draft", ["self:skip=1", "lfm2"])
+def test_a_draft_whose_states_cannot_go_back_is_refused(hybrids: Hybrids, draft: str) -> None:
+    target = "qwen3-moe" if draft == "lfm2" else "qwen3.5"
+    with pytest.raises(SpecbatchError, match=f"draft='{draft}': it has 3 recurrent layers.* use a draft of attention"):
+        hybrids.engine(target, "tree", more={"draft": draft})
+
+
+@pytest.mark.parametrize("name", [*MTP, "nemotron-h"])
+def test_a_random_mtp_head(hybrids: Hybrids, name: str) -> None:
+    """Of the target's own sizes, experts among them, for speed without a download."""
+    engine = hybrids.engine(name, "mtp", load_format="dummy")
+    done = engine.generate(hybrids.prompts(name), SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert [item.token_ids for item in done] == hybrids.greedy(name, 12)
+    assert engine.caps["draft_shape"] == "3 drafted"

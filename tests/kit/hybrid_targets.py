@@ -106,7 +106,7 @@ STRENGTHS = {
     "qwen3.5": 2.8,
     "qwen3.5-moe": 2.8,
     "nemotron-h": 1.2,
-    "nemotron-h-moe": 1.5,
+    "nemotron-h-moe": 1.9,
     "lfm2": 1.3,
     "drafts": 2.0,
 }
@@ -173,6 +173,9 @@ def head_weights(shapes: dict[str, tuple[int, ...]], join: str, shift: float) ->
     return {name: tensor + shift if tensor.dim() == 1 else tensor for name, tensor in found.items()}
 
 
+LONGEST = 25
+
+
 class Hybrids:
     """Targets of `HYBRIDS` with naive decoding, and engines over them."""
 
@@ -180,39 +183,60 @@ class Hybrids:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        generator = torch.Generator().manual_seed(3)
-        shared = torch.randint(3, 37, (9,), generator=generator).tolist()
-        drawn = [torch.randint(3, 37, (count,), generator=generator).tolist() for count in (11, 5, 8, 1)]
-        self.prompts = [*drawn[:2], [*shared, 5, 9], [*shared, 7], *drawn[2:]]
+
+    def prompts(self, name: str) -> list[list[int]]:
+        """Six, two of which begin with the same 9 tokens."""
+        return [prompt for prompt, _ in self._decoded(name)]
+
+    def greedy(self, name: str, count: int) -> list[list[int]]:
+        """What follows on each of them, up to `LONGEST` tokens."""
+        assert count <= LONGEST
+        return [tokens[:count] for _, tokens in self._decoded(name)]
 
     @cache  # noqa: B019
-    def greedy(self, name: str, count: int) -> list[list[int]]:
-        """What follows on each prompt: the whole texts again for every token. It is clear at every one of them."""
+    def _decoded(self, name: str) -> list[tuple[list[int], list[int]]]:
+        """The whole texts again for every token; prompts where no two tokens are nearly as likely."""
         found, cpu = self.checkpoint(name), torch.device("cpu")
-        config, texts = found.config, [list(prompt) for prompt in self.prompts]
+        config, generator = found.config, torch.Generator().manual_seed(3)
+        shared = torch.randint(3, 37, (9,), generator=generator).tolist()
+        drawn = [torch.randint(3, 37, (n,), generator=generator).tolist() for n in (11, 10, 5, 8, 1, 3, 7, 2)]
+        starts = [*([*shared, 5 * n, 9] for n in range(5)), *drawn]
+        texts = [list(start) for start in starts]
+        clear = torch.ones(len(starts), dtype=torch.bool)
         model = Decoder(config, found.tensor, dtype=torch.float64, device=cpu, max_positions=64)
         table = torch.arange(len(texts) + 1)[:, None]
         types = dict.fromkeys(state_types(torch.float64, "fp32"), torch.float64)
-        for _ in range(count):
-            shapes = config.state_shapes
-            states = States(shapes, model.recurrent_layers, len(table), 1, types, cpu) if shapes else None
-            attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
+        attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
+        for _ in range(LONGEST):
+            states = States(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
             kv = KVCache(config, model.attention_layers, len(texts), 64, torch.float64, cpu, attention, states)
             shape = Prefill(table, [Span(row + 1, 0, len(text)) for row, text in enumerate(texts)], 64)
-            hidden = model.forward(torch.tensor(sum(texts, [])), shape.positions, shape.on(kv), shape.last).last
+            tokens = torch.tensor([token for text in texts for token in text])
+            hidden = model.forward(tokens, shape.positions, shape.on(kv), shape.last).last
             best = model.logits(hidden).topk(2)
-            assert (best.values[:, 0] - best.values[:, 1]).min() > 1e-4, "rounding could decide"
+            clear &= best.values[:, 0] - best.values[:, 1] > 0.005
             for text, token in zip(texts, best.indices[:, 0].tolist(), strict=True):
                 text.append(token)
-        return [text[len(prompt) :] for text, prompt in zip(texts, self.prompts, strict=True)]
+        pairs = [(start, text[len(start) :]) for start, text in zip(starts, texts, strict=True)]
+        kept = [[pairs[n] for n in some if clear[n]] for some in (range(5), range(5, len(starts)))]
+        assert len(kept[0]) >= 2
+        assert len(kept[1]) >= 4
+        return [*kept[1][:2], *kept[0][:2], *kept[1][2:4]]
 
-    def engine(self, name: str, algorithm: str = "none", schedule: str = "v2", **changes: Any) -> Engine:
-        """algorithm: one of SPECULATIONS; changes: settings of EngineConfig."""
-        settings = dict(SPECULATIONS[algorithm])
+    def engine(
+        self,
+        name: str,
+        algorithm: str = "none",
+        schedule: str = "v2",
+        more: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> Engine:
+        """algorithm: one of SPECULATIONS; more: of its settings; changes: settings of EngineConfig."""
+        settings = SPECULATIONS[algorithm] | (more or {})
         if algorithm == "eagle":
             settings["draft"] = self._eagle(name)
         config = {"max_running": 4, "max_model_len": 44, "page_size": 4, "device": "cpu"} | changes
-        config["load_format"] = "dummy" if settings.get("draft") == "dummy" else "auto"
+        config.setdefault("load_format", "dummy" if settings.get("draft") == "dummy" else "auto")
         config = {"speculation": Speculation(**settings, schedule=schedule)} | config
 
         def opened(model: str, *_: Any, **__: Any) -> HybridCheckpoint:
