@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_targets import HYBRIDS, MTP, Hybrids
+from hybrid_targets import SPECULATIONS as HYBRID_DRAFTS
 
 from specbatch import SpecbatchError
 from specbatch.config import EngineConfig, Graphs, Speculation
@@ -37,6 +39,8 @@ SPECULATIONS = {
 }
 
 
+# Of hybrids; those without an MTP head in this layout are not asked for one.
+PAIRS = [(name, algorithm) for name in HYBRIDS for algorithm in HYBRID_DRAFTS if algorithm != "mtp" or name in MTP]
 GRAPHS = {"eager": Graphs(), "graphs": Graphs(decode="whole", prefill="piecewise")}
 
 
@@ -65,6 +69,39 @@ def test_greedy_tokens_are_those_of_naive_decoding(
     found = record.counters["graphs"]
     assert all(bool(item["replays"]) == (graphs == "graphs") for item in found.values())
     assert record.metrics["host_waits_per_step"] == 1.0 if schedule == "v1" else record.counters["overlapped"] > 0
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize(("name", "algorithm"), PAIRS)
+def test_greedy_tokens_of_hybrids(hybrids: Hybrids, name: str, algorithm: str, schedule: str, graphs: str) -> None:
+    """In chunks, with few pages, then with prefixes that are known."""
+    tight = {"kv_pages": 19, "prefill_chunk": 8}
+    engine = hybrids.engine(name, algorithm, schedule, device="cuda", dtype="float32", graphs=GRAPHS[graphs], **tight)
+    for _ in range(2):
+        done = engine.generate(hybrids.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True))
+        assert [item.token_ids for item in done] == hybrids.greedy(name, 20)
+    record = engine.record()
+    assert record.metrics["cached_tokens"]
+    assert record.metrics["graph_coverage"] == (1.0 if graphs == "graphs" else None)
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("algorithm", ["none", "ngram-tree", "eagle"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_in_v2_wait_for_nothing_but_their_tickets(
+    hybrids: Hybrids, name: str, algorithm: str, graphs: str
+) -> None:
+    engine = hybrids.engine(name, algorithm, device="cuda", dtype="float32", graphs=GRAPHS[graphs])
+    prompts, params = hybrids.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True)
+    engine.generate(prompts, params)  # whatever is compiled late
+    engine.generate(prompts, params)  # and with prefixes
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [item.token_ids for item in engine.generate(prompts, params)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again == hybrids.greedy(name, 20)
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

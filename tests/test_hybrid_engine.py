@@ -4,7 +4,6 @@ schedule, with prompts in chunks, a prefix in common, and retractions."""
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hybrid_targets import HYBRIDS, MTP, SPECULATIONS, Hybrids
@@ -61,9 +60,7 @@ def test_greedy_tokens(hybrids: Hybrids, no_room: None, name: str, algorithm: st
 
 @pytest.mark.parametrize("algorithm", ["ngram", "eagle", "mtp", "dflash"])
 @pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h", "lfm2"])
-def test_however_many_are_drafted(
-    hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch, name: str, algorithm: str
-) -> None:
+def test_however_many_are_drafted(hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch, name: str, algorithm: str) -> None:
     """None, one, or all, from one iteration to the next: what a verify leaves goes into a state in another one's."""
     if algorithm == "mtp" and name not in MTP:
         with pytest.raises(SpecbatchError, match="holds no tensors mtp"):

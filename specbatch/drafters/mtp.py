@@ -35,10 +35,10 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         layer = mtp_config(target.config, found)
         wanted = mtp_shapes(layer)
         check_tensors(wanted, found, f"{target.name}, {PREFIX}*")
-    experts = f", {layer.mixture.experts} experts" if layer.mixture else ""
+    mlp = f"{layer.mixture.experts} experts" if layer.mixture else "a dense MLP"
     log(
         f"draft: the MTP head of {target.name}, {parameters(wanted) / 1e6:.1f} M parameters; {layer.num_heads} heads "
-        f"({layer.num_kv_heads} KV) of {layer.head_dim}{experts}; the target's embedding and output matrix; {layer.rope}"
+        f"({layer.num_kv_heads} KV) of {layer.head_dim}, {mlp}; the target's embedding and output matrix; {layer.rope}"
     )
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:

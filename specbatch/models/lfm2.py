@@ -122,7 +122,9 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     return Attention(
         norm=read.norm(f"{stem}.operator_norm"),
         qkv=read.linear(*(f"{inner}.{part}_proj" for part in "qkv")),
-        heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm, config.rms_norm_eps, *tables),
+        heads=Heads(
+            config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm, config.rms_norm_eps, *tables
+        ),
         out=read.linear(f"{inner}.out_proj"),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_targets import Hybrids
 
 from specbatch.config import Graphs, Speculation
 from specbatch.draft_length import DraftLength
@@ -21,9 +22,13 @@ from specbatch.kernels import (
     draw,
     elementwise,
     expansion_triton,
+    experts_triton,
+    gated_delta_triton,
+    mamba2_triton,
     ngram_triton,
     pairs_triton,
     rows_triton,
+    short_conv_triton,
     skinny_gemm,
     tree_triton,
     verify_attention,
@@ -48,10 +53,8 @@ SPECULATIONS = {
 
 
 @pytest.fixture
-def kernel_engine(
-    toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Callable[..., Any], set[str]]:
-    """Builds engines whose tensors count as a GPU's, and the names of the kernels that were called."""
+def kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Engines' tensors count as a GPU's; the names of the kernels that are called."""
     called: set[str] = set()
 
     def spy(module: Any, name: str) -> None:
@@ -70,9 +73,13 @@ def kernel_engine(
         context_kv_triton: ["write_context", "write_verified"],
         elementwise: ["rms_norm", "silu_product", "split_heads"],
         expansion_triton: ["grow", "keep"],
+        experts_triton: ["mixture"],
+        gated_delta_triton: ["delta_prefill", "delta_verify"],
+        mamba2_triton: ["ssd_prefill", "ssd_verify"],
         ngram_triton: ["ngram_match"],
         pairs_triton: ["due_pairs", "beam_pairs", "keep_waiting"],
         rows_triton: ["rows_of_both"],
+        short_conv_triton: ["conv_prefill", "conv_verify"],
         skinny_gemm: ["skinny_linear", "skinny_gated"],
         tree_triton: ["commit_tree", "move_rows"],
         verify_attention: ["verify_attention"],
@@ -83,7 +90,12 @@ def kernel_engine(
     monkeypatch.setattr("specbatch.kernels.linear.is_blocked", lambda dtype, device: False)
     monkeypatch.setattr("specbatch.build.prefill_backend", lambda *_: _Triton())
     monkeypatch.setattr(skinny_gemm, "is_skinny", lambda rows, weight: rows <= 8)
-    return toy_engine, called
+    return called
+
+
+@pytest.fixture
+def kernel_engine(toy_engine: Callable[..., Any], kernels: set[str]) -> tuple[Callable[..., Any], set[str]]:
+    return toy_engine, kernels
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)
@@ -110,6 +122,26 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
         "self-tree": levels,
     }
     assert called == expected | own[name]
+
+
+CONV = {"conv_prefill", "conv_verify"}
+HYBRIDS = {
+    ("qwen3-next", "mtp"): CONV | {"delta_prefill", "delta_verify", "mixture", "due_pairs"},
+    ("nemotron-h", "ngram-tree"): CONV | {"ssd_prefill", "ssd_verify", "commit_tree"},
+    ("lfm2", "ngram"): CONV,
+}
+
+
+@pytest.mark.parametrize(("name", "algorithm"), HYBRIDS)
+def test_greedy_tokens_of_hybrids(hybrids: Hybrids, request: pytest.FixtureRequest, name: str, algorithm: str) -> None:
+    """Two drafts each: in verifies a part of what was verified before goes into the states."""
+    prompt, expected = hybrids.prompts(name)[4], hybrids.greedy(name, 4)[4]
+    called = request.getfixturevalue("kernels")
+    drafts = {"draft_tokens": 2, "draft_steps": 2} if algorithm != "ngram-tree" else {"draft_steps": 2}
+    engine = hybrids.engine(name, algorithm, more=drafts, max_running=1)
+    [done] = engine.generate([prompt], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert done.token_ids == expected
+    assert called >= HYBRIDS[name, algorithm]
 
 
 def test_no_drafts_before_and_after_some(

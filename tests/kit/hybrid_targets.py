@@ -113,9 +113,9 @@ STRENGTHS = {
 
 
 class HybridCheckpoint:
-    """One of `HYBRIDS`, random, or "drafts", a Llama. On token 4n + i often follows 4n + (i + 1) % 4: the embedding says
-    so, and layers make a different token of it as often as not. To those of drafts it is the embedding alone that
-    matters: "drafts", the MTP head beside a target (`mtp`) and `eagle_head` have layers of little weight."""
+    """One of `HYBRIDS`, random, or "drafts", a Llama. Its texts half repeat themselves: on token 4n + i should follow
+    4n + (i + 1) % 4 by the embedding, and layers make another one of it about as often. Drafts go by the embedding:
+    "drafts", the MTP head beside a target and `eagle_head` have layers of little weight."""
 
     origin = "memory"
 
