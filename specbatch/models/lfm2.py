@@ -159,5 +159,5 @@ def _width(config: dict[str, Any]) -> int | None:
     width = int(2 * width / 3)
     if config.get("block_ffn_dim_multiplier") is not None:
         width = int(config["block_ffn_dim_multiplier"] * width)
-    step = config.get("block_multiple_of", 256)
+    step = int(config.get("block_multiple_of", 256))
     return -(-width // step) * step

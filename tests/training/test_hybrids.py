@@ -1,0 +1,74 @@
+"""Heads for recurrent and expert targets: what they learn from, and that the engine runs what was trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hybrid_targets import HYBRIDS
+
+from specbatch.kernels.heads import split_heads_ref
+from specbatch.models.decoder import Decoder
+from specbatch.models.mtp import Mtp, mtp_config, mtp_shapes
+from specbatch.training.chain import Memory, ahead
+from specbatch.training.data import Batch, Example
+from specbatch.training.mtp import MtpHead
+from specbatch.training.recipe import Recipe
+from specbatch.training.target import Target
+from specbatch.training.trainer import make_head
+
+from .conftest import CPU
+
+LENGTH = 40
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_what_a_target_says_is_what_it_says_while_decoding(hybrids, name):
+    """Texts of several lengths side by side: each begins with states of its own."""
+    target = Target(hybrids.checkpoint(name), torch.float32, CPU, LENGTH)
+    pairs = list(zip(hybrids.prompts(name), hybrids.greedy(name, 9), strict=True))
+    examples = [Example((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
+    last, aux = target.features(Batch.of(examples, CPU), (0, 2))
+    assert aux is not None
+    assert aux.shape == (*last.shape[:2], 2 * last.shape[2])
+    for row, (prompt, answer) in zip(last, pairs, strict=True):
+        said = target.logits(row[len(prompt) - 1 : len(prompt) + 8]).argmax(-1)
+        assert said.tolist() == answer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "nemotron-h"])
+def test_the_engine_runs_the_mtp_head_that_was_trained(hybrids, name):
+    """A quarter of each head's channels turn in the first two, none in the last. Its MLP is dense beside experts."""
+    checkpoint = hybrids.checkpoint(name)
+    target = Target(checkpoint, torch.float32, CPU, LENGTH)
+    head = MtpHead(target, steps=1, max_len=LENGTH, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in head.parameters():
+        parameter += torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+    tokens = torch.randint(3, 37, (1, 12), generator=generator)
+    last, _ = target.features(Batch.of([Example(tuple(tokens[0].tolist()), 1)], CPU), ())
+    embedded = F.embedding(ahead(tokens, 1, 0), target.embedding)
+    expected = head.advance(embedded, last, Memory(head.rotary, torch.arange(12)))[0]
+
+    tensors = head.tensors()
+    found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    config = mtp_config(checkpoint.config, found)
+    assert found == mtp_shapes(config)
+    model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=LENGTH)
+    ours = Mtp(config, tensors.__getitem__, model, LENGTH)
+    x, qkv = ours.enter(embedded[0], last[0])
+    q, k, v = (part.transpose(0, 1)[None] for part in split_heads_ref(qkv, ours.heads, torch.arange(12)))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(ours.leave(x, attended[0].transpose(0, 1).flatten(1)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "mtp"])
+def test_heads_learn_from_states(hybrids, algorithm):
+    target = Target(hybrids.checkpoint("nemotron-h"), torch.float32, CPU, LENGTH)
+    sizes = {"draft_layers": 1, "block_size": 4} if algorithm == "dflash" else {"unroll": 2}
+    examples = [Example(tuple(range(3, 30)), 5), Example(tuple(range(9, 27)), 2)]
+    head = make_head(Recipe(algorithm=algorithm, max_len=LENGTH, **sizes), target, examples, 35)
+    loss = head.score(Batch.of(examples, CPU), target, torch.Generator().manual_seed(1)).loss
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in head.parameters())
