@@ -70,7 +70,7 @@ class Lfm2Config(ModelConfig):
     def state_shapes(self) -> tuple[StateShape, ...]:
         return window_shapes(self.hidden_size, self.taps)
 
-    def tensor_shapes(self) -> Shapes:
+    def weight_shapes(self) -> Shapes:
         hidden, dim = self.hidden_size, self.head_dim
         shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
         for index, attends in enumerate(self.attends):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ from specbatch.forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
 from specbatch.graphs import Recorder
 from specbatch.kernels.backends import PrefillAttention
 from specbatch.kernels.linear import is_blocked
+from specbatch.kernels.weight import keeps_float8
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.float8 import SCALES
 
 if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
@@ -25,7 +28,13 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     count = config.parameter_count()
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += config.vocab_size * config.hidden_size
-    return count * dtype.itemsize
+    size = count * dtype.itemsize
+    if config.float8 is not None and keeps_float8(device):
+        shapes = config.tensor_shapes()
+        for name, shape in shapes.items():
+            if name + SCALES in shapes and not config.widens(name, shape):
+                size += math.prod(shape) * (1 - dtype.itemsize) + math.prod(shapes[name + SCALES]) * 4
+    return size
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class Qwen3MoeConfig(ModelConfig):
     def module(self) -> str:
         return __name__
 
-    def tensor_shapes(self) -> Shapes:
-        shapes = super().tensor_shapes()
+    def weight_shapes(self) -> Shapes:
+        shapes = super().weight_shapes()
         for index in (index for index, sparse in enumerate(self.sparse) if sparse):
             stem = f"model.layers.{index}.mlp"
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"{stem}.")}
@@ -38,6 +38,9 @@ class Qwen3MoeConfig(ModelConfig):
     def fit(self, found: Shapes) -> Qwen3MoeConfig:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
         return replace(super().fit(found), mixture=replace(self.mixture, fused=fused))
+
+    def stacked(self) -> Qwen3MoeConfig:
+        return replace(self, mixture=replace(self.mixture, fused=True))
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
