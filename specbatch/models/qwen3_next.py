@@ -27,6 +27,7 @@ from specbatch.models.recurrent import GatedDelta
 
 _PARTIAL = 0.25  # of a head's channels turn, where a config does not say
 _INTERVAL = 4
+_KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Qwen3NextConfig(ModelConfig):
         tied = config.get("tie_word_embeddings", False)
         inner = config if text is None else {"tie_word_embeddings": tied} | text
         kind = str(inner.get("model_type", ""))
+        if kind not in _KINDS:
+            raise refuse("model_type", kind or None, f"these layers are those of {', '.join(_KINDS)}")
         if not inner.get("attn_output_gate", True):
             raise refuse("attn_output_gate", False, "these families' attention has an output gate")
         plain = ModelConfig.from_dict(_as_qwen3(inner))
