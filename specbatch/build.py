@@ -79,7 +79,12 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
     device = find_device(config.device)
     _check_device(config, device)
     target = weights.open_checkpoint(
-        config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
+        config.model,
+        config.load_format,
+        seed=config.seed,
+        tokenizer=config.tokenizer,
+        log=say,
+        device=str(device),
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}

@@ -28,11 +28,11 @@ class Qwen3MoeConfig(ModelConfig):
         return __name__
 
     def weight_shapes(self) -> Shapes:
-        shapes = super().weight_shapes()
-        for index in (index for index, sparse in enumerate(self.sparse) if sparse):
-            stem = f"model.layers.{index}.mlp"
-            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"{stem}.")}
-            shapes |= self.mixture.shapes(stem, self.hidden_size)
+        stems = [f"model.layers.{index}.mlp." for index, sparse in enumerate(self.sparse) if sparse]
+        plain = super().weight_shapes()
+        shapes = {name: shape for name, shape in plain.items() if not name.startswith(tuple(stems))}
+        for stem in stems:
+            shapes |= self.mixture.shapes(stem.removesuffix("."), self.hidden_size)
         return shapes
 
     def fit(self, found: Shapes) -> Qwen3MoeConfig:

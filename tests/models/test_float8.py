@@ -236,7 +236,7 @@ def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: P
 def test_scales_that_no_config_announces_are_refused(tmp_path: Path) -> None:
     write(tmp_path, QWEN3, [], False)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    with pytest.raises(SpecbatchError, match="its config describes no tensor .*_scale_inv"):
+    with pytest.raises(SpecbatchError, match=r"its config describes no tensor .*_scale_inv"):
         open_checkpoint(str(tmp_path))
 
 
