@@ -251,6 +251,12 @@ class ModelConfig:
         """What each recurrent layer keeps."""
         return ()
 
+    @property
+    def chosen(self) -> tuple[int, int] | None:
+        """Experts of a mixture, and to how many of them a token goes; None in a family without."""
+        mixture = getattr(self, "mixture", None)
+        return None if mixture is None else (mixture.experts, mixture.top_k)
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that a checkpoint of this model must hold, scales of float8 ones too."""
         if self.float8 is None:

@@ -28,13 +28,20 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     count = config.parameter_count()
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += config.vocab_size * config.hidden_size
-    size = count * dtype.itemsize
-    if config.float8 is not None and keeps_float8(device):
-        shapes = config.tensor_shapes()
-        for name, shape in shapes.items():
-            if name + SCALES in shapes and not config.widens(name, shape):
-                size += math.prod(shape) * (1 - dtype.itemsize) + math.prod(shapes[name + SCALES]) * 4
-    return size
+    kept, shapes = kept_float8(config, device), config.weight_shapes()
+    return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
+
+
+def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
+    """Weights that stay float8 in memory, and their bytes with their scales."""
+    if config.float8 is None or not keeps_float8(device):
+        return {}
+    shapes = config.tensor_shapes()
+    return {
+        name: math.prod(shape) + 4 * math.prod(shapes[name + SCALES])
+        for name, shape in shapes.items()
+        if name + SCALES in shapes and not config.widens(name, shape)
+    }
 
 
 @dataclass(frozen=True)
