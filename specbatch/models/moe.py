@@ -88,19 +88,21 @@ def with_shared(
     """up and down of all experts of the mixture `stem`, and how many slices of their width behind the routed ones are
     the shared one (`shared_slices`)."""
     inner, width = routed[1].values.shape[2], shared[1].values.shape[1]
-    scaled = [weight.scales is not None for weight in (*routed, *shared)]
+    (more_up, more_down), scaled = shared, [weight.scales is not None for weight in (*routed, *shared)]
     if all(scaled) and width % SIDE == 0 == inner % SIDE:
-        values = shared_slices(*(weight.values.view(torch.uint8) for weight in shared), inner, activation)
-        blocks = shared_slices(*(weight.scales for weight in shared), inner // SIDE, activation)
-        sliced = tuple(
-            Weight(part.view(torch.float8_e4m3fn), scales) for part, scales in zip(values, blocks, strict=True)
-        )
+        assert more_up.scales is not None
+        assert more_down.scales is not None
+        up, down = more_up.values.view(torch.uint8), more_down.values.view(torch.uint8)
+        values = shared_slices(up, down, inner, activation)
+        scales = shared_slices(more_up.scales, more_down.scales, inner // SIDE, activation)
+        sliced = [Weight(one.view(torch.float8_e4m3fn), its) for one, its in zip(values, scales, strict=True)]
     elif any(scaled[:2]):  # they are most of a model: not to be made twice as large
         works = f"{stem} is float8: its shared expert must be, too, and both widths multiples of {SIDE}"
         raise refuse("shared expert", f"widths {inner} and {width}", works)
     else:
-        more = shared_slices(*(read.widen(f"{stem}.shared_expert", weight) for weight in shared), inner, activation)
-        sliced = (Weight(more[0]), Weight(more[1]))
+        name = f"{stem}.shared_expert"
+        wide = shared_slices(read.widen(name, more_up), read.widen(name, more_down), inner, activation)
+        sliced = [Weight(one) for one in wide]
     ups, downs = (behind(*pair) for pair in zip(routed, sliced, strict=True))
     return ups, downs, len(sliced[0].values)
 

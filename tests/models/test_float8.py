@@ -148,14 +148,15 @@ def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool
 
 
 def logits(model: Decoder, count: int = 23) -> torch.Tensor:
-    states, config = None, model.config
+    states, config, device = None, model.config, model.device
     if model.recurrent_layers:
         types = state_types(torch.float32, "fp32")
-        states = States(config.state_shapes, model.recurrent_layers, 2, 1, types, CPU)
-    backend = prefill_backend("torch", CPU, torch.float32, config.head_dim)
-    cache = KVCache(config, model.attention_layers, 8, 4, torch.float32, CPU, backend, states)
-    shape = Prefill(torch.arange(16).view(2, 8) % 9, [Span(1, 0, count)], 4)
+        states = States(config.state_shapes, model.recurrent_layers, 2, 1, types, device)
+    backend = prefill_backend("torch", device, torch.float32, config.head_dim)
+    cache = KVCache(config, model.attention_layers, 8, 4, torch.float32, device, backend, states)
+    shape = Prefill(torch.arange(16, device=device).view(2, 8) % 9, [Span(1, 0, count)], 4)
     tokens = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
+    tokens = tokens.to(device)
     with torch.inference_mode():
         return model.logits(model.forward(tokens, shape.positions, shape.on(cache)).last)
 
@@ -187,6 +188,21 @@ def test_it_computes_what_its_weights_stand_for(
     assert model.widened == (widened if keeps else set())
     assert (products(model) & {ScaledLinear, SideBySide} != set()) is keeps
     assert (logits(model) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compute_what_the_weights_stand_for(case: str, tmp_path: Path) -> None:
+    described, plain, fused, widened = CASES[case]
+    meant = write(tmp_path, described, plain, fused)
+    checkpoint = open_checkpoint(str(tmp_path))
+    wide = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
+    sizes = {"dtype": torch.float32, "device": torch.device("cuda"), "max_positions": 64}
+    expected = logits(Decoder(wide, meant.__getitem__, **sizes))
+    model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
+    assert model.widened == widened
+    assert (logits(model) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 def test_what_is_float8_lies_in_memory_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
