@@ -59,10 +59,11 @@ def lines() -> Iterator[str]:
     yield "Made by `python -m specbatch.sweeps.state_sizes`: sizes, not measurements. bfloat16, matrix states float32."
     yield ""
     yield "MB of one sequence in all recurrent layers with a verify of N rows (the root and N - 1 drafts). State:"
-    yield "matrix and window of the convolution, which both ways have. Ours adds the inputs of N rows, of which the next"
-    yield "verify folds in the accepted ones; snapshots add N states. Moved in a step: ours reads and writes state and"
-    yield "inputs; snapshots read the state, write N, and copy the accepted one back (who finds it by a number instead"
-    yield "moves two states less). N = 1 is plain decoding, which needs no snapshots.\n"
+    yield "matrix and window of the convolution, which both ways have. Ours adds the inputs of N rows, of which the"
+    yield "next verify folds in the accepted ones; snapshots add N states. Moved in a step: ours reads and writes"
+    yield "state and inputs; snapshots read the state, write N, and copy the accepted one back (who finds it by a"
+    yield "number instead moves two states less). N = 1 is plain decoding, which needs no snapshots."
+    yield ""
     rows = []
     for name in MODELS:
         model = ModelConfig.from_dict(SHAPES[name])
