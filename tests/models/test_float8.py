@@ -249,6 +249,17 @@ def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: P
     assert f"{NAME}_scale_inv is there and no tensor of F8_E4M3" in damaged(tmp_path, widen)
 
 
+def test_which_weights_are_float8_is_what_the_file_says(tmp_path: Path) -> None:
+    meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["quantization_config"]["modules_to_not_convert"] = None
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert f"{NAME}_scale_inv" not in checkpoint.config.tensor_shapes()
+    assert f"{NAME.replace('1', '0')}_scale_inv" in checkpoint.config.tensor_shapes()
+    assert torch.equal(checkpoint.tensor(NAME), meant[NAME])
+
+
 def test_scales_that_no_config_announces_are_refused(tmp_path: Path) -> None:
     write(tmp_path, QWEN3, [], False)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))

@@ -75,6 +75,16 @@ def test_float8_tensors_have_the_size_of_others() -> None:
     assert len({wide[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
 
 
+def test_float8_matrices_keep_the_size_of_activations(tmp_path: Path) -> None:
+    small = {"vocab_size": 300, "num_hidden_layers": 1, "num_experts": 4, "hidden_size": 640}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-next-80b-a3b-fp8"] | small))
+    checkpoint = open_checkpoint(str(tmp_path), "dummy")
+    for name, inputs in (("gate_up_proj", 640), ("down_proj", 512)):
+        stem = f"model.layers.0.mlp.experts.{name}"
+        weight = Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
+        assert weight.wide(torch.float32).std() * inputs**0.5 == pytest.approx(1, abs=0.03)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_a_gpu_makes_its_own() -> None:
