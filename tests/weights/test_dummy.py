@@ -76,7 +76,7 @@ def test_float8_tensors_have_the_size_of_others() -> None:
 
 
 def test_float8_matrices_keep_the_size_of_activations(tmp_path: Path) -> None:
-    small = {"vocab_size": 300, "num_hidden_layers": 1, "num_experts": 4, "hidden_size": 640}
+    small = {"vocab_size": 300, "num_hidden_layers": 1, "num_experts": 12, "hidden_size": 640}
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-next-80b-a3b-fp8"] | small))
     checkpoint = open_checkpoint(str(tmp_path), "dummy")
     for name, inputs in (("gate_up_proj", 640), ("down_proj", 512)):
