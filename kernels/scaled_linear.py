@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.gate import silu_product
+from specbatch.kernels.gate import relu_square, silu_product
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.norm import rms_norm
 from specbatch.kernels.weight import Weight
@@ -20,7 +20,19 @@ def scaled_linear_ref(
     return y if residual is None else residual + y
 
 
-class ScaledLinear(Linear):
+class _Unfused(Linear):
+    """What comes behind the product is an operation of its own."""
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
+        return silu_product(self(x, norm=norm))
+
+    def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
+        return relu_square(self(x, norm=norm))
+
+
+class ScaledLinear(_Unfused):
     """A `Linear` whose weight is float8 with a scale for every 128 x 128 values."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
@@ -40,11 +52,34 @@ class ScaledLinear(Linear):
         if dispatch.runs_kernels(x):
             from specbatch.kernels.scaled_linear_triton import scaled_linear
 
-            y = scaled_linear(x, self._scaled, self.bias, residual)
-        else:
-            y = scaled_linear_ref(x, self._scaled, self.bias, residual)
+            return scaled_linear(x, self._scaled, self.bias, residual, out)
+        y = scaled_linear_ref(x, self._scaled, self.bias, residual)
         return y if out is None else out.copy_(y)
 
-    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
-        return silu_product(self(x, norm=norm))
+
+class SideBySide(_Unfused):
+    """Products of the same x, their columns side by side, where weights of several types are to be one `Linear`."""
+
+    def __init__(self, *parts: Linear) -> None:
+        self.shape, self.bias = torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1])), None
+        self._parts = parts
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, in] -> [T, out], in the memory of `out` if that is given."""
+        x = x if norm is None else rms_norm(x, *norm)
+        out = x.new_empty(len(x), self.shape[0]) if out is None else out
+        for part, columns in zip(self._parts, out.split([part.shape[0] for part in self._parts], 1), strict=True):
+            part(x, out=columns)
+        return out if residual is None else residual + out
+
+
+def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+    """The product with a weight as it is stored."""
+    return Linear(weight.values, bias) if weight.scales is None else ScaledLinear(weight, bias)

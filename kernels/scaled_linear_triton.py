@@ -13,16 +13,23 @@ _PROGRAMS = 132  # multiprocessors of an H200
 
 
 def scaled_linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`scaled_linear_ref`: x [T, K], weight [N, K] -> [T, N]. Rows of x and of residual may be apart."""
+    """`scaled_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
+    apart."""
     (rows, k), n, values, scales = x.shape, weight.values.shape[0], weight.values, weight.scales
     assert scales is not None, "a weight without scales is for Linear"
     assert values.is_contiguous(), "the weight must be contiguous"
     assert scales.is_contiguous(), "the scales must be contiguous"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
-    y = torch.empty(rows, n, device=x.device, dtype=x.dtype)
+    y = torch.empty(rows, n, device=x.device, dtype=x.dtype) if out is None else out
+    assert y.shape == (rows, n), f"out {tuple(y.shape)} is not {(rows, n)}"
+    assert y.stride(1) == 1, "the elements of a row of out must be adjacent"
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
     if block == 16:  # as wide as there is a tile for everybody; 24 KiB of weights in shared memory
         columns = next((width for width in (64, 32) if n >= width * _PROGRAMS), 16)
@@ -34,7 +41,7 @@ def scaled_linear(
     tiles = triton.cdiv(rows, block), triton.cdiv(n, columns)
     _scaled_linear_kernel[(tiles[0] * tiles[1],)](
         x, values, scales, bias, residual, y, rows, n, k, x.stride(0), 0 if residual is None else residual.stride(0),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SIDE=SIDE, EVEN_K=k % inner == 0,
+        y.stride(0), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SIDE=SIDE, EVEN_K=k % inner == 0,
         BM=block, BN=columns, BK=inner, PDL=x.is_cuda, num_warps=warps, num_stages=stages, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return y
@@ -42,7 +49,7 @@ def scaled_linear(
 
 @triton.jit(do_not_specialize=["M"])
 def _scaled_linear_kernel(
-    x, weight, scales, bias, residual, y, M, N, K, x_stride, residual_stride,
+    x, weight, scales, bias, residual, y, M, N, K, x_stride, residual_stride, y_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SIDE: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,4 +74,4 @@ def _scaled_linear_kernel(
         total += tl.load(bias + column, column < N, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         total += tl.load(residual + row[:, None] * residual_stride + column[None, :], exists, other=0.0).to(tl.float32)
-    tl.store(y + row[:, None] * N + column[None, :], total.to(y.dtype.element_ty), exists)
+    tl.store(y + row[:, None] * y_stride + column[None, :], total.to(y.dtype.element_ty), exists)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SIDE = 128  # of a block that shares a scale
 
@@ -28,3 +31,37 @@ class Weight:
         out, inner = self.values.shape[-2:]
         scales = self.scales.float().repeat_interleave(SIDE, -2).repeat_interleave(SIDE, -1)
         return (self.values.float() * scales[..., :out, :inner]).to(dtype)
+
+
+def below(weights: Sequence[Weight]) -> Weight | None:
+    """Weights [..., out, in] one below the other; None where they are of several types, or where only the last may be
+    cut off within a block of scales and another one is."""
+    if len(weights) == 1:
+        return weights[0]
+    scales = [weight.scales for weight in weights if weight.scales is not None]
+    if not scales:
+        return Weight(_joined([weight.values for weight in weights], -2))
+    if len(scales) < len(weights) or any(weight.values.shape[-2] % SIDE for weight in weights[:-1]):
+        return None
+    return Weight(_joined([weight.values for weight in weights], -2), _joined(scales, -2))
+
+
+def behind(first: Weight, second: Weight) -> Weight:
+    """Two stacks [E, out, in] of one type as one."""
+    scales = [weight.scales for weight in (first, second) if weight.scales is not None]
+    return Weight(_joined([first.values, second.values], 0), _joined(scales, 0) if scales else None)
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    import torch
+
+    kind = parts[0].dtype
+    if kind != torch.float8_e4m3fn:
+        return torch.cat(parts, dim)
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(kind)
+
+
+def keeps_float8(device: torch.device) -> bool:
+    """Do weights stay float8 on this device? A CPU has no product with them: they are made wide once, at load, and not
+    for each product, which would read and write four times what it multiplies."""
+    return device.type == "cuda"

@@ -22,6 +22,7 @@ from specbatch.forward import PromptWork, static_bytes
 from specbatch.graphs import Program, Recorder, Recordings, batch_buckets, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
+from specbatch.kernels.weight import keeps_float8
 from specbatch.memory.checkpoints import Checkpoints
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
@@ -78,7 +79,12 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
     device = find_device(config.device)
     _check_device(config, device)
     target = weights.open_checkpoint(
-        config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=say
+        config.model,
+        config.load_format,
+        seed=config.seed,
+        tokenizer=config.tokenizer,
+        log=say,
+        device=str(device),
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
@@ -196,6 +202,8 @@ def _assemble(
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
+    if target.config.float8 is not None and shared is None:
+        say(_float8_said(model))
     forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
@@ -338,6 +346,19 @@ def find_dtype(name: str, stored: str | None, device: torch.device) -> torch.dty
         name = "float32" if device.type == "cpu" else stored or "bfloat16"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _float8_said(model: Decoder) -> str:
+    """What became of float8 weights at load."""
+    if not keeps_float8(model.device):
+        return f"float8 weights: made {_name(model.dtype)}, as this device has no product with them"
+    if not model.widened:
+        return "float8 weights: kept"
+    first = min(model.widened)
+    return (
+        f"float8 weights: kept, but {len(model.widened)} that are {_name(model.dtype)} now, as the matrices that they "
+        f"go into cut their blocks of scales: {first} and others alike"
+    )
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -40,9 +40,6 @@ from specbatch.sweeps.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
-    from specbatch.models.config import ModelConfig
-
-_ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def run_bench(
@@ -113,7 +110,7 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
                     record = RunRecord(plan.engines[name].as_dict(), {}, {}, {}, [], {"error": broken[name]})
                 elif point.section != "closed" and not point.load.full_batch:
                     with _noting(record.workload, "products_error"):
-                        record.metrics |= _products(engines[name], load, products)
+                        _add_products(record, engines[name], load, products)
                 where = {"section": point.section, "configuration": name, "size": point.size, "repeat": repeat}
                 record.workload |= where | {"place": place, "start_s": start_s.get(name)}
                 yield record
@@ -178,6 +175,8 @@ def _warm_up(engine: Engine, load: Load) -> None:
 
 def _measure(engine: Engine, load: Load) -> RunRecord:
     """One point. Its record covers the run with the most new tokens, and has what both runs took together."""
+    from specbatch.sweeps.traffic import step_bytes
+
     seed = engine.config.seed
     longest = load.new_tokens[-1]
     workload = Workload(input_len=load.prompt_tokens, output_len=longest, prompts_per_concurrency=1, seed=seed)
@@ -206,35 +205,21 @@ def _measure(engine: Engine, load: Load) -> RunRecord:
     return record
 
 
-def _products(engine: Engine, load: Load, known: dict[tuple[int, int], float]) -> dict[str, float | None]:
-    """The time of the matrix products alone: of a step, or of a prompt whose last row alone goes through the head."""
+def _add_products(record: RunRecord, engine: Engine, load: Load, known: dict[tuple[int, int], float]) -> None:
+    """The time of the matrix products alone, of a step or of a prompt whose last row alone goes through the head; or
+    why it is not measured."""
     import torch
 
     from specbatch.sweeps.machine import products_seconds
+    from specbatch.sweeps.traffic import without_products
 
+    if why := without_products(engine.model_config):
+        record.workload["no_products"] = why
+        return
     rows = load.prompt_tokens if load.alone else load.concurrency * engine.caps["verify_rows"]
     head_rows = 1 if load.alone else rows
     if (rows, head_rows) not in known:
         dtype = getattr(torch, engine.caps["dtype"])
         seconds = products_seconds(engine.model_config, rows, dtype, engine.device, head_rows=head_rows)
         known[rows, head_rows] = seconds
-    return {"products_s": known[rows, head_rows]}
-
-
-def step_bytes(engine: Engine, load: Load) -> dict[str, float]:
-    """What a step reads: the weights it uses, and keys and values at the mean context of the measured steps."""
-    caps = engine.caps
-    context = load.prompt_tokens + sum(load.new_tokens) / 2
-    kv_token = caps["kv_bytes"] / (caps["kv_pages"] * caps["page_size"])
-    weights = used_parameters(engine.model_config) * _ITEM_SIZE[caps["dtype"]]
-    return {
-        "weight_bytes": weights,
-        "kv_token_bytes": kv_token,
-        "mean_context": context,
-        "step_bytes": weights + load.concurrency * context * kv_token,
-    }
-
-
-def used_parameters(model: ModelConfig) -> int:
-    """Parameters that a step reads: an embedding table that is not the head too gives it one row per token only."""
-    return model.parameter_count() - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size)
+    record.metrics["products_s"] = known[rows, head_rows]

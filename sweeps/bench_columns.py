@@ -197,6 +197,10 @@ METHODS = {
     "steps": "Steps: {input_len} prompt tokens, {tokens} new ones, the difference of the two runs. Bytes: the weights "
     "that a step uses (an embedding table that is not the head is not read) and KV at {mean_context:.0f} tokens. "
     "Counters are those of the longer run.",
+    "experts": "Bytes of a mixture: of its {experts} experts a step reads those that its tokens go to, on average "
+    "{experts} x (1 - (1 - {top_k} / {experts}) ^ tokens) if each token chose {top_k} at random; what all tokens use "
+    "is read whole.",
+    "states": "States of recurrent layers are read once and written once a step, and so are the inputs of every row.",
     "full batch": "Steps: {input_len} prompt tokens, {output_len} new ones; the mean time of the iterations (draft, "
     "verify, accept, commit) that ran all requests, from one to the next. Each request accepts by itself, so that they "
     "end one by one; iterations of fewer count nowhere. tok/s: batch x accept length / step, of which is the ratio, "
@@ -204,6 +208,7 @@ METHODS = {
     "floor": "Floor: the bytes of a step at the read bandwidth measured here.",
     "products": "Products: the model's matrix products alone (no draft's) by torch's linear on weights of their "
     "shapes, measured once.",
+    "no products": "Products alone: left out, as {no_products}.",
     "closed": "Closed loop: {input_len} prompt tokens, {output_len} new ones, two prompts per request kept unfinished "
     "(3 in all at 1); output tokens over wall time, prefill included.",
     "ttft": "First token: each request alone on the engine, from its submission to its first token on the host.",

@@ -257,10 +257,11 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
         first["full batch"], steps = steps, None
     if steps:
         first["steps"] = steps
+        first |= {name: steps for name, key in (("experts", "experts"), ("states", "state_bytes")) if key in steps}
         if bounds_of(records).read:
             first["floor"] = steps
     if products := steps or first.get("ttft"):
-        first["products"] = products
+        first["no products" if "no_products" in products else "products"] = products
     for name, text in METHODS.items():
         if name in first:
             yield text.format(**first[name], tokens=" and ".join(map(str, first[name].get("new_tokens", ()))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +14,12 @@ import torch
 from hybrid_targets import HYBRIDS, MTP, Hybrids
 from hybrid_targets import SPECULATIONS as HYBRID_DRAFTS
 
-from specbatch import SpecbatchError
+from specbatch import Engine, SpecbatchError
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.draft_length import DraftLength
 from specbatch.request import SamplingParams
 from specbatch.sweeps.check import CheckOptions, run_check
+from specbatch.weights.shapes import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -230,6 +232,32 @@ def test_keys_and_values_in_float8(toy: Any, toy_engine: Callable[..., Any]) -> 
     done = small.generate(prompts, SamplingParams(max_new_tokens=10, ignore_eos=True))
     same = sum(item.token_ids[0] == toy.greedy(tuple(prompt))[0] for item, prompt in zip(done, prompts, strict=True))
     assert same >= len(prompts) * 0.7
+
+
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-9b", "nemotron-nano-9b-v2", "lfm2-1.2b"])
+def test_keys_and_values_of_hybrids_in_float8(name: str, tmp_path: Path) -> None:
+    """A few layers of the published shapes: heads of 256 of which a quarter turns, without rope, and of 64."""
+    few = {"num_hidden_layers": 4, "vocab_size": 500, "num_experts": 16, "eos_token_id": None, "bos_token_id": None}
+    few |= {"hybrid_override_pattern": "M-*-M-*", "full_attn_idxs": [1, 3]}
+    described: dict[str, Any] = dict(SHAPES[name])
+    inner = described.get("text_config", described)
+    small = inner | {key: value for key, value in few.items() if key in inner}
+    described = described | {"text_config": small} if "text_config" in described else small
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 250, (length,), generator=generator).tolist() for length in range(3, 120, 6)]
+    found = {}
+    for kind in ("auto", "fp8"):
+        asked = EngineConfig(
+            model=str(tmp_path), load_format="dummy", device="cuda", kv_dtype=kind, graphs=GRAPHS["graphs"],
+            max_running=8, max_model_len=160, kv_pages=120,
+        )  # fmt: skip
+        with Engine(asked) as engine:
+            done = engine.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))
+            found[kind] = engine.caps["kv_bytes"], [item.token_ids[0] for item in done]
+    assert found["fp8"][0] * 2 == found["auto"][0]
+    same = sum(one == other for one, other in zip(found["auto"][1], found["fp8"][1], strict=True))
+    assert same >= len(prompts) * 0.6
 
 
 @pytest.mark.parametrize("schedule", ["v1", "v2"])

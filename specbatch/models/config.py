@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.errors import refuse
+from specbatch.kernels.weight import SIDE
+from specbatch.models.float8 import left_plain, unconverted, with_scales
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +150,8 @@ class ModelConfig:
     qkv_bias, o_bias, mlp_bias: which projections have biases; qk_norm: a norm per head before rope (Qwen3).
     `eos_ids` and `bos_id` are what the config alone says; the tokenizer's list is the complete one. `dtype`
     is the type that the checkpoint was published in, where it says so; `mtp_layers` the layers of the draft head
-    beside it, likewise.
+    beside it, likewise. float8: None, or of an FP8 checkpoint the modules that are in that type all the same
+    (`models.float8`).
     """
 
     family: str
@@ -171,17 +174,19 @@ class ModelConfig:
     bos_id: int | None = None
     dtype: str | None = None
     mtp_layers: int | None = None
+    float8: frozenset[str] | None = None
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a `config.json`. SpecbatchError names the key and value that cannot be run as written."""
+        plain = unconverted(config)
+        if plain is not None:
+            read = ModelConfig.from_dict({key: value for key, value in config.items() if key != "quantization_config"})
+            return replace(read, float8=plain)
         other = _other(config)
         if other is not None:
             return other.from_dict(config)
         family = _family(config)
-        if config.get("quantization_config"):
-            quantization = config["quantization_config"]
-            raise refuse("quantization_config", quantization, "use unquantised weights, or a GGUF file")
         if config.get("hidden_act", "silu") != "silu":
             raise refuse("hidden_act", config["hidden_act"], f"the {family} layers here use 'silu'")
         layers, heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
@@ -249,8 +254,21 @@ class ModelConfig:
         """What each recurrent layer keeps."""
         return ()
 
+    @property
+    def chosen(self) -> tuple[int, int] | None:
+        """Experts of a mixture, and to how many of them a token goes; None in a family without."""
+        mixture = getattr(self, "mixture", None)
+        return None if mixture is None else (mixture.experts, mixture.top_k)
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that a checkpoint of this model must hold; matrices are [out, in]."""
+        """Name -> shape of every tensor that a checkpoint of this model must hold, scales of float8 ones too."""
+        if self.float8 is None:
+            return self.weight_shapes()
+        ends = {name.removesuffix(".weight") for name in self.names}
+        return with_scales(self.weight_shapes(), self.float8 | ends)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the weights; matrices are [out, in]."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
@@ -281,11 +299,23 @@ class ModelConfig:
 
     def fit(self, found: dict[str, tuple[int, ...]]) -> ModelConfig:
         """The same as a file's tensors (name -> shape) have it, where they say more than the config.json."""
-        return replace(self, tie_embeddings=self.is_tied(found))
+        return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found))
 
     def is_tied(self, found: dict[str, tuple[int, ...]]) -> bool:
         """An output matrix of its own is the one to use."""
         return self.tie_embeddings and self.names.head not in found
+
+    def kept_plain(self, found: dict[str, tuple[int, ...]]) -> frozenset[str] | None:
+        """`float8` as the file's tensors have it."""
+        return None if self.float8 is None else left_plain(found)
+
+    def widens(self, name: str, shape: tuple[int, ...]) -> bool:
+        """May this float8 weight have to be made wide, as it goes into a matrix whose blocks are others?"""
+        return bool(shape[-2] % SIDE)
+
+    def stacked(self) -> ModelConfig:
+        """The same in files that hold the experts of a layer in one tensor."""
+        return self
 
     def is_spare(self, name: str) -> bool:
         """Is this a tensor that a file may hold beside them?"""
@@ -293,7 +323,7 @@ class ModelConfig:
 
     def parameter_count(self) -> int:
         """Parameters that lie in memory; tied embeddings count once."""
-        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+        return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
 
 def _other(config: dict[str, Any]) -> type[ModelConfig] | None:

@@ -44,7 +44,7 @@ class Decoder:
         max_positions: int,
         ends: Decoder | None = None,
     ) -> None:
-        """ends: a model whose embedding and head are this one's too."""
+        """ends: a model whose embedding and head are this one's too. widened: see `Reader`."""
         self.config = config
         self.aux: tuple[int, ...] = ()
         self.dtype = dtype
@@ -61,6 +61,7 @@ class Decoder:
         self.head: Linear = (
             Linear(self.embedding if config.tie_embeddings else fetch(names.head)) if ends is None else ends.head
         )
+        self.widened: frozenset[str] = frozenset(fetch.widened)
 
     @property
     def layers(self) -> tuple[Layer, ...]:

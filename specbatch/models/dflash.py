@@ -32,6 +32,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "sample_from_anchor": (None, False),
     "conv_kernel_size": (None,),
     "selector_rank": (None,),
+    "quantization_config": (None,),
 }
 
 
@@ -130,10 +131,10 @@ class DFlashConfig(ModelConfig):
             masks=_masks(inner, plain.num_layers, causal, block),
         )
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Those of the file; see `ModelConfig`."""
         ends = ("model.embed_tokens.weight", "lm_head.weight")
-        shapes = {name: shape for name, shape in super().tensor_shapes().items() if name not in ends}
+        shapes = {name: shape for name, shape in super().weight_shapes().items() if name not in ends}
         shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
         shapes["fc.weight"] = (self.hidden_size, len(self.target_layers) * self.hidden_size)
         shapes["hidden_norm.weight"] = (self.hidden_size,)

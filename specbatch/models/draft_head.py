@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.models.config import ModelConfig
@@ -149,6 +150,8 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     if plain.get("architectures"):
         plain["architectures"] = [re.sub("Eagle3?", "", name) for name in plain["architectures"]]
     config = ModelConfig.from_dict(plain)
+    if config.float8 is not None:
+        raise refuse("quantization_config", "fp8", "draft heads are run unquantised")
     if shapes is None:
         return config
     return replace(
@@ -163,7 +166,7 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
 def layer_shapes(config: ModelConfig, inputs: int = 1) -> Shapes:
     """Name -> shape of one decoder layer whose q, k and v read `inputs` hidden states side by side."""
     prefix = "model."
-    found = replace(config, num_layers=1).tensor_shapes()
+    found = replace(config, num_layers=1).weight_shapes()
     shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix + LAYER)}
     for part in "qkv":
         name = f"{LAYER}.self_attn.{part}_proj.weight"

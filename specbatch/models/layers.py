@@ -6,7 +6,7 @@ behind it another, and prompts are recorded in pieces from cut to cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +14,10 @@ import torch
 
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
+from specbatch.kernels.scaled_linear import linear
+from specbatch.kernels.weight import Weight, below, keeps_float8
 from specbatch.models.config import ModelConfig
+from specbatch.models.float8 import SCALES
 
 if TYPE_CHECKING:
     from specbatch.context import Context
@@ -127,27 +130,67 @@ class Layer:
 
 class Reader:
     """A checkpoint's tensors, in a type and on a device, and the small parts that are made of them. Several threads may
-    read at a time."""
+    read at a time.
+
+    Float8 tensors come with scales (`models.float8`). widened: those that could not stay what they are, as the part
+    that they go into is no whole number of blocks.
+    """
 
     def __init__(
         self, config: ModelConfig, read: Callable[[str], torch.Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.config = config
+        self.widened: set[str] = set()
         self._read = read
         self._dtype = dtype
         self._device = device
 
     def __call__(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Several are put one below the other."""
-        parts = [self._read(name).to(device=self._device, dtype=dtype or self._dtype) for name in names]
+        parts = [self._wide(name, dtype or self._dtype) for name in names]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def weight(self, *names: str) -> Weight:
+        """Matrices one below the other: float8 if all are and a device keeps them, else in the reader's type."""
+        parts = [self._stored(name) for name in names]
+        return below(parts) or Weight(torch.cat([self.widen(*part) for part in zip(names, parts, strict=True)]))
+
+    def stack(self, groups: Sequence[tuple[str, ...]]) -> Weight:
+        """A stack of such matrices, each of the tensors of a group."""
+        parts = [self.weight(*names) for names in groups]
+        scales = [part.scales for part in parts if part.scales is not None]
+        if len(scales) == len(parts):
+            values = torch.stack([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+            return Weight(values, torch.stack(scales))
+        names = ("; ".join(group) for group in groups)
+        return Weight(torch.stack([self.widen(*part) for part in zip(names, parts, strict=True)]))
 
     def norm(self, stem: str) -> Norm:
         return Norm(self(f"{stem}.weight"), self.config.rms_norm_eps)
 
     def linear(self, *stems: str, bias: bool = False) -> Linear:
-        weight = self(*(f"{stem}.weight" for stem in stems))
-        return Linear(weight, self(*(f"{stem}.bias" for stem in stems)) if bias else None)
+        weight = self.weight(*(f"{stem}.weight" for stem in stems))
+        return linear(weight, self(*(f"{stem}.bias" for stem in stems)) if bias else None)
+
+    def _stored(self, name: str) -> Weight:
+        """On the device, float8 if it is kept there; other types in the reader's."""
+        values = self._read(name).to(self._device)
+        if values.dtype != torch.float8_e4m3fn:
+            return Weight(values.to(self._dtype))
+        found = Weight(values, self._read(name + SCALES).to(device=self._device, dtype=torch.float32))
+        return found if keeps_float8(self._device) else Weight(found.wide(self._dtype))
+
+    def _wide(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        stored = self._read(name)
+        if stored.dtype == torch.float8_e4m3fn:
+            return self.widen(name, self._stored(name)).to(dtype)
+        return stored.to(device=self._device, dtype=dtype)
+
+    def widen(self, name: str, weight: Weight) -> torch.Tensor:
+        """What was read as `name`, in the reader's type."""
+        if weight.scales is not None:
+            self.widened.add(name)
+        return weight.wide(self._dtype)
 
     def heads(self, stem: str, tables: Tables) -> Heads:
         config = self.config

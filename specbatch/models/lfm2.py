@@ -70,7 +70,7 @@ class Lfm2Config(ModelConfig):
     def state_shapes(self) -> tuple[StateShape, ...]:
         return window_shapes(self.hidden_size, self.taps)
 
-    def tensor_shapes(self) -> Shapes:
+    def weight_shapes(self) -> Shapes:
         hidden, dim = self.hidden_size, self.head_dim
         shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
         for index, attends in enumerate(self.attends):
@@ -100,7 +100,7 @@ class Lfm2Config(ModelConfig):
     def fit(self, found: Shapes) -> Lfm2Config:
         """The width of MLPs is that of their tensors: configs spell it in several ways."""
         width, _ = found.get("model.layers.0.feed_forward.w1.weight", (self.intermediate_size, 0))
-        return replace(self, tie_embeddings=self.is_tied(found), intermediate_size=width)
+        return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), intermediate_size=width)
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:

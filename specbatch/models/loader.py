@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ from specbatch.forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
 from specbatch.graphs import Recorder
 from specbatch.kernels.backends import PrefillAttention
 from specbatch.kernels.linear import is_blocked
+from specbatch.kernels.weight import keeps_float8
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.float8 import SCALES
 
 if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
@@ -25,7 +28,20 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     count = config.parameter_count()
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += config.vocab_size * config.hidden_size
-    return count * dtype.itemsize
+    kept, shapes = kept_float8(config, device), config.weight_shapes()
+    return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
+
+
+def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
+    """Weights that stay float8 in memory, and their bytes with their scales."""
+    if config.float8 is None or not keeps_float8(device):
+        return {}
+    shapes = config.tensor_shapes()
+    return {
+        name: math.prod(shape) + 4 * math.prod(shapes[name + SCALES])
+        for name, shape in shapes.items()
+        if name + SCALES in shapes and not config.widens(name, shape)
+    }
 
 
 @dataclass(frozen=True)

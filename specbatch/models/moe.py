@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.experts import Experts, shared_slices
+from specbatch.kernels.experts import Activation, Experts, shared_slices
 from specbatch.kernels.linear import Norm
 from specbatch.kernels.routing import Routing
-from specbatch.kernels.weight import Weight
+from specbatch.kernels.weight import SIDE, Weight, behind
 from specbatch.models.layers import Reader
 
 Shapes = dict[str, tuple[int, ...]]
@@ -64,23 +64,47 @@ def swiglu_shapes(stem: str, hidden: int, inner: int) -> Shapes:
 def read_experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
     """The mixture behind `stem`."""
     if mixture.fused:
-        up, down = read(f"{stem}.experts.gate_up_proj"), read(f"{stem}.experts.down_proj")
+        up, down = read.weight(f"{stem}.experts.gate_up_proj"), read.weight(f"{stem}.experts.down_proj")
     else:
         stems = [f"{stem}.experts.{expert}" for expert in range(mixture.experts)]
-        names = [f"{one}.{part}_proj.weight" for one in stems for part in ("gate", "up")]
-        up = read(*names).view(mixture.experts, 2 * mixture.inner, -1)
-        down = torch.stack([read(f"{one}.down_proj.weight") for one in stems])
+        up = read.stack([(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in stems])
+        down = read.stack([(f"{one}.down_proj.weight",) for one in stems])
     router, slices = read(f"{stem}.gate.weight"), 0
     if mixture.shared:
         shared = f"{stem}.shared_expert"
-        ups = read(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
-        more = shared_slices(ups, read(f"{shared}.down_proj.weight"), mixture.inner, "swiglu")
-        up, down, slices = torch.cat([up, more[0]]), torch.cat([down, more[1]]), len(more[0])
+        ups = read.weight(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
+        downs = read.weight(f"{shared}.down_proj.weight")
+        up, down, slices = with_shared(read, stem, (up, down), (ups, downs), "swiglu")
         router = torch.cat([router, read(f"{shared}_gate.weight")])
     rule = Routing(
         mixture.experts, mixture.top_k, normalise=mixture.normalise, shared=slices, gated=bool(mixture.shared)
     )
-    return Experts(rule, router, Weight(up), Weight(down))
+    return Experts(rule, router, up, down)
+
+
+def with_shared(
+    read: Reader, stem: str, routed: tuple[Weight, Weight], shared: tuple[Weight, Weight], activation: Activation
+) -> tuple[Weight, Weight, int]:
+    """up and down of all experts of the mixture `stem`, and how many slices of their width behind the routed ones are
+    the shared one (`shared_slices`)."""
+    inner, width = routed[1].values.shape[2], shared[1].values.shape[1]
+    (more_up, more_down), scaled = shared, [weight.scales is not None for weight in (*routed, *shared)]
+    if all(scaled) and width % SIDE == 0 == inner % SIDE:
+        assert more_up.scales is not None
+        assert more_down.scales is not None
+        up, down = more_up.values.view(torch.uint8), more_down.values.view(torch.uint8)
+        values = shared_slices(up, down, inner, activation)
+        scales = shared_slices(more_up.scales, more_down.scales, inner // SIDE, activation)
+        sliced = [Weight(one.view(torch.float8_e4m3fn), its) for one, its in zip(values, scales, strict=True)]
+    elif any(scaled[:2]):  # they are most of a model: not to be made twice as large
+        works = f"{stem} is float8: its shared expert must be, too, and both widths multiples of {SIDE}"
+        raise refuse("shared expert", f"widths {inner} and {width}", works)
+    else:
+        name = f"{stem}.shared_expert"
+        wide = shared_slices(read.widen(name, more_up), read.widen(name, more_down), inner, activation)
+        sliced = [Weight(one) for one in wide]
+    ups, downs = (behind(*pair) for pair in zip(routed, sliced, strict=True))
+    return ups, downs, len(sliced[0].values)
 
 
 def mixture_of(config: dict[str, Any], *, normalise: bool | None = None) -> Mixture:

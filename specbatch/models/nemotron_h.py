@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.experts import Experts, shared_slices
+from specbatch.kernels.experts import Experts
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.mamba2 import SsdHeads
 from specbatch.kernels.routing import Routing
-from specbatch.kernels.weight import Weight
 from specbatch.memory.recurrent import StateShape
 from specbatch.models.config import Ends, ModelConfig, Rope
 from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables
-from specbatch.models.moe import MoeMlp, Shapes
+from specbatch.models.moe import MoeMlp, Shapes, with_shared
 from specbatch.models.recurrent import Mamba2
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
@@ -135,7 +134,7 @@ class NemotronHConfig(ModelConfig):
         mamba = self.mamba
         return Mamba2.shapes(mamba.count, mamba.dim, mamba.groups, mamba.state, mamba.taps)
 
-    def tensor_shapes(self) -> Shapes:
+    def weight_shapes(self) -> Shapes:
         hidden = self.hidden_size
         shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
         for index, kind in enumerate(self.pattern):
@@ -245,11 +244,11 @@ def _mlp(read: Reader, place: int) -> Mlp:
     mixture = config.mixture
     assert mixture is not None
     up, down = (
-        torch.stack([read(f"{inner}.experts.{expert}.{part}_proj.weight") for expert in range(mixture.experts)])
+        read.stack([(f"{inner}.experts.{expert}.{part}_proj.weight",) for expert in range(mixture.experts)])
         for part in ("up", "down")
     )
-    shared_up, shared_down = (read(f"{inner}.shared_experts.{part}_proj.weight") for part in ("up", "down"))
-    more_up, more_down = shared_slices(shared_up, shared_down, mixture.inner, "relu2")
+    more_up, more_down = (read.weight(f"{inner}.shared_experts.{part}_proj.weight") for part in ("up", "down"))
+    up, down, slices = with_shared(read, inner, (up, down), (more_up, more_down), "relu2")
     rule = Routing(
         mixture.experts,
         mixture.top_k,
@@ -259,11 +258,10 @@ def _mlp(read: Reader, place: int) -> Mlp:
         bias=read(f"{inner}.gate.e_score_correction_bias", dtype=torch.float32),
         groups=mixture.groups,
         top_groups=mixture.top_groups,
-        shared=len(more_up),
+        shared=slices,
     )
     router = read(f"{inner}.gate.weight", dtype=torch.float32)
-    weights = Weight(torch.cat([up, more_up])), Weight(torch.cat([down, more_down]))
-    return MoeMlp(norm, Experts(rule, router, *weights, "relu2"))
+    return MoeMlp(norm, Experts(rule, router, up, down, "relu2"))
 
 
 def _relu2_shapes(stem: str, hidden: int, inner: int) -> Shapes:

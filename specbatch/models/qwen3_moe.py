@@ -27,17 +27,20 @@ class Qwen3MoeConfig(ModelConfig):
     def module(self) -> str:
         return __name__
 
-    def tensor_shapes(self) -> Shapes:
-        shapes = super().tensor_shapes()
-        for index in (index for index, sparse in enumerate(self.sparse) if sparse):
-            stem = f"model.layers.{index}.mlp"
-            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"{stem}.")}
-            shapes |= self.mixture.shapes(stem, self.hidden_size)
+    def weight_shapes(self) -> Shapes:
+        stems = [f"model.layers.{index}.mlp." for index, sparse in enumerate(self.sparse) if sparse]
+        plain = super().weight_shapes()
+        shapes = {name: shape for name, shape in plain.items() if not name.startswith(tuple(stems))}
+        for stem in stems:
+            shapes |= self.mixture.shapes(stem.removesuffix("."), self.hidden_size)
         return shapes
 
     def fit(self, found: Shapes) -> Qwen3MoeConfig:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
-        return replace(self, tie_embeddings=self.is_tied(found), mixture=replace(self.mixture, fused=fused))
+        return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), mixture=replace(self.mixture, fused=fused))
+
+    def stacked(self) -> Qwen3MoeConfig:
+        return replace(self, mixture=replace(self.mixture, fused=True))
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:

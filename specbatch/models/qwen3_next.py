@@ -16,6 +16,8 @@ from specbatch.errors import refuse
 from specbatch.kernels.gated_delta import DeltaHeads
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
+from specbatch.kernels.scaled_linear import SideBySide, linear
+from specbatch.kernels.weight import SIDE, Weight, below
 from specbatch.memory.recurrent import StateShape
 from specbatch.models.config import Ends, ModelConfig
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
@@ -24,6 +26,7 @@ from specbatch.models.recurrent import GatedDelta
 
 _PARTIAL = 0.25  # of a head's channels turn, where a config does not say
 _INTERVAL = 4
+_KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Qwen3NextConfig(ModelConfig):
         tied = config.get("tie_word_embeddings", False)
         inner = config if text is None else {"tie_word_embeddings": tied} | text
         kind = str(inner.get("model_type", ""))
+        if kind not in _KINDS:
+            raise refuse("model_type", kind or None, f"these layers are those of {', '.join(_KINDS)}")
         if not inner.get("attn_output_gate", True):
             raise refuse("attn_output_gate", False, "these families' attention has an output gate")
         plain = ModelConfig.from_dict(_as_qwen3(inner))
@@ -134,7 +139,7 @@ class Qwen3NextConfig(ModelConfig):
             return ()
         return GatedDelta.shapes(delta.keys, delta.values, delta.key_dim, delta.value_dim, delta.taps)
 
-    def tensor_shapes(self) -> Shapes:
+    def weight_shapes(self) -> Shapes:
         hidden, dim = self.hidden_size, self.head_dim
         shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
         for index in range(self.num_layers):
@@ -166,7 +171,14 @@ class Qwen3NextConfig(ModelConfig):
     def fit(self, found: Shapes) -> Qwen3NextConfig:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
         mixture = self.mixture and replace(self.mixture, fused=fused)
-        return replace(self, tie_embeddings=self.is_tied(found), mixture=mixture)
+        return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), mixture=mixture)
+
+    def widens(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Rows of queries and keys change places; values lie in the same matrix."""
+        return super().widens(name, shape) or name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+
+    def stacked(self) -> Qwen3NextConfig:
+        return replace(self, mixture=self.mixture and replace(self.mixture, fused=True))
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
@@ -196,6 +208,7 @@ def centred(read: Reader, stem: str) -> Norm:
 def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     config, inner = read.config, f"{stem}.self_attn"
     dim, order = config.head_dim, paired(config.head_dim, config.rope.rotary_dim)
+    # Another order of rows knows no blocks of scales.
     q, k, v = (read(f"{inner}.{part}_proj.weight") for part in "qkv")
     order = order.to(q.device)
     queries, gates = q.view(config.num_heads, 2, dim, -1).unbind(1)  # they alternate head by head
@@ -222,13 +235,9 @@ def paired(dim: int, turning: int) -> torch.Tensor:
 def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:
     inner, sizes = f"{stem}.linear_attn", config.delta
     assert sizes is not None
-    if sizes.grouped:
-        inputs = _ungrouped(read(f"{inner}.in_proj_qkvz.weight"), read(f"{inner}.in_proj_ba.weight"), sizes)
-    else:
-        inputs = read(*(f"{inner}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
     return GatedDelta(
         norm=centred(read, f"{stem}.input_layernorm"),
-        inputs=Linear(inputs),
+        inputs=_delta_inputs(read, inner, sizes),
         out=read.linear(f"{inner}.out_proj"),
         conv=read(f"{inner}.conv1d.weight")[:, 0].contiguous(),
         heads=DeltaHeads(
@@ -244,12 +253,32 @@ def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:
     )
 
 
-def _ungrouped(qkvz: torch.Tensor, ba: torch.Tensor, sizes: DeltaSizes) -> torch.Tensor:
-    """Rows of q, k, v, z, b and a, each of all heads, from those that lie together by key head."""
-    share = sizes.values // sizes.keys
-    wide = [sizes.key_dim, sizes.key_dim, share * sizes.value_dim, share * sizes.value_dim]
-    parts = [*qkvz.unflatten(0, (sizes.keys, -1)).split(wide, 1), *ba.unflatten(0, (sizes.keys, -1)).split(share, 1)]
-    return torch.cat([part.flatten(0, 1) for part in parts])
+def _delta_inputs(read: Reader, stem: str, sizes: DeltaSizes) -> Linear:
+    """q, k, v, z, b and a, each of all heads. b and a stay in the activations' type in files in float8."""
+    if not sizes.grouped:
+        first, second = (
+            read.weight(*(f"{stem}.in_proj_{part}.weight" for part in parts)) for parts in (("qkv", "z"), "ba")
+        )
+    else:
+        share = sizes.values // sizes.keys
+        wide = [sizes.key_dim, sizes.key_dim, share * sizes.value_dim, share * sizes.value_dim]
+        first = _ungrouped(read, f"{stem}.in_proj_qkvz.weight", sizes.keys, wide)
+        second = _ungrouped(read, f"{stem}.in_proj_ba.weight", sizes.keys, [share, share])
+    whole = below([first, second])
+    return SideBySide(linear(first), linear(second)) if whole is None else linear(whole)
+
+
+def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
+    """Parts of so many rows, each of all groups, from those that lie together by group."""
+
+    def regrouped(matrix: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        return torch.cat([part.flatten(0, 1) for part in matrix.unflatten(0, (groups, -1)).split(sizes, 1)])
+
+    weight = read.weight(name)
+    if weight.scales is None or any(count % SIDE for count in rows):
+        return Weight(regrouped(read.widen(name, weight), rows))
+    values = regrouped(weight.values.view(torch.uint8), rows).view(weight.values.dtype)
+    return Weight(values, regrouped(weight.scales, [count // SIDE for count in rows]))
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class Checkpoint(Protocol):
         """Names of `config.tensor_shapes()`, in the order in which they are best read."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor in the stored type, on the CPU. It may be a view of the file: not to be written to."""
+        """One tensor in the stored type, on the CPU or where random ones are made. It may be a view of the file: not
+        to be written to."""
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises SpecbatchError where there is none, or it does not fit the model."""
@@ -50,6 +51,7 @@ def open_checkpoint(
     tokenizer: str | None = None,
     log: Log | None = None,
     read: Read = ModelConfig.from_dict,
+    device: str = "cpu",
 ) -> Checkpoint:
     """Find a model and check it.
 
@@ -57,12 +59,12 @@ def open_checkpoint(
     hub id `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a
     config.json or a folder with one, and the weights are random from `seed`. `tokenizer` is a folder or hub
     id to use in place of the model's own. `log` is told of downloads and conversions. `read` makes the config
-    of what a `config.json` says; a draft may have its own. Raises SpecbatchError, one line, for everything
-    that cannot be opened.
+    of what a `config.json` says; a draft may have its own. Random weights are made on `device`. Raises
+    SpecbatchError, one line, for everything that cannot be opened.
     """
     override = _open_tokenizer(tokenizer) if tokenizer else None
     if load_format == "dummy":
-        return _open_dummy(model, seed, override, read)
+        return _open_dummy(model, seed, override, read, device)
     from specbatch.weights.bundled import MODELS, pull
 
     path = Path(model).expanduser()
@@ -94,7 +96,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
-def _open_dummy(model: str, seed: int, tokenizer: Tokenizer | None, read: Read) -> Checkpoint:
+def _open_dummy(model: str, seed: int, tokenizer: Tokenizer | None, read: Read, device: str) -> Checkpoint:
     from specbatch.weights.dummy import SHAPES, DummyCheckpoint
 
     path = Path(model).expanduser()
@@ -107,7 +109,7 @@ def _open_dummy(model: str, seed: int, tokenizer: Tokenizer | None, read: Read) 
     else:
         works = f"with load_format='dummy' give a config.json, its folder, or one of {', '.join(SHAPES)}"
         raise refuse("model", model, works)
-    return DummyCheckpoint(read(config), name=name, seed=seed, tokenizer=tokenizer)
+    return DummyCheckpoint(read(config), name=name, seed=seed, tokenizer=tokenizer, device=device)
 
 
 def _open_folder(

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import ModelConfig
+from specbatch.models.float8 import SCALES
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Read, read_config
 
 if TYPE_CHECKING:
     import torch
 
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+FLOAT8 = "F8_E4M3"
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, FLOAT8: 1}
 LM_HEAD = "lm_head.weight"
 MTP = "mtp."  # a draft head beside the model, checked by who runs it
 MAPS = ("d2t", "t2d")  # between the vocabularies of a draft and its target: no weights, and of other types
@@ -30,6 +32,7 @@ class SafetensorsFiles:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes = 0
+        float8: dict[str, Path] = {}
         for path, expected in _weight_files(folder).items():
             file = _open_file(path)
             held = list(file.keys())
@@ -44,9 +47,17 @@ class SafetensorsFiles:
                     raise _damaged(path, works)
                 if name.endswith("rotary_emb.inv_freq"):
                     continue  # old files carry the rope's frequencies, which are no weights
+                if view.get_dtype() == FLOAT8:
+                    float8[name] = path
                 self._files[name] = file
                 self.shapes[name] = tuple(view.get_shape())
                 self.bytes += math.prod(view.get_shape()) * _BYTES.get(view.get_dtype(), 8)
+        for name, path in float8.items():
+            if name + SCALES not in self.shapes:
+                raise _damaged(path, f"tensor {name} is {FLOAT8} and has no {name}{SCALES} beside it")
+        for name in self.shapes:
+            if name.endswith(SCALES) and name.removesuffix(SCALES) not in float8:
+                raise _damaged(folder, f"{name} is there and no tensor of {FLOAT8} that it scales")
 
     def tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._files[name].get_tensor(name)

@@ -156,10 +156,11 @@ def test_long_heads_and_long_prompts(device: torch.device) -> None:
             case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
 
 
-def test_fp8_keys_and_values(device: torch.device) -> None:
+@pytest.mark.parametrize("heads", [(8, 2, 128), (8, 1, 256)])
+def test_fp8_keys_and_values(device: torch.device, heads: tuple[int, int, int]) -> None:
     if device.type != "cuda":
         pytest.skip("the interpreter has no float8 products")
-    case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], (8, 2, 128), stored=torch.float8_e4m3fn)
+    case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], heads, stored=torch.float8_e4m3fn)
     case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
 
 

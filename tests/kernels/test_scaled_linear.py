@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
 from specbatch.kernels.linear import Norm
-from specbatch.kernels.scaled_linear import ScaledLinear, scaled_linear_ref
+from specbatch.kernels.scaled_linear import ScaledLinear, SideBySide, linear, scaled_linear_ref
 from specbatch.kernels.scaled_linear_triton import scaled_linear
 from specbatch.kernels.weight import Weight
 
@@ -68,3 +68,27 @@ def test_it_is_a_linear(kernels: bool, device: torch.device, monkeypatch: pytest
     out, residual = torch.empty(3, 140, device=device), torch.randn(3, 140, device=device)
     assert product(x, norm=norm, residual=residual, out=out) is out
     check(out, expected + residual.double(), torch.float32)
+    expected = normal @ wide.t()
+    check(product.squared(x, norm), expected.relu().square(), torch.float32)
+    apart = torch.zeros(3, 150, device=device)
+    product(x, norm=norm, out=apart[:, 5:145])
+    check(apart[:, 5:145], expected, torch.float32)
+    assert not apart[:, :5].any()
+    assert not apart[:, 145:].any()
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_products_side_by_side(kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels and x.is_cuda)
+    weight, wide = random_weight(130, 48, device)
+    other = torch.randn(6, 48, device=device)
+    product = SideBySide(linear(weight), linear(Weight(other)))
+    assert product.shape == (136, 48)
+    x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
+    expected = F.rms_norm(x.double(), (48,), norm.weight.double(), norm.eps) @ torch.cat([wide, other.double()]).t()
+    check(product(x, norm=norm), expected, torch.float32)
+    out, residual = torch.empty(3, 136, device=device), torch.randn(3, 136, device=device)
+    assert product(x, norm=norm, out=out) is out
+    check(out, expected, torch.float32)
+    check(product(x, norm=norm, residual=residual), expected + residual.double(), torch.float32)
+    check(product.gated(x, norm), F.silu(expected[:, :68]) * expected[:, 68:], torch.float32)

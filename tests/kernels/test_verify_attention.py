@@ -154,9 +154,10 @@ def test_window(device: torch.device, window: int, causal: bool) -> None:
     Case(device, torch.float32, [0, 3, 90], 5).check(3, window=window, causal=causal)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"count": 8, "kv": 1, "dim": 256}], ids=["narrow", "wide"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_cache(device: torch.device, dtype: torch.dtype) -> None:
-    case = Case(device, dtype, [40, 3], 4, cache=torch.float8_e4m3fn, norm=False)
+def test_fp8_cache(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> None:
+    case = Case(device, dtype, [40, 3], 4, cache=torch.float8_e4m3fn, norm=False, **sizes)
     if device.type == "cpu":  # the interpreter rounds to float8 otherwise than torch: let nothing be rounded
         case.qkv = case.qkv.to(torch.float8_e4m3fn).to(dtype)
         case.heads.cos.fill_(1), case.heads.sin.fill_(0)

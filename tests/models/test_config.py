@@ -184,7 +184,11 @@ def test_a_window_that_is_off_is_no_window() -> None:
             "layer_types='sliding_attention'",
         ),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types='1 entries'"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*awq"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config.quant_method=.awq.*\\[128, 128\\]",
+        ),
         ("llama", {"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ("llama", {"num_attention_heads": 5, "num_key_value_heads": 5}, "num_attention_heads=5"),

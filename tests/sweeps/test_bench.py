@@ -19,10 +19,10 @@ from specbatch.cli import app
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
 from specbatch.sweeps import bench
-from specbatch.sweeps.bench import step_bytes, used_parameters
 from specbatch.sweeps.bench_plan import BenchOptions, Load, plan_engines
 from specbatch.sweeps.bench_tables import load_records, table, write_table
 from specbatch.sweeps.machine import data_sheet_bandwidth, measure_machine, products_seconds
+from specbatch.sweeps.traffic import hit_experts, moved_states, step_bytes, used_bytes
 from specbatch.weights.dummy import SHAPES
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--page-size", 4)
@@ -211,11 +211,13 @@ def test_bytes_of_a_step_of_qwen3_8b():
     model = ModelConfig.from_dict(SHAPES["qwen3-8b"])
     hidden, mlp, layers, vocabulary, kv = 4096, 12288, 36, 151936, 8 * 128
     matrices = hidden * (hidden + 2 * kv) + hidden * hidden + 3 * hidden * mlp
-    assert used_parameters(model) == layers * (matrices + 2 * hidden + 2 * 128) + hidden + vocabulary * hidden
+    used = layers * (matrices + 2 * hidden + 2 * 128) + hidden + vocabulary * hidden
+    assert used_bytes(model, 32, torch.bfloat16, torch.device("cpu")) == 2 * used
     kv_token = 2 * layers * kv * 2
     assert kv_token == 147456
-    caps = {"dtype": "bfloat16", "kv_pages": 100, "page_size": 16, "kv_bytes": 1600 * kv_token}
-    read = step_bytes(SimpleNamespace(caps=caps, model_config=model), BenchOptions().load("decode", 32))
+    caps = {"dtype": "bfloat16", "kv_pages": 100, "page_size": 16, "kv_bytes": 1600 * kv_token, "verify_rows": 1}
+    engine = SimpleNamespace(caps=caps, model_config=model, device=torch.device("cpu"))
+    read = step_bytes(engine, BenchOptions().load("decode", 32))
     assert read["weight_bytes"] / 1e9 == pytest.approx(15.14, abs=0.005)
     assert read["mean_context"] == 672
     assert read["step_bytes"] == read["weight_bytes"] + 32 * 672 * 147456
@@ -224,7 +226,52 @@ def test_bytes_of_a_step_of_qwen3_8b():
 
 def test_a_tied_embedding_is_read_once():
     model = ModelConfig.from_dict(SHAPES["smollm2-135m"])
-    assert used_parameters(model) == model.parameter_count()
+    assert used_bytes(model, 1, torch.bfloat16, torch.device("cpu")) == 2 * model.parameter_count()
+
+
+def test_experts_that_are_hit():
+    assert hit_experts(512, 10, 1) == pytest.approx(10)
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.rand(7, 40, generator=generator).topk(5).indices.unique().numel() for _ in range(3000)]
+    assert hit_experts(40, 5, 7) == pytest.approx(sum(drawn) / len(drawn), rel=0.01)
+
+
+def test_bytes_of_a_step_of_qwen3_next_in_fp8():
+    """Some 3 billion of 80 are used by a token; the matrix state of 36 layers is 75 MB."""
+    model = ModelConfig.from_dict(SHAPES["qwen3-next-80b-a3b-fp8"])
+    hidden, layers, vocabulary = 2048, 48, 151936
+    expert, cuda = 3 * 512 * hidden * (1 + 4 / 128**2), torch.device("cuda")  # on a CPU nothing stays float8
+    one, many = (used_bytes(model, tokens, torch.bfloat16, cuda) for tokens in (1, 100_000))
+    assert many - one == pytest.approx(layers * 502 * expert, rel=1e-9)
+    delta = hidden * (12288 + 4096) * (1 + 4 / 128**2) + 2 * (64 * hidden + 8192 * 4 + 64 + 128)
+    attention = 2 * hidden * (8192 + 2 * 512) + 4096 * hidden * (1 + 4 / 128**2) + 2 * 512  # q, k and v are made wide
+    every = expert + 2 * (513 * hidden + 2 * hidden)  # shared expert, routers, norms
+    rest = 2 * (vocabulary * hidden + hidden)
+    assert one == pytest.approx(36 * delta + 12 * attention + layers * (every + 10 * expert) + rest, rel=1e-9)
+    types = {"activation": torch.bfloat16, "state": torch.float32, "float32": torch.float32}
+    state, window = 32 * 128 * 128 * 4, 3 * 8192 * 2
+    pending = 8192 * 2 + 4 * (16 * 128 + 32 * 128 + 32)
+    assert moved_states(model, 4, types) == 2 * 36 * (state + window + 4 * pending)
+    caps = {"dtype": "bfloat16", "kv_pages": 1, "page_size": 16, "kv_bytes": 16, "verify_rows": 4}
+    config = SimpleNamespace(state_dtype="fp32")
+    engine = SimpleNamespace(caps=caps, model_config=model, device=cuda, config=config)
+    read = step_bytes(engine, BenchOptions().load("verify", 8))
+    assert read["weight_bytes"] == used_bytes(model, 32, torch.bfloat16, cuda)
+    assert read["step_bytes"] == read["weight_bytes"] + 8 * (moved_states(model, 4, types) + read["mean_context"])
+
+
+def test_products_of_a_mixture_are_left_out_with_the_reason(run, tmp_path):
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "rms_norm_eps": 1e-6}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    described = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **sizes, **heads, **experts}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    result = run(model=tmp_path / "config.json", sections="decode", batch="2", repeats=1)
+    assert result.exit_code == 0, result.output
+    text = Path("out/summary.md").read_text()
+    assert "Products alone: left out, as which experts' matrices" in text
+    assert "of its 6 experts a step reads" in text
+    assert "PRODUCTS FAILED" not in text
 
 
 def test_the_caps_count_the_bytes_of_a_token():
@@ -322,7 +369,7 @@ def test_products_that_fail_cost_their_column_only(run, monkeypatch):
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for weights\nand more")
 
-    monkeypatch.setattr(bench, "_products", fail)
+    monkeypatch.setattr(bench, "_add_products", fail)
     result = run(sections="decode", batch="1")
     assert result.exit_code == 0
     assert all(row["step_ms"] and row["repeats"] == "2" and not row["products_ms"] for row in rows_of())

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.weight import Weight
 from specbatch.weights import open_checkpoint
-from specbatch.weights.dummy import SHAPES
+from specbatch.weights.dummy import SHAPES, random_float8, random_scales, random_tensor
 
 # Published parameter counts.
 PARAMETERS = {
@@ -22,6 +25,11 @@ PARAMETERS = {
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3-next-80b-a3b-fp8": 79_674_391_296,
+    "nemotron-nano-9b-v2": 8_888_227_328,
+    "lfm2-1.2b": 1_170_340_608,
 }
 
 
@@ -29,9 +37,70 @@ PARAMETERS = {
 def test_named_shapes(name: str) -> None:
     checkpoint = open_checkpoint(name, "dummy")
     assert checkpoint.config.parameter_count() == PARAMETERS.get(name, checkpoint.config.parameter_count())
-    assert checkpoint.bytes == 4 * checkpoint.config.parameter_count()
     assert checkpoint.tokenizer().vocab_size == checkpoint.config.vocab_size
-    assert checkpoint.config.rope.source == "rope_theta"
+    assert checkpoint.config.rope.source in ("rope_theta", "rope_parameters", "the family")
+    if checkpoint.config.float8 is None:
+        assert checkpoint.bytes == 4 * checkpoint.config.parameter_count()
+
+
+def test_what_is_float8_in_the_80b_shape() -> None:
+    """All but the ends, norms, convolutions, routers and the inputs of the delta nets' gates."""
+    checkpoint = open_checkpoint("qwen3-next-80b-a3b-fp8", "dummy", device="cuda")  # nothing is made here
+    shapes = checkpoint.config.tensor_shapes()
+    plain = {re.sub(r"layers\.\d+\.", "", name) for name in shapes if name + "_scale_inv" not in shapes}
+    matrices = {name for name in plain if "norm" not in name and not name.endswith("_scale_inv")}
+    assert matrices == {
+        *(
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+            "model.mlp.gate.weight",
+            "model.mlp.shared_expert_gate.weight",
+        ),
+        *(f"model.linear_attn.{name}" for name in ("conv1d.weight", "in_proj_ba.weight", "A_log", "dt_bias")),
+    }
+    assert shapes["model.layers.5.mlp.experts.gate_up_proj_scale_inv"] == (512, 8, 16)
+    wide = sum(math.prod(shape) for name, shape in shapes.items() if re.sub(r"layers\.\d+\.", "", name) in plain)
+    scales = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("_scale_inv"))
+    assert checkpoint.bytes == checkpoint.config.parameter_count() + (wide - scales) + 4 * scales
+    assert 80e9 < checkpoint.bytes < 81e9
+
+
+def test_float8_tensors_have_the_size_of_others() -> None:
+    values = random_float8("w", (3, 256, 300), 1)
+    assert not values.float().isnan().any()
+    assert len(values.view(torch.uint8).unique()) == 254
+    wide = Weight(values, random_scales("w_scale_inv", (3, 2, 3), 300, 1)).wide(torch.float32)
+    assert wide.std() * 300**0.5 == pytest.approx(1, abs=0.06)
+    assert wide.mean().abs() < 0.02 * wide.std()
+    assert len({wide[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
+
+
+def test_float8_matrices_keep_the_size_of_activations(tmp_path: Path) -> None:
+    small = {"vocab_size": 300, "num_hidden_layers": 1, "num_experts": 12, "hidden_size": 640}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-next-80b-a3b-fp8"] | small))
+    checkpoint = open_checkpoint(str(tmp_path), "dummy")
+    for name, inputs in (("gate_up_proj", 640), ("down_proj", 512)):
+        stem = f"model.layers.0.mlp.experts.{name}"
+        weight = Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
+        assert weight.wide(torch.float32).std() * inputs**0.5 == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_a_gpu_makes_its_own() -> None:
+    checkpoint = open_checkpoint("qwen3-next-80b-a3b-fp8", "dummy", device="cuda")
+    stem = "model.layers.3.mlp.experts"
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    up = checkpoint.tensor(f"{stem}.down_proj")
+    assert (up.dtype, up.shape, up.is_cuda) == (torch.float8_e4m3fn, (512, 2048, 512), True)
+    assert torch.cuda.max_memory_allocated() - before < 2.1 * up.numel()
+    assert checkpoint.tensor(f"{stem}.down_proj_scale_inv").dtype == torch.float32
+    router = checkpoint.tensor("model.layers.3.mlp.gate.weight")
+    assert router.dtype == torch.bfloat16
+    assert router.float().std() * 2048**0.5 == pytest.approx(1, abs=0.01)
+    again = open_checkpoint("qwen3-next-80b-a3b-fp8", "dummy", device="cuda")
+    assert torch.equal(again.tensor("model.layers.3.mlp.gate.weight"), router)
 
 
 def test_a_tensor_depends_on_its_name_and_the_seed_only() -> None:
@@ -41,6 +110,7 @@ def test_a_tensor_depends_on_its_name_and_the_seed_only() -> None:
     assert all(torch.equal(checkpoint.tensor(name), forward[name]) for name in reversed(names))
     other = open_checkpoint("toy", "dummy", seed=4)
     assert not any(torch.equal(other.tensor(name), forward[name]) for name in names)
+    assert torch.equal(random_tensor("a", (40, 30), 7), random_tensor("a", (40, 30), 7, "cpu", torch.float32))
     q, k = (forward[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in (0, 1))
     assert not torch.equal(q, k)
 
