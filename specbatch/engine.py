@@ -17,6 +17,7 @@ from specbatch.acceptance import Watch, suspects
 from specbatch.build import Say, build
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.memory.checkpoints import StateCounters
 from specbatch.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -185,6 +186,8 @@ class Engine:
         self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
         for counters in self._graph_counters.values():
             counters.reset()
+        if self._scheduler.checkpoints is not None:
+            self._scheduler.checkpoints.counters = StateCounters()
 
     @property
     def iterations(self) -> int:
@@ -206,6 +209,8 @@ class Engine:
         counters["emitted_histogram"] = emitted_histogram(self._completions)
         counters["acceptance"] = acceptance(self._completions).as_counters()
         counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
+        if self._scheduler.checkpoints is not None:
+            counters["states"] = asdict(self._scheduler.checkpoints.counters)
         metrics |= device_numbers(counters)
         return RunRecord(
             config=self.config.as_dict(),
