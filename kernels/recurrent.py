@@ -20,8 +20,8 @@ class Fold(NamedTuple):
 
     folded int64 [R]: tokens of each device row's last verify that are folded in by this one, 0 behind a prompt; kept
     int64 [R, M]: which rows of that verify they are, in order (the first `folded` of them matter); None: the first
-    ones, as in a chain. ancestors int64 [B, N]: a tree, bit j of a word says that the row sees row j, itself included, parents
-    before children; None is a chain.
+    ones, as in a chain. ancestors int64 [B, N]: a tree, bit j of a word says that the row sees row j, itself included,
+    parents before children; None is a chain.
     """
 
     rows: torch.Tensor
