@@ -1,4 +1,4 @@
-"""Shared prefixes of models with recurrent layers, through the engine: the same tokens and drafts as without a cache."""
+"""Shared prefixes of models with recurrent layers, through the engine: tokens and drafts are those without a cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
+from specbatch.memory.checkpoints import Checkpoints
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 60,
+    "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 40,
     "num_hidden_layers": 3,
@@ -90,10 +91,10 @@ def expect_equal(plain: Engine, prompts: list[list[int]], done: list[list[int]])
 def families(draw: st.DrawFn) -> list[list[int]]:
     """Prompts that begin alike, and alike again; some twice."""
     seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    prompts: list[list[int]] = [torch.randint(1, 60, (draw(st.integers(9, 30)),), generator=seed).tolist()]
+    prompts: list[list[int]] = [torch.randint(1, 250, (draw(st.integers(9, 30)),), generator=seed).tolist()]
     for _ in range(draw(st.integers(3, 9))):
         parent = draw(st.sampled_from(prompts))
-        own = torch.randint(1, 60, (draw(st.integers(0, 9)),), generator=seed).tolist()
+        own = torch.randint(1, 250, (draw(st.integers(0, 9)),), generator=seed).tolist()
         prompts.append((parent[: draw(st.integers(1, len(parent)))] + own)[:45])
     return prompts
 
@@ -121,8 +122,7 @@ def test_tokens_are_those_without_a_cache(
     rows = 10 if draft.startswith("tree") else speculation.drafted + 1
     pages = -(-(60 + 2 * rows) // page_size) + spare
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specbatch.memory.plan._CHECKPOINTS", places)
-        patch.setattr("specbatch.build.Checkpoints", lambda cache, size, count: few(cache, size, places))
+        patch.setattr("specbatch.build.Checkpoints", lambda cache, size, count: Checkpoints(cache, size, places))
         engine = build(
             speculation=speculation, page_size=page_size, prefill_chunk=chunk, kv_pages=pages, max_model_len=55
         )
@@ -135,12 +135,6 @@ def test_tokens_are_those_without_a_cache(
     assert checkpoints is not None
     assert (len(checkpoints), sorted(checkpoints._free)) == (0, list(range(1, places + 1)))
     assert engine._scheduler._pool.free == pages
-
-
-def few(cache: Any, size: int, places: int) -> Any:
-    from specbatch.memory.checkpoints import Checkpoints
-
-    return Checkpoints(cache, size, places)
 
 
 def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -159,17 +153,19 @@ def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]]
     return seen, [item.token_ids for item in done]
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
-def test_drafters_with_a_memory_of_their_own_draft_the_same(build: Callable[..., Engine], algorithm: str) -> None:
+@pytest.mark.parametrize(("algorithm", "aux"), [("eagle3", (1, 2, 3)), ("dflash", None)])
+def test_drafters_with_a_memory_of_their_own_draft_the_same(
+    build: Callable[..., Engine], algorithm: str, aux: tuple[int, ...] | None
+) -> None:
     """The same prompt again begins at a state; what it lacks before that, the first one's pages hold. So the drafts are
     the same, and so is their acceptance."""
     prompts = [[(7 * i * i + 3) % 59 + 1 for i in range(n)] for n in (30, 30, 30, 27, 30)]
     found = {}
     for cached in (False, True):
-        speculation = Speculation(algorithm, "v1", draft="dummy")
+        speculation = Speculation(algorithm, "v1", draft="dummy", aux_layers=aux)
         engine = build(speculation=speculation, prefix_cache=cached, prefill_chunk=2048)
         found[cached] = proposals(engine, prompts)
-        assert engine.record().metrics["cached_tokens"] == cached * (28 + 24 + 28)
+        assert engine.record().metrics["cached_tokens"] == cached * (28 + 28)  # of 27 tokens there is none
     assert found[True] == found[False]
     assert len(found[True][0]) > len(prompts)
 
