@@ -238,12 +238,12 @@ def _notes(records: list[RunRecord]) -> list[str]:
         if drafts(record) and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         notes += replay_notes(record, where)
-        if record.metrics.get("cached_tokens"):
+        cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
+        if cached and inputs:
             kept = "; states of prefixes {kept} kept, {loaded} begun with, {evicted} gone"
             states = kept.format(**found) if (found := record.counters.get("states")) else ""
-            share = 100 * record.metrics["cached_tokens"] / record.metrics["input_tokens"]
             notes.append(
-                f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens ({share:.1f}%) came from the prefix "
+                f"CACHED: {where}: {cached} input tokens ({100 * cached / inputs:.1f}%) came from the prefix "
                 f"cache{states}."
             )
     means = {record.workload["configuration"]: mean for record in records if (mean := simulated(record))}

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from specbatch.kernels.heads import Heads, split_heads_ref
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.layers import Recurrent
 from specbatch.training.data import Batch
 from specbatch.weights import Checkpoint
 
@@ -56,3 +57,6 @@ class _Whole:
         q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    def recur(self, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
+        raise NotImplementedError  # such targets are refused
