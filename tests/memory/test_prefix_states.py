@@ -170,6 +170,19 @@ def test_drafters_with_a_memory_of_their_own_draft_the_same(
     assert len(found[True][0]) > len(prompts)
 
 
+def test_states_of_another_type(build: Callable[..., Engine], request: pytest.FixtureRequest) -> None:
+    """Half the memory for matrices; a short convolution has none. All kinds begin with kept states."""
+    taken = {}
+    for dtype in ("fp32", "bf16", "fp16"):
+        engine = build(state_dtype=dtype)
+        taken[dtype] = engine.caps["state_bytes"]
+        first, *others = engine.generate([[7] * 20 for _ in range(4)], NEW, concurrency=1)
+        assert [item.metrics.cached_tokens for item in others] == [0, 16, 16]
+        assert len(first.token_ids) == 9
+    assert taken["bf16"] == taken["fp16"]
+    assert (taken["bf16"] < taken["fp32"]) is ("convolution" not in request.node.name)
+
+
 def test_what_a_record_says_of_states(build: Callable[..., Engine]) -> None:
     engine = build()
     prompts = [[5] * 13 + [kind] * 5 for kind in (1, 2, 3, 4)]
