@@ -600,8 +600,9 @@ def test_the_second_prompt_of_a_kind_pays_for_those_behind_it() -> None:
     scheduler, _ = make(places=8)
     assert passes(scheduler, [*COMMON, *[1] * 7]) == [(0, 18)]
     assert passes(scheduler, [*COMMON, *[2] * 7]) == [(0, 8), (8, 18)]
-    assert passes(scheduler, [*COMMON, *[3] * 9]) == [(8, 20)]
     assert scheduler.checkpoints is not None
+    assert len(scheduler.checkpoints._proven) == 1, "where prompts part is no guess"
+    assert passes(scheduler, [*COMMON, *[3] * 9]) == [(8, 20)]
     assert (scheduler.checkpoints.counters.kept, scheduler.checkpoints.counters.loaded) == (2, 1)  # 20 is a full page
 
 
