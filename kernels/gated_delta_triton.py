@@ -82,7 +82,7 @@ def delta_verify(
     block, sizes = max(16, triton.next_power_of_2(rows)), _sizes(heads, qkv)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
     _verify[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
-        qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.count, fold.kept, fold.ancestors, o,
+        qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.folded, fold.kept, fold.ancestors, o,
         qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
         0 if fold.kept is None else fold.kept.stride(0),
         N=rows, ROWS=block, HELD=max(16, triton.next_power_of_2(held)), LEVELS=(rows - 1).bit_length(),

@@ -45,7 +45,7 @@ def ssd_verify(
 ) -> torch.Tensor:
     """`ssd_verify_ref`.
 
-    The state, fold.rows, fold.count and fold.kept are read before the kernel launched directly in front has ended: that
+    The state, fold.rows, fold.folded, fold.kept are read before the kernel launched directly in front has ended: that
     one, as a rule the convolution, must not write them.
     """
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
@@ -55,7 +55,7 @@ def ssd_verify(
     rows, warps = _tile(xbc.dtype == torch.float32, max(old, new) > 16)
     _verify[(triton.cdiv(heads.dim, rows) * heads.count, len(fold.rows))](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias,
-        fold.rows, fold.count, fold.kept, fold.ancestors,
+        fold.rows, fold.folded, fold.kept, fold.ancestors,
         n, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
         fold.kept.stride(0) if fold.kept is not None else 0,
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, MOST=most,

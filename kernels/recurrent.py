@@ -18,14 +18,14 @@ from specbatch.kernels.tree import depths_of
 class Fold(NamedTuple):
     """A verify of N rows for each of the sequences on device rows `rows` int64 [B], and what of the one before is kept.
 
-    count int64 [R]: tokens of each device row's last verify that its state lacks, 0 behind a prompt; kept int64 [R, M]:
-    which rows of that verify they are, in order (the first `count` of them matter); None: the first ones, as in a
-    chain. ancestors int64 [B, N]: a tree, bit j of a word says that the row sees row j, itself included, parents
-    before children; None is a chain.
+    folded int64 [R]: tokens of each device row's last verify that are folded in by this one, 0 behind a prompt; kept
+    int64 [R, M]: which rows of that verify they are, in order (the first `folded` of them matter); None: the first
+    ones, as in a chain. ancestors int64 [B, N]: a tree, bit j of a word says that the row sees row j, itself included,
+    parents before children; None is a chain.
     """
 
     rows: torch.Tensor
-    count: torch.Tensor
+    folded: torch.Tensor
     kept: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
 
@@ -33,7 +33,7 @@ class Fold(NamedTuple):
         """Rows of the last verify to be folded in, int64 [B, most], and which of them count, bool [B, most]."""
         places = torch.arange(most, device=self.rows.device)
         order = places.expand(len(self.rows), most) if self.kept is None else self.kept[self.rows, :most]
-        return order, places < self.count[self.rows][:, None]
+        return order, places < self.folded[self.rows][:, None]
 
     def sees(self, rows: int) -> torch.Tensor:
         """bool [B, N, N]: does row i come after row j, or is it j?"""

@@ -61,7 +61,7 @@ def conv_verify_ref(
     """x [B * N, C] -> [B * N, C], behind the kept inputs of the last verify.
 
     window [R, K - 1, C] takes those in; pending [R, M, C], N <= M: inputs of a row's last verify, of which
-    `fold.count` are kept, then those of this one. Device row 0 is left alone.
+    `fold.folded` are kept, then those of this one. Device row 0 is left alone.
     """
     taps, batch, device = weight.shape[1], len(fold.rows), x.device
     u = (x if before is None else before * x).unflatten(0, (batch, -1))

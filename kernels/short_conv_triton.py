@@ -54,7 +54,7 @@ def conv_verify(
     block = triton.next_power_of_2(rows)
     channels = min(256, max(32, _PROGRAM // block))
     _verify[(triton.cdiv(x.shape[1], channels), len(fold.rows))](
-        x, before, after, weight, bias, window, pending, fold.rows, fold.count, fold.kept, fold.ancestors, y,
+        x, before, after, weight, bias, window, pending, fold.rows, fold.folded, fold.kept, fold.ancestors, y,
         x.stride(0), _stride(before), _stride(after), window.stride(0), pending.stride(0), _stride(fold.kept),
         x.shape[1], N=rows, ROWS=block, TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1),
         SILU=activation, CHANNELS=channels, num_warps=4, PDL=x.is_cuda, launch_pdl=x.is_cuda,

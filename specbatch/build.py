@@ -112,6 +112,8 @@ def build(
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
     config, device, target, dtype, attention, draft = prepare(config, say, shared=shared)
     plan = _plan(config, target, draft, dtype, device, shared is not None)
+    if config.prefix_cache and plan.states and not plan.checkpoints:
+        say("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
     say(f"speculation: {config.speculation}")
     if config.speculation.is_auto:
         say(announced(config.speculation.lengths))

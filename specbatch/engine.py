@@ -17,6 +17,7 @@ from specbatch.acceptance import Watch, suspects
 from specbatch.build import Say, build
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.memory.checkpoints import StateCounters
 from specbatch.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -94,16 +95,18 @@ class Engine:
         params: Params = None,
         *,
         concurrency: int | None = None,
+        arrivals: Sequence[float] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Continue every prompt (text or token ids); completions come in the order of the prompts.
 
         `params`: one for all, or one per prompt. `concurrency`: keep at most that many requests submitted and
-        unfinished; None submits all at once. `on_completion` is called as each one ends. All prompts are checked
-        before any work; an interruption drops what is unfinished.
+        unfinished; None submits all at once. `arrivals`: when each prompt arrives, in seconds from now, rising; its
+        times count from there, also while `concurrency` or a step that runs keeps it out. `on_completion` is called as
+        each one ends. All prompts are checked before any work; an interruption drops what is unfinished.
         """
         done: dict[int, Completion] = {}
-        with closing(self.stream(prompts, params, concurrency=concurrency)) as events:
+        with closing(self.stream(prompts, params, concurrency=concurrency, arrivals=arrivals)) as events:
             for event in events:
                 if event.completion is not None:
                     done[event.index] = event.completion
@@ -111,29 +114,51 @@ class Engine:
                         on_completion(event.completion)
         return [done[index] for index in range(len(prompts))]
 
-    def stream(self, prompts: Sequence[Prompt], params: Params = None, *, concurrency: int | None = None) -> Events:
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        concurrency: int | None = None,
+        arrivals: Sequence[float] | None = None,
+    ) -> Events:
         """As `generate`, handing tokens over as the host learns of them. One stream may be open at a time."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
+        if arrivals is not None and (len(arrivals) != len(prompts) or sorted(arrivals) != list(arrivals)):
+            raise refuse("arrivals", f"{len(arrivals)} times", f"give {len(prompts)} seconds that rise, one per prompt")
         self._require("ready")
         settings = self._settings(params, len(prompts))
         tokens = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
         for index, (ids, setting) in enumerate(zip(tokens, settings, strict=True)):
             self._check(index, ids, setting)
-        return self._work(tokens, settings, concurrency or len(tokens))
+        return self._work(tokens, settings, concurrency or len(tokens), arrivals)
 
-    def _work(self, tokens: list[list[int]], settings: list[SamplingParams], concurrency: int) -> Events:
+    def _work(
+        self,
+        tokens: list[list[int]],
+        settings: list[SamplingParams],
+        concurrency: int,
+        arrivals: Sequence[float] | None,
+    ) -> Events:
         self._require("ready")
+        start = time.perf_counter()
         self._state = "busy"
         self._aborted.clear()
         waiting = deque(range(len(tokens)))
         try:
             while waiting or self._active or self._events:
                 while waiting and len(self._active) < concurrency:
+                    now = time.perf_counter()
+                    arrived = now if arrivals is None else start + arrivals[waiting[0]]
+                    if (early := arrived - now) > 0:
+                        if self._active or self._events:
+                            break
+                        time.sleep(early)
                     index = waiting.popleft()
-                    self._submit(index, tokens[index], settings[index])
+                    self._submit(index, tokens[index], settings[index], arrived)
                     if index in self._aborted:
                         self.abort(index)
                 if self._active and not self._step() and not self._events:
@@ -163,6 +188,11 @@ class Engine:
             self._runner.watch_logits(None)
         return seen[0]
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that what is measured next begins with none."""
+        self._require("ready")
+        self._scheduler.forget_prefixes()
+
     def abort(self, index: int) -> None:
         """End the request of that prompt; its completion so far follows with finish_reason "abort"."""
         request = self._active.get(index)
@@ -185,6 +215,8 @@ class Engine:
         self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
         for counters in self._graph_counters.values():
             counters.reset()
+        if self._scheduler.checkpoints is not None:
+            self._scheduler.checkpoints.counters = StateCounters()
 
     @property
     def iterations(self) -> int:
@@ -206,6 +238,8 @@ class Engine:
         counters["emitted_histogram"] = emitted_histogram(self._completions)
         counters["acceptance"] = acceptance(self._completions).as_counters()
         counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
+        if self._scheduler.checkpoints is not None:
+            counters["states"] = asdict(self._scheduler.checkpoints.counters)
         metrics |= device_numbers(counters)
         return RunRecord(
             config=self.config.as_dict(),
@@ -296,12 +330,11 @@ class Engine:
                 f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
             )
 
-    def _submit(self, index: int, tokens: list[int], params: SamplingParams) -> None:
-        now = time.perf_counter()
+    def _submit(self, index: int, tokens: list[int], params: SamplingParams, arrived: float) -> None:
         if self._opened is None:
-            self._opened = now
+            self._opened = arrived
         decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        request = Request(index, tokens, params, end_tokens=self._end_tokens, decode=decode, submitted=now)
+        request = Request(index, tokens, params, end_tokens=self._end_tokens, decode=decode, submitted=arrived)
         self._active[index] = request
         self._scheduler.add(request)
 

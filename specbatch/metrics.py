@@ -8,7 +8,8 @@
   shares reached of equally long drafts are products of these. Drafts cut off behind a stop or the length limit count
   as not drafted. first_draft_accept_rate is draft 1's, where both are the same.
 * accept length by context: of the verifies behind 2^k to 2^(k+1) - 1 tokens (prompt and output, the root included).
-* TTFT: first token ready on the host - request submitted; queue: the part of it before the request was admitted.
+* TTFT: first token ready on the host - request submitted; queue: the part of it before the request was admitted. With
+  arrivals by a clock, a request counts as submitted when it arrives, wherever it then waits.
 * TPOT: (last - first token) / (tokens - 1). ITL: gap between arrivals / tokens in the arrival, once per token.
 * E2E: last token - submitted. Times are seconds.
 * throughput: requests, input tokens, output tokens per second of the measured window (first submission to last

@@ -56,11 +56,11 @@ class PromptPass:
         chunks = plan.chunks
         spans = [Span(chunk.slot, chunk.start, chunk.end) for chunk in chunks]
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
-        if self._states is not None and plan.loads:
-            self._states.load(*upload(plan.loads, batch.device).unbind(1))
+        if self._states is not None:
+            self._states.load(plan.loads)
         result = self._run(batch, spans, ending, Needs.of(chunks[i].request for i in ending))
-        if self._states is not None and plan.saves:
-            self._states.save(*upload(plan.saves, batch.device).unbind(1))
+        if self._states is not None:
+            self._states.save(plan.saves)
         return result
 
     def _run(self, batch: DeviceBatch, spans: list[Span], ending: list[int], needs: Needs) -> Result | None:

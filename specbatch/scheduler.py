@@ -80,7 +80,7 @@ class Scheduler:
     ) -> None:
         self._pool = pool
         self._cache = cache
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
@@ -130,8 +130,8 @@ class Scheduler:
             plan.admitted.append(request)
             self._prefilling.append(request)
             budget -= self._plan_chunk(plan, request, budget)
-        if self._checkpoints is not None:
-            self._checkpoints.planned()
+        if self.checkpoints is not None:
+            self.checkpoints.planned()
         return plan if plan.chunks else None
 
     def _admit(self, plan: PrefillPlan, request: Request, now: float) -> bool:
@@ -150,7 +150,8 @@ class Scheduler:
         request.slot = self._slots.pop()
         request.prefilled = len(shared) * self._page_size
         request.branch = found.branch
-        if found.checkpoint:
+        if self.checkpoints is not None and found.checkpoint:
+            self.checkpoints.use(found.checkpoint)
             plan.loads.append((found.checkpoint, request.slot))
         if request.admitted is None:
             request.admitted = now
@@ -159,19 +160,22 @@ class Scheduler:
 
     def _shared(self, tokens: list[int]) -> Found:
         """What is there of a prompt already."""
-        if self._checkpoints is not None:
-            return self._checkpoints.find(tokens)
+        if self.checkpoints is not None:
+            return self.checkpoints.find(tokens)
         return Found(self._cache.match(tokens) if self._cache is not None else [], 0, 0)
 
     def _chunk_end(self, request: Request, budget: int) -> int:
-        """Where the next chunk ends: with states to be kept, at a full page if it can, or where a known prefix ends."""
-        start, end = request.prefilled, min(request.prefilled + budget, len(request.tokens))
-        if self._checkpoints is None:
+        """Where the next chunk ends: with states to be kept, where a known prefix ends, or at a full page if the rest
+        then takes no pass more."""
+        start, length = request.prefilled, len(request.tokens)
+        end = min(start + budget, length)
+        if self.checkpoints is None:
             return end
         if start < request.branch < end:
             return request.branch
         full = end - end % self._page_size
-        return full if start < full and end < len(request.tokens) else end
+        more = pages_for(length - full, self._prefill_chunk) > pages_for(length - end, self._prefill_chunk)
+        return end if full <= start or more else full
 
     def _plan_chunk(self, plan: PrefillPlan, request: Request, budget: int) -> int:
         assert request.slot is not None
@@ -184,8 +188,10 @@ class Scheduler:
         request.prefilled = end
         if self._cache is not None:
             self._cache.insert(request.tokens, end, request.pages)
-        if self._checkpoints is not None and (place := self._checkpoints.keep(request.tokens, end)):
-            plan.saves.append((request.slot, place))
+        if self.checkpoints is not None:
+            parting = end == request.branch
+            if place := self.checkpoints.keep(request.tokens, end, parting=parting):
+                plan.saves.append((request.slot, place))
         if last:
             request.committed = end
             request.pending = 1

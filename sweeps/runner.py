@@ -184,9 +184,18 @@ def _measure(
     concurrency: int,
     on_completion: Callable[[Completion], None],
 ) -> RunRecord:
-    """One point: a closed loop that keeps `concurrency` requests unfinished."""
+    """One point: a closed loop that keeps `concurrency` requests unfinished, or prompts that arrive by a clock, at most
+    `concurrency` of them worked on. The prefix cache is empty at its start."""
+    if engine.config.prefix_cache:
+        engine.forget_prefixes()
     engine.reset_record()
-    completions = engine.generate(prompts, workload.params, concurrency=concurrency, on_completion=on_completion)
+    completions = engine.generate(
+        prompts,
+        workload.params,
+        concurrency=concurrency,
+        arrivals=workload.arrivals(len(prompts)),
+        on_completion=on_completion,
+    )
     output = sha256_of([completion.token_ids for completion in completions])
     return engine.record(concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output})
 

@@ -197,10 +197,17 @@ def _said(row: Any) -> str | None:
 def _heading(records: list[RunRecord]) -> str:
     work = records[0].workload
     text = f"{work['input_len']} input tokens each" if work.get("input_len") else "text"
+    if shared := work.get("shared"):
+        text += " ({shared_len} of them shared by the {group_prompts} of each of {groups} groups)".format(**shared)
+    rate = work.get("request_rate")
     names = {record.workload["configuration"]: record for record in records}
     lines = run_on(records) | {
         "workload": f"{work['dataset']}, {text}, output "
         f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
+        "arrivals": f"{rate:g} requests per second at random (Poisson): times count from there, throughput follows "
+        "the rate, and concurrency is the most that are worked on"
+        if rate
+        else "closed loop: as many as concurrency says are kept unfinished",
         "configurations": "; ".join(
             f"{name}: {speculation_of(record)}, {Graphs(**record.config['graphs'])}" for name, record in names.items()
         ),
@@ -231,8 +238,14 @@ def _notes(records: list[RunRecord]) -> list[str]:
         if drafts(record) and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         notes += replay_notes(record, where)
-        if record.metrics.get("cached_tokens"):
-            notes.append(f"CACHED: {where}: {record.metrics['cached_tokens']} input tokens came from the prefix cache.")
+        cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
+        if cached and inputs:
+            kept = "; states of prefixes {kept} kept, {loaded} begun with, {evicted} gone"
+            states = kept.format(**found) if (found := record.counters.get("states")) else ""
+            notes.append(
+                f"CACHED: {where}: {cached} input tokens ({100 * cached / inputs:.1f}%) came from the prefix "
+                f"cache{states}."
+            )
     means = {record.workload["configuration"]: mean for record in records if (mean := simulated(record))}
     for name, mean in means.items():
         notes.append(

@@ -222,6 +222,28 @@ def test_no_prompts_are_no_work(toy_engine: Callable[..., Engine]) -> None:
     assert list(engine.stream([], [])) == []
 
 
+def test_times_count_from_arrival(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    """Also of those that a step or `concurrency` keeps out; and nobody is early."""
+    engine = toy_engine()
+    prompts = prompts_of(toy, 4)
+    want = tokens_of(engine.generate(prompts, LONG))
+    engine.reset_record()
+    spread = engine.generate(prompts, LONG, arrivals=[0.0, 0.0, 0.7, 1.4])
+    assert tokens_of(spread) == want
+    assert engine.record().metrics["duration_s"] >= 1.4
+    assert all(item.metrics.e2e_s < 0.7 for item in spread), "nobody waits for those who are still to come"
+    crowded = engine.generate(prompts, LONG, arrivals=[0.0] * 4, concurrency=1)
+    assert tokens_of(crowded) == want
+    waits = [item.metrics.queue_s for item in crowded]
+    ends = [item.metrics.e2e_s for item in crowded]
+    assert all(wait >= end for wait, end in zip(waits[1:], ends, strict=False))
+    closed = engine.generate(prompts, LONG, concurrency=1)
+    assert closed[3].metrics.queue_s < waits[3]
+    for wrong in ([0.0], [0.0, 2.0, 1.0, 3.0]):
+        with pytest.raises(SpecbatchError, match="arrivals"):
+            engine.generate(prompts, LONG, arrivals=wrong)
+
+
 @pytest.mark.parametrize("limit", [1, 3])
 def test_concurrency_bounds_what_is_submitted(toy: Any, toy_engine: Callable[..., Engine], limit: int) -> None:
     engine = toy_engine()

@@ -1,4 +1,4 @@
-"""The scheduler against a pretended device: random lengths, acceptance, stops, aborts and exhaustion."""
+"""The scheduler against a pretended device: random lengths, acceptance, stops, aborts, exhaustion, and states."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specbatch.errors import SpecbatchError
+from specbatch.memory.checkpoints import Checkpoints
 from specbatch.memory.pages import PagePool
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.request import Request, SamplingParams
-from specbatch.scheduler import Chunk, OutOfPagesError, Row, Scheduler
+from specbatch.scheduler import OutOfPagesError, PrefillPlan, Row, Scheduler
 
 STOP = 0
 
@@ -30,6 +31,8 @@ class Device:
         self.length: dict[int, int] = {}
         self.target: dict[tuple[int, int], tuple[int, ...]] = {}  # (page, offset) -> the text up to there
         self.draft: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.state: dict[int, tuple[int, ...] | None] = {}  # slot -> the text that its recurrent layers have seen
+        self.kept: dict[int, tuple[int, ...]] = {}  # the same of checkpoints
 
     def place(self, slot: int, position: int) -> tuple[int, int]:
         return self.table[slot][position // self.page_size], position % self.page_size
@@ -37,8 +40,22 @@ class Device:
     def admit(self, request: Request) -> None:
         assert request.slot is not None
         self.table[request.slot] = list(request.pages)
+        self.state[request.slot] = None
 
-    def prefill(self, chunks: list[Chunk]) -> None:
+    def prefill(self, plan: PrefillPlan, states: bool) -> None:
+        chunks = plan.chunks
+        for checkpoint, slot in plan.loads:  # before any is saved
+            self.state[slot] = self.kept[checkpoint]
+        for chunk in chunks if states else []:
+            text = tuple(chunk.request.tokens)
+            assert chunk.start == 0 or self.state[chunk.slot] == text[: chunk.start], "it goes on from another state"
+            self.state[chunk.slot] = text[: chunk.end]
+        assert len({checkpoint for _, checkpoint in plan.saves}) == len(plan.saves)
+        for slot, checkpoint in plan.saves:
+            state = self.state[slot]
+            assert state is not None
+            assert len(state) % self.page_size == 0
+            self.kept[checkpoint] = state
         for chunk in chunks:
             for position in range(chunk.start, chunk.end):
                 place = self.place(chunk.request.slot or 0, position)
@@ -88,6 +105,7 @@ class Machine(RuleBasedStateMachine):
         spare=st.sampled_from([0, 1, 2, 5, 40]),
         chunk=st.sampled_from([1, 3, 8, 100]),
         lazy=st.booleans(),
+        places=st.sampled_from([0, 1, 2, 9]),
     )
     def start(self, **options: Any) -> None:
         self.late, self.lazy = options["late"], options["lazy"]
@@ -95,6 +113,9 @@ class Machine(RuleBasedStateMachine):
         self.longest = 40
         self.pool = PagePool(-(-(self.longest + 2 * self.rows) // self.page_size) + options["spare"])
         self.cache = PrefixCache(self.pool, self.page_size) if options["cached"] else None
+        self.checkpoints, self.places = None, options["places"]
+        if self.cache is not None and self.places:
+            self.checkpoints = Checkpoints(self.cache, self.page_size, self.places)
         self.scheduler = Scheduler(
             self.pool,
             self.cache,
@@ -103,6 +124,7 @@ class Machine(RuleBasedStateMachine):
             max_model_len=self.longest,
             prefill_chunk=options["chunk"],
             rows=self.rows,
+            checkpoints=self.checkpoints,
         )
         self.device = Device(self.page_size, self.rows)
         self.truth: dict[int, list[int]] = {}  # what the device's tokens are: prompt and output, ahead of the host
@@ -191,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         for request in plan.admitted:
             self.device.admit(request)
             self.truth[request.index] = list(request.tokens)
-        self.device.prefill(plan.chunks)
+        self.device.prefill(plan, self.checkpoints is not None)
         rows, outputs = [], []
         for chunk in plan.chunks:
             if chunk.last:
@@ -301,6 +323,9 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.free == self.pool.total - kept
         self.scheduler.forget_prefixes()
         assert self.pool.free == self.pool.total
+        if self.checkpoints is not None:
+            assert len(self.checkpoints) == 0
+            assert sorted(self.checkpoints._free) == list(range(1, self.places + 1))
 
 
 TestScheduler = Machine.TestCase
@@ -313,7 +338,10 @@ TestScheduler.settings = settings(max_examples=100, stateful_step_count=40)
 def make(pages: int = 50, **settings: Any) -> tuple[Scheduler, PagePool]:
     pool = PagePool(pages)
     settings = {"page_size": 4, "max_running": 4, "max_model_len": 60, "prefill_chunk": 100, "rows": 1} | settings
-    cache = PrefixCache(pool, settings["page_size"]) if settings.pop("cached", False) else None
+    places = settings.pop("places", 0)
+    cache = PrefixCache(pool, settings["page_size"]) if settings.pop("cached", False) or places else None
+    if cache is not None and places:
+        settings["checkpoints"] = Checkpoints(cache, settings["page_size"], places)
     return Scheduler(pool, cache, **settings), pool
 
 
@@ -538,3 +566,96 @@ def test_a_page_of_a_request_that_has_ended_does_not_reach_the_slots_next_owner(
     plan = scheduler.plan_decode(may_retract=True)
     assert plan is not None
     assert plan.new_pages == []
+
+
+# -- states of prefixes -----------------------------------------------------------------------------------------------
+
+
+def passes(scheduler: Scheduler, tokens: list[int], index: int = 0) -> list[tuple[int, int]]:
+    """The chunks of a prompt that runs alone, and ends with it."""
+    request = submit(scheduler, tokens, index)
+    found = []
+    while request.prefilled < len(tokens):
+        found += [(start, end) for _, start, end, _ in spans(scheduler)]
+    end(scheduler, request)
+    return found
+
+
+def submit(scheduler: Scheduler, tokens: list[int], index: int) -> Request:
+    params = SamplingParams(max_new_tokens=4)
+    request = Request(index, tokens, params, end_tokens=frozenset(), decode=lambda _: "", submitted=0.0)
+    scheduler.add(request)
+    return request
+
+
+def end(scheduler: Scheduler, request: Request) -> None:
+    request.finish_reason = "abort"
+    scheduler.release(request)
+
+
+COMMON = list(range(10, 21))  # 11 tokens, 2 pages and a part
+
+
+def test_the_second_prompt_of_a_kind_pays_for_those_behind_it() -> None:
+    scheduler, _ = make(places=8)
+    assert passes(scheduler, [*COMMON, *[1] * 7]) == [(0, 18)]
+    assert passes(scheduler, [*COMMON, *[2] * 7]) == [(0, 8), (8, 18)]
+    assert scheduler.checkpoints is not None
+    assert len(scheduler.checkpoints._proven) == 1, "where prompts part is no guess"
+    assert passes(scheduler, [*COMMON, *[3] * 9]) == [(8, 20)]
+    assert (scheduler.checkpoints.counters.kept, scheduler.checkpoints.counters.loaded) == (2, 1)  # 20 is a full page
+
+
+def test_the_same_prompt_again_is_computed_but_for_its_last_page() -> None:
+    scheduler, _ = make(places=8)
+    prompt = [*COMMON, 1, 2, 3]
+    assert [passes(scheduler, prompt) for _ in range(3)] == [[(0, 14)], [(0, 12), (12, 14)], [(12, 14)]]
+
+
+def test_three_prompts_of_a_new_kind_in_one_pass() -> None:
+    """The second computes its prefix as there is no state of the first's; the third waits for that, one pass."""
+    scheduler, pool = make(places=8)
+    requests = [submit(scheduler, [*COMMON, *[kind] * 3], kind) for kind in (1, 2, 3)]
+    first, second, third = (scheduler.plan_prefill(0.0) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is None
+    assert [(chunk.request.index, chunk.start, chunk.end) for chunk in first.chunks] == [(1, 0, 14), (2, 0, 8)]
+    assert [(chunk.request.index, chunk.start, chunk.end) for chunk in second.chunks] == [(2, 8, 14), (3, 8, 14)]
+    ((slot, place),) = first.saves
+    assert slot == requests[1].slot
+    assert (first.loads, second.loads) == ([], [(place, requests[2].slot)])
+    assert [request.metrics.cached_tokens for request in requests] == [0, 0, 8]
+    # What lies behind the state that a prompt begins with is its own: nothing is held in the others' names.
+    assert [len(request.pages) for request in requests] == [4, 4, 4]
+    for request in requests:
+        end(scheduler, request)
+    assert pool.free + pool.idle == pool.total
+
+
+def test_a_conversation_computes_a_turn_and_the_one_before_it() -> None:
+    scheduler, _ = make(places=8, pages=200, max_model_len=200)
+    texts = [[*range(100, 114)]]
+    for turn in range(1, 4):
+        texts.append([*texts[-1], *range(100 * turn + 500, 100 * turn + 511)])
+    # With the pages of the answer, too: the next turn finds them known, and leaves a state behind them.
+    assert passes(scheduler, texts[0]) == [(0, 14)]
+    assert passes(scheduler, texts[1]) == [(0, 12), (12, 25)]
+    assert passes(scheduler, texts[2]) == [(12, 24), (24, 36)]
+    assert passes(scheduler, texts[3]) == [(36, 47)]  # 36 is a full page: there the whole prompt has its state
+
+
+@pytest.mark.parametrize(
+    ("chunk", "length", "expected"),
+    [
+        (10, 18, [(0, 8), (8, 18)]),
+        (10, 20, [(0, 10), (10, 20)]),  # at full pages: 8, 16 and 20
+        (8, 21, [(0, 8), (8, 16), (16, 21)]),
+        (3, 8, [(0, 3), (3, 6), (6, 8)]),  # 4 and 8 are reached in no chunk more, but not from 3
+    ],
+)
+def test_chunks_end_at_full_pages_where_that_costs_no_pass(
+    chunk: int, length: int, expected: list[tuple[int, int]]
+) -> None:
+    scheduler, _ = make(places=8, prefill_chunk=chunk)
+    assert passes(scheduler, list(range(length))) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,10 +25,16 @@ def sweep(
     engine: EngineOptions,
     concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
     configs: Annotated[str, Option(help="Some of baseline, v1, v2, v2+piecewise.")] = ("baseline,v1,v2"),
-    dataset: Annotated[str, Option(help="random, gsm8k or FILE.jsonl.")] = "random",
+    dataset: Annotated[str, Option(help="random, gsp, gsm8k or FILE.jsonl.")] = "random",
     data: Annotated[Path | None, Option(help="The GSM8K file, for --dataset gsm8k.")] = None,
-    input_len: Annotated[int, Option(help="Tokens per random prompt.")] = 128,
+    input_len: Annotated[int, Option(help="Tokens per random prompt; with gsp its own.")] = 128,
     output_len: Annotated[int, Option(help="Tokens per answer; the most, for datasets of text.")] = 128,
+    groups: Annotated[int, Option(help="gsp: groups of prompts that begin alike.")] = 32,
+    group_prompts: Annotated[int, Option(help="gsp: prompts of each group.")] = 16,
+    shared_len: Annotated[int, Option(help="gsp: tokens that the prompts of a group share.")] = 2048,
+    request_rate: Annotated[
+        float, Option(help="Prompts that arrive in a second, at random. inf: one when another one ends.")
+    ] = math.inf,
     prompts_per_concurrency: Annotated[
         int, Option(help="A point runs this many times its concurrency (4 at least).")
     ] = 4,
@@ -45,8 +52,11 @@ def sweep(
 
     specbatch sweep --draft self:skip=12-15 --draft-tokens 3
 
+    specbatch sweep --dataset gsp --output-len 256 --request-rate 10 --concurrency 128
+
     baseline drafts nothing (schedule v2); v1 and v2 draft with ngram, or with --draft;
-    v2+piecewise also replays prompts in pieces.
+    v2+piecewise also replays prompts in pieces. gsp is random prompts in groups that begin alike, in shuffled order;
+    with it the prefix cache is on, and empty at the start of each point.
 
     Each point leaves record.json and requests.jsonl; the summary is made from them.
     """
@@ -54,9 +64,20 @@ def sweep(
     from specbatch.sweeps.workloads import Workload
 
     steps = _whole_numbers("concurrency", concurrency)
-    workload = Workload(dataset, data, input_len, output_len, prompts_per_concurrency, engine.seed)
+    workload = Workload(
+        dataset,
+        data,
+        input_len,
+        output_len,
+        prompts_per_concurrency,
+        engine.seed,
+        groups=groups,
+        group_prompts=group_prompts,
+        shared_len=shared_len,
+        request_rate=request_rate,
+    )
     options = SweepOptions(steps, _names(configs), repeats, workload)
-    config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=False)
+    config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=workload.is_grouped)
     with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
         summary = run_sweep(config, options, folder, log=say, report=report)
     show(

@@ -195,7 +195,7 @@ class EngineOptions:
         bool | None,
         Option(
             "--prefix-cache/--no-prefix-cache",
-            help="Keep the KV of finished prompts. Default: on; off in sweep, trace and send-one, which measure.",
+            help="Keep the KV of finished prompts. Default: on; off in trace, send-one and sweep (but for gsp).",
             rich_help_panel=_ENGINE,
         ),
     ] = None

@@ -1,13 +1,18 @@
 """Which states of recurrent layers are kept for prompts that begin alike. Host only.
 
 Keys and values of a prefix lie in pages; a state is there for the places alone at which it was kept. It is kept where a
-chunk of a prompt ends at a full page. Chunks end there as far as they can, and also where a prompt leaves a prefix that
-is known: the second prompt of a kind pays for the state that all later ones begin with.
+chunk of a prompt ends at a full page. Chunks end there where that costs no pass more, and also where a prompt leaves a
+prefix that is known: the second prompt of a kind pays for the state that all later ones begin with.
+
+Where two prompts part others will, too. Where a chunk happens to end is a guess: such a state goes before all of the
+first kind, until a prompt has begun with it. So a long prompt in small chunks costs the others next to nothing. (Two
+lists, as in the segmented LRU of Karedla et al. 1994.)
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from specbatch.memory.prefix_cache import Node, PrefixCache
@@ -27,60 +32,83 @@ class Found(NamedTuple):
     due: bool = False
 
 
+@dataclass
+class StateCounters:
+    """States kept, begun with, and gone since the record began: with their pages, or to make room for others."""
+
+    kept: int = 0
+    loaded: int = 0
+    evicted: int = 0
+
+
 class Checkpoints:
-    """`count` places for states, numbered from 1. The least recently used one goes first."""
+    """`count` places for states, numbered from 1."""
 
     def __init__(self, cache: PrefixCache, page_size: int, count: int) -> None:
+        self.counters = StateCounters()
         self._cache = cache
         self._page_size = page_size
         self._free = list(range(count, 0, -1))
-        self._used: OrderedDict[int, Node] = OrderedDict()
+        # Least recently used first.
+        self._guessed: OrderedDict[int, Node] = OrderedDict()
+        self._proven: OrderedDict[int, Node] = OrderedDict()
         self._due: set[int] = set()  # kept by the pass that is being planned
+        self._lost: list[int] = []  # of these, what went with its pages: the pass still writes there
         cache.dropped = self._forget
 
     def __len__(self) -> int:
-        return len(self._used)
+        return len(self._guessed) + len(self._proven)
 
     def find(self, tokens: list[int]) -> Found:
         """The longest prefix with a state that leaves at least one token to compute."""
         path = self._cache.path(tokens, len(tokens) - 1)
-        known = len(path)
+        branch = len(path) * self._page_size
         while path and not path[-1].checkpoint:
             path.pop()
-        branch = known * self._page_size
-        if not path:
-            return Found([], 0, branch)
-        checkpoint = path[-1].checkpoint
+        checkpoint = path[-1].checkpoint if path else 0
         if checkpoint in self._due:
             return Found([], 0, branch, due=True)
-        self._used.move_to_end(checkpoint)
         return Found(self._cache.hold(path), checkpoint, branch)
 
-    def keep(self, tokens: list[int], count: int) -> int:
-        """Where to keep the state behind the first `count` tokens, whose pages are cached; 0 for nowhere: it is kept
-        already, or what would have to go is of this very pass."""
+    def use(self, checkpoint: int) -> None:
+        """A prompt begins with it."""
+        part = self._guessed if checkpoint in self._guessed else self._proven
+        self._proven[checkpoint] = part.pop(checkpoint)
+        self.counters.loaded += 1
+
+    def keep(self, tokens: list[int], count: int, *, parting: bool) -> int:
+        """Where to keep the state behind the first `count` tokens, whose pages are cached; parting: prompts part there.
+        0 for nowhere: it is no full page, it is kept already, or all that could go is of this very pass."""
         if count % self._page_size:
             return 0
-        path = self._cache.path(tokens, count)
-        if len(path) * self._page_size != count or not path or path[-1].checkpoint:
+        node = self._cache.path(tokens, count)[-1]
+        if node.checkpoint or not (self._free or self._make_room(parting)):
             return 0
-        if not self._free:
-            oldest, node = next(iter(self._used.items()), (0, None))
-            if node is None or oldest in self._due:
-                return 0
-            self._forget(node)
-        place = path[-1].checkpoint = self._free.pop()
-        self._used[place] = path[-1]
-        self._due.add(place)
-        return place
+        node.checkpoint = self._free.pop()
+        (self._proven if parting else self._guessed)[node.checkpoint] = node
+        self._due.add(node.checkpoint)
+        self.counters.kept += 1
+        return node.checkpoint
 
     def planned(self) -> None:
         """The pass is launched: what it keeps is there for those behind it."""
         self._due.clear()
+        self._free += self._lost
+        self._lost.clear()
+
+    def _make_room(self, parting: bool) -> bool:
+        """Give the least recently used one up. A guess takes the place of another guess, if there is any."""
+        parts = [part for part in (self._guessed, self._proven) if part]
+        oldest = [next(iter(part.items())) for part in (parts if parting else parts[:1])]
+        for place, node in oldest:
+            if place not in self._due:
+                self._forget(node)
+                return True
+        return False
 
     def _forget(self, node: Node) -> None:
-        if node.checkpoint:
-            del self._used[node.checkpoint]
-            self._free.append(node.checkpoint)
-            self._due.discard(node.checkpoint)
-            node.checkpoint = 0
+        place, node.checkpoint = node.checkpoint, 0
+        if place:
+            (self._guessed if place in self._guessed else self._proven).pop(place)
+            (self._lost if place in self._due else self._free).append(place)
+            self.counters.evicted += 1

@@ -122,11 +122,9 @@ def plan_memory(
     states, checkpoints = state_bytes * (config.max_running + 1), 0
     room = budget - weights - draft_weights - states - workspace - graphs
     if checkpoint_bytes and config.prefix_cache:
-        # Place 0 is nobody's.
         wished = max(_CHECKPOINTS, 2 * config.max_running)
-        checkpoints = max(0, min(wished, room // _CHECKPOINT_SHARE // checkpoint_bytes - 1))
-        kept = (checkpoints + 1) * checkpoint_bytes if checkpoints else 0
-        states, room = states + kept, room - kept
+        checkpoints = max(0, min(wished, room // _CHECKPOINT_SHARE // checkpoint_bytes))
+        states, room = states + checkpoints * checkpoint_bytes, room - checkpoints * checkpoint_bytes
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class States:
         self.layers = [{name: tensor[layer] for name, tensor in found.items()} for layer in range(layers)]
         # Behind a prompt nothing is pending, so that the rest is the state.
         self._kept_states = [
-            (tensor, tensor.new_zeros(layers, checkpoints + 1, *tensor.shape[2:]))
+            (tensor, tensor.new_zeros(layers, checkpoints, *tensor.shape[2:]))
             for item in shapes
             if not item.pending and checkpoints
             for tensor in [found[item.name]]
@@ -64,15 +65,17 @@ class States:
         """A prompt pass on device rows [S] leaves nothing to be folded in."""
         self._count.index_fill_(0, rows, 0)
 
-    def load(self, checkpoints: torch.Tensor, rows: torch.Tensor) -> None:
-        """Device rows [S] begin with the states of checkpoints [S]."""
-        for tensor, kept in self._kept_states:
-            tensor.index_copy_(1, rows, kept.index_select(1, checkpoints))
+    def load(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Of each pair a checkpoint, whose states a device row goes on from. One by one, as that takes no memory."""
+        for checkpoint, row in pairs:
+            for tensor, kept in self._kept_states:
+                tensor[:, row] = kept[:, checkpoint - 1]
 
-    def save(self, rows: torch.Tensor, checkpoints: torch.Tensor) -> None:
-        """Keep the states of device rows [S], whose prompts have just been computed that far."""
-        for tensor, kept in self._kept_states:
-            kept.index_copy_(1, checkpoints, tensor.index_select(1, rows))
+    def save(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Of each pair a device row, whose prompt has just been computed that far, and the checkpoint to keep it."""
+        for row, checkpoint in pairs:
+            for tensor, kept in self._kept_states:
+                kept[:, checkpoint - 1] = tensor[:, row]
 
     def commit(self, rows: torch.Tensor, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         """Of the verify that was just made on device rows [B], the root and accepted [B] drafts stay: the first ones,

@@ -40,6 +40,8 @@ class StubEngine:
     built: ClassVar[list[EngineConfig]] = []
     lenders: ClassVar[list[StubEngine | None]] = []  # whose weights each of them uses
     order: ClassVar[list[str]] = []  # schedule of each measured generate
+    arrived: ClassVar[list[list[float] | None]] = []  # when its prompts did
+    forgot: ClassVar[int] = 0  # how often a prefix cache was emptied
     interrupt_after: int | None = None  # completions, over all engines
     kv_pages = 1000
 
@@ -78,8 +80,10 @@ class StubEngine:
         params: Any = None,
         *,
         concurrency: int | None = None,
+        arrivals: list[float] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
+        StubEngine.arrived.append(arrivals)
         StubEngine.order.append(f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         out: list[Completion | None] = [None] * len(prompts)
@@ -99,6 +103,9 @@ class StubEngine:
         for token in completion.token_ids:
             yield types.SimpleNamespace(index=0, token_ids=[token], completion=None)
         yield types.SimpleNamespace(index=0, token_ids=[], completion=completion)
+
+    def forget_prefixes(self) -> None:
+        StubEngine.forgot += 1
 
     def reset_record(self) -> None:
         self.done = []
@@ -135,6 +142,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     monkeypatch.setattr(StubEngine, "built", [])
     monkeypatch.setattr(StubEngine, "lenders", [])
     monkeypatch.setattr(StubEngine, "order", [])
+    monkeypatch.setattr(StubEngine, "arrived", [])
+    monkeypatch.setattr(StubEngine, "forgot", 0)
     monkeypatch.setattr(StubEngine, "interrupt_after", None)
     monkeypatch.setattr(StubEngine, "kv_pages", 1000)
     module = types.ModuleType("specbatch.engine")

@@ -36,7 +36,7 @@ REFUSED = [
     (
         "sweep --dataset shakespeare",
         [],
-        "dataset='shakespeare': use random, gsm8k or the path of a .jsonl file",
+        "dataset='shakespeare': use random, gsp, gsm8k or the path of a .jsonl file",
     ),
     ("sweep --dataset {tmp}/none.jsonl", [], "No such file"),
     ("sweep --data {in}", [GOOD], "goes with --dataset gsm8k"),

@@ -172,3 +172,39 @@ def test_one_run_at_a_time_writes_to_a_folder(run, tmp_path):
         result = run("sweep", "--output", tmp_path / "new")
     assert result.exit_code == 2
     assert "another run is writing to it" in result.stderr
+
+
+def test_shared_prefixes_that_arrive_by_a_clock(run, engine, tmp_path):
+    asked = ("--dataset", "gsp", "--groups", 3, "--group-prompts", 2, "--shared-len", 20, "--request-rate", 50)
+    result = run(
+        "sweep", "--concurrency", "2", "--configs", "baseline,v2", "--output", tmp_path / "out", *asked, *SMALL
+    )
+    assert result.exit_code == 0, result.output
+    work = json.loads((tmp_path / "out/v2/c2/r1/record.json").read_text())["workload"]
+    assert (work["prompts"], work["distinct_prompts"], work["input_len"], work["request_rate"]) == (6, 6, 26, 50)
+    assert work["shared"] == {"groups": 3, "group_prompts": 2, "shared_len": 20}
+    assert {config.prefix_cache for config in engine.built} == {True}
+    assert {config.max_model_len for config in engine.built} == {31}
+    warm, measured = engine.arrived[:2], engine.arrived[2:]
+    assert warm == [None, None]
+    assert measured[0] == measured[1]
+    assert [len(times) for times in measured] == [6, 6]
+    assert engine.forgot == 2  # once per point, behind the warm-ups
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert "gsp, 26 input tokens each (20 of them shared by the 2 of each of 3 groups)" in summary
+    assert "arrivals: 50 requests per second at random (Poisson)" in summary
+    assert "prefix cache: on" in summary
+
+
+def test_a_sweep_of_shared_prefixes_without_a_cache(run, engine, tmp_path):
+    run("sweep", "--concurrency", "1", "--dataset", "gsp", "--no-prefix-cache", "--output", tmp_path / "out",
+        "--groups", 2, "--group-prompts", 2, "--shared-len", 20, *SMALL)  # fmt: skip
+    assert engine.forgot == 0
+    assert set(engine.arrived) == {None}
+    assert "prefix cache: off" in (tmp_path / "out/summary.md").read_text()
+
+
+def test_a_rate_that_is_none_is_refused(run, tmp_path):
+    result = run("sweep", "--request-rate", 0, "--output", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "request_rate=0" in result.stderr

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryPlan:
     numbers: dict[str, Any] = {"model_len": 1000, "weights": 100 * MIB, "draft_weights": 20 * MIB, "page_bytes": MIB}
-    numbers |= {"vocabulary": 1000, "rows": 5}
+    numbers |= {"vocabulary": 1000, "rows": 5, "state_bytes": 0, "checkpoint_bytes": 0}
     numbers |= {key: config.pop(key) for key in list(config) if key in numbers}
     settings = {"max_running": 4, "memory_fraction": 0.5} | config
     return plan_memory(EngineConfig(**settings), free=free, on_cpu=on_cpu, **numbers)
@@ -101,3 +101,19 @@ def test_the_printed_plan_holds_the_numbers() -> None:
 def test_slots_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SpecbatchError, match="lower max_running or prefill_chunk"):
         plan(max_running=1_000_000)
+
+
+def test_states_of_rows_and_of_prefixes_come_before_kv_pages() -> None:
+    """Those of prefixes take an eighth of what is left at most, and are not there without a prefix cache."""
+    recurrent: dict[str, Any] = {"state_bytes": 3 * MIB, "checkpoint_bytes": 2 * MIB}
+    found, without = plan(**recurrent), plan(**recurrent, prefix_cache=False)
+    room = without.available - without.weights - without.draft_weights - without.workspace - without.states
+    assert (without.states, without.checkpoints) == (15 * MIB, 0)
+    assert found.checkpoints == room // 8 // (2 * MIB) == 22
+    assert found.states == 15 * MIB + 22 * 2 * MIB
+    assert any(
+        line.startswith("  states     59.0 MiB of recurrent layers, of 22 prefixes too") for line in found.lines()
+    )
+    assert plan(**recurrent, free=10_000 * MIB).checkpoints == 64
+    assert plan(**recurrent, free=10_000 * MIB, max_running=40).checkpoints == 80
+    assert plan(**(recurrent | {"checkpoint_bytes": 100 * MIB})).checkpoints == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from itertools import pairwise
 
 from specbatch.sweeps.workloads import Workload
 
@@ -52,3 +53,28 @@ def test_the_hash_tells_prompts_apart():
     workload = Workload()
     hashes = {workload.describe(prompts)["prompts_sha256"] for prompts in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}
     assert len(hashes) == 3
+
+
+def test_prompts_of_a_group_share_their_beginning_and_come_in_shuffled_order():
+    workload = Workload(dataset="gsp", groups=5, group_prompts=4, shared_len=30, input_len=7)
+    assert workload.count(1) == workload.count(9) == 20
+    prompts = workload.prompts(TOKENIZER, 20)
+    groups = [tuple(prompt[:30]) for prompt in prompts]
+    assert {len(prompt) for prompt in prompts} == {37} == {workload.max_model_len - workload.output_len}
+    assert sorted(groups.count(group) for group in set(groups)) == [4] * 5
+    assert len({tuple(prompt[30:]) for prompt in prompts}) == 20
+    assert groups != sorted(groups, key=groups.index), "shuffled"
+    assert prompts == workload.prompts(TOKENIZER, 20)
+
+
+def test_arrivals_are_seeded_and_keep_to_their_rate():
+    one, again, other = (Workload(request_rate=10, seed=seed).arrivals(4000) for seed in (1, 1, 2))
+    assert one == again != other
+    assert one[0] == 0.0
+    gaps = [after - before for before, after in pairwise(one)]
+    assert min(gaps) > 0
+    mean = sum(gaps) / len(gaps)
+    assert 0.095 < mean < 0.105
+    spread = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert 0.9 < spread / mean**2 < 1.1, "exponential: its spread is its mean"
+    assert Workload().arrivals(5) is None

@@ -1,0 +1,196 @@
+"""Shared prefixes of models with recurrent layers, through the engine: tokens and drafts are those without a cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specbatch import Engine, EngineConfig, SamplingParams, Speculation
+from specbatch.memory.checkpoints import Checkpoints
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4}
+STATES: dict[str, dict[str, Any]] = {
+    "gated delta": {**SIZES, **DELTA, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+    "mamba2": {
+        **SIZES,
+        **MAMBA,
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "M*M-",
+        "layer_norm_epsilon": 1e-5,
+    },
+    "short convolution": {
+        **SIZES,
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention", "conv"],
+        "norm_eps": 1e-5,
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+NEW = SamplingParams(max_new_tokens=9, ignore_eos=True)
+DRAFTS = {
+    "none": Speculation(),
+    "chain-v1": Speculation("ngram", "v1", draft_tokens=3, ngram_min=1),
+    "chain-v2": Speculation("ngram", "v2", draft_tokens=3, ngram_min=1),
+    "tree-v2": Speculation("ngram", "v2", draft_steps=3, draft_topk=2, ngram_min=1),
+}
+
+
+@pytest.fixture(params=STATES, scope="module")
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(STATES[request.param]))
+
+    def engine(**config: Any) -> Engine:
+        asked = {"max_running": 4, "max_model_len": 80, "page_size": 4} | config
+        return Engine(EngineConfig(model=str(folder), load_format="dummy", device="cpu", **asked))
+
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain(build: Callable[..., Engine]) -> Engine:
+    return build(prefix_cache=False, max_running=16)
+
+
+def expect_equal(plain: Engine, prompts: list[list[int]], done: list[list[int]]) -> None:
+    """As plain decoding has it, up to where two tokens are so near that rounding could decide."""
+    for prompt, want, got in zip(prompts, plain.generate(prompts, NEW), done, strict=True):
+        place = next((i for i, (a, b) in enumerate(zip(want.token_ids, got, strict=True)) if a != b), None)
+        if place is not None:
+            best = plain.next_logits(prompt + got[:place]).topk(2).values
+            assert best[0] - best[1] < 1e-4, f"token {place} behind {prompt}"
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[list[int]]:
+    """Prompts that begin alike, and alike again; some twice."""
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    prompts: list[list[int]] = [torch.randint(1, 250, (draw(st.integers(9, 30)),), generator=seed).tolist()]
+    for _ in range(draw(st.integers(3, 9))):
+        parent = draw(st.sampled_from(prompts))
+        own = torch.randint(1, 250, (draw(st.integers(0, 9)),), generator=seed).tolist()
+        prompts.append((parent[: draw(st.integers(1, len(parent)))] + own)[:45])
+    return prompts
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompts=families(),
+    draft=st.sampled_from(sorted(DRAFTS)),
+    page_size=st.sampled_from([1, 4, 5]),
+    chunk=st.sampled_from([3, 7, 16, 2048]),
+    spare=st.sampled_from([0, 12, 400]),
+    places=st.sampled_from([1, 3, 64]),
+)
+def test_tokens_are_those_without_a_cache(
+    build: Callable[..., Engine],
+    plain: Engine,
+    prompts: list[list[int]],
+    draft: str,
+    page_size: int,
+    chunk: int,
+    spare: int,
+    places: int,
+) -> None:
+    speculation = DRAFTS[draft]
+    rows = 10 if draft.startswith("tree") else speculation.drafted + 1
+    pages = -(-(60 + 2 * rows) // page_size) + spare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specbatch.build.Checkpoints", lambda cache, size, count: Checkpoints(cache, size, places))
+        engine = build(
+            speculation=speculation, page_size=page_size, prefill_chunk=chunk, kv_pages=pages, max_model_len=55
+        )
+    for _ in range(2):
+        expect_equal(plain, prompts, [item.token_ids for item in engine.generate(prompts, NEW)])
+    states = engine.record().counters["states"]
+    assert states["loaded"] or not engine.record().metrics["cached_tokens"]
+    engine.forget_prefixes()
+    checkpoints = engine._scheduler.checkpoints
+    assert checkpoints is not None
+    assert (len(checkpoints), sorted(checkpoints._free)) == (0, list(range(1, places + 1)))
+    assert engine._scheduler._pool.free == pages
+
+
+def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """What each verify was given, and the tokens; one request at a time."""
+    drafter, seen = engine._runner._drafter, []
+    propose = drafter.propose
+
+    def watched(step: Any) -> Any:
+        proposal = propose(step)
+        seen.append(proposal.tokens[0].tolist())
+        return proposal
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    engine._runner._iteration._drafter.propose = watched
+    done = engine.generate(prompts, NEW, concurrency=1)
+    return seen, [item.token_ids for item in done]
+
+
+@pytest.mark.parametrize(("algorithm", "aux"), [("eagle3", (1, 2, 3)), ("dflash", None)])
+def test_drafters_with_a_memory_of_their_own_draft_the_same(
+    build: Callable[..., Engine], algorithm: str, aux: tuple[int, ...] | None
+) -> None:
+    """The same prompt again begins at a state; what it lacks before that, the first one's pages hold. So the drafts are
+    the same, and so is their acceptance."""
+    prompts = [[(7 * i * i + 3) % 59 + 1 for i in range(n)] for n in (30, 30, 30, 27, 30)]
+    found = {}
+    for cached in (False, True):
+        speculation = Speculation(algorithm, "v1", draft="dummy", aux_layers=aux)
+        engine = build(speculation=speculation, prefix_cache=cached, prefill_chunk=2048)
+        found[cached] = proposals(engine, prompts)
+        assert engine.record().metrics["cached_tokens"] == cached * (28 + 28)  # of 27 tokens there is none
+    assert found[True] == found[False]
+    assert len(found[True][0]) > len(prompts)
+
+
+def test_states_of_another_type(build: Callable[..., Engine], request: pytest.FixtureRequest) -> None:
+    """Half the memory for matrices; a short convolution has none. All kinds begin with kept states."""
+    taken = {}
+    for dtype in ("fp32", "bf16", "fp16"):
+        engine = build(state_dtype=dtype)
+        taken[dtype] = engine.caps["state_bytes"]
+        first, *others = engine.generate([[7] * 20 for _ in range(4)], NEW, concurrency=1)
+        assert [item.metrics.cached_tokens for item in others] == [0, 16, 16]
+        assert len(first.token_ids) == 9
+    assert taken["bf16"] == taken["fp16"]
+    assert (taken["bf16"] < taken["fp32"]) is ("convolution" not in request.node.name)
+
+
+def test_what_a_record_says_of_states(build: Callable[..., Engine]) -> None:
+    engine = build()
+    prompts = [[5] * 13 + [kind] * 5 for kind in (1, 2, 3, 4)]
+    engine.generate(prompts, NEW, concurrency=1)
+    record = engine.record()
+    assert record.counters["states"] == {"kept": 1, "loaded": 2, "evicted": 0}
+    assert [row["cached_tokens"] for row in record.requests] == [0, 0, 12, 12]
+    engine.forget_prefixes()
+    assert engine.record().counters["states"]["evicted"] == 1
+    engine.reset_record()
+    assert engine.record().counters["states"] == {"kept": 0, "loaded": 0, "evicted": 0}
