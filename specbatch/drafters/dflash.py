@@ -74,7 +74,8 @@ class DFlashDrafter(NoDraft):
         too: nobody reads what comes out, but a product of 512 rows takes less time than one of 480."""
         first = 0 if count == self._count else 1
         rows = hidden[:, first : count + 1]
-        return self._model.block.logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])[:, 1 - first :]
+        logits: torch.Tensor = self._model.block.logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+        return logits[:, 1 - first :]
 
     def _context(self, features: Features) -> torch.Tensor:
         assert features.aux is not None
