@@ -5,7 +5,7 @@ That the kernels are right is the other files' matter; here tokens must be those
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,10 @@ SPECULATIONS = {
 }
 
 
+def marked(names: Iterable[str], slow: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
 @pytest.fixture
 def kernel_engine(
     toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -86,7 +90,7 @@ def kernel_engine(
     return toy_engine, called
 
 
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", marked(SPECULATIONS, slow={"none", "self", "block"}))
 def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str) -> None:
     prompts, params = [list(prompt) for prompt in toy.prompts()[4:6]], SamplingParams(max_new_tokens=5, ignore_eos=True)
     plain = toy_engine(speculation=SPECULATIONS[name]).generate(prompts, params)
@@ -129,7 +133,9 @@ def test_no_drafts_before_and_after_some(
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "eagle3", "block", "self-tree"])
+@pytest.mark.parametrize(
+    "name", marked(("none", "ngram", "eagle3", "block", "self-tree"), slow={"none", "block", "self-tree"})
+)
 def test_sampled_tokens_of_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
 ) -> None:
