@@ -1,11 +1,12 @@
 # make demo   set up, fetch the bundled model, answer sums and compare configurations: a few minutes on two cores
-# make test   set up, check style and types, run the tests
+# make test   set up, check style and types, run the quick tests: under five minutes
+# make test-all  the same with all tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test check
+.PHONY: demo test test-all check
 
 demo: $(INSTALLED)
 	$(BIN)/specbatch models pull smollm2-135m
@@ -16,6 +17,9 @@ demo: $(INSTALLED)
 # Toy models gain nothing from threads, which on a busy machine wait for each other most of the time: two processes do.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+
+test-all: check
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
 # Types are checked in an installed copy: only there do kernels/, evals/ and sweeps/ lie under specbatch.
 check: $(INSTALLED)

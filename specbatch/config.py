@@ -68,6 +68,8 @@ class Speculation:
         _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
         _choice("schedule", self.schedule, SCHEDULES)
         _ = self.shape  # refused where it is impossible
+        if self.draft is not None and not isinstance(self.draft, str):
+            raise refuse("draft", self.draft, "name a folder, a hub id, a bundled model or self:skip=FIRST-LAST")
         if self.algorithm in DRAFTS and not self.draft:
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} needs {DRAFTS[self.algorithm]}")
         if self.algorithm not in DRAFTS and self.draft:

@@ -216,14 +216,22 @@ class RunRecord:
         return cls(**body)
 
 
-def break_even(drafting: RunRecord, plain: Iterable[RunRecord], of: str = "step_time_s") -> float | None:
+def break_even(drafting: RunRecord, plain: Iterable[RunRecord]) -> float | None:
     """The accept length that `drafting` needs to be as fast as the fastest of `plain`; None where a time is missing.
 
-    of: the metric that is the time of a step.
+    It is the time of its steps over that of as many plain ones, each with the same number of requests; of numbers that
+    one of them never ran nothing is said.
     """
-    time = drafting.metrics.get(of)
-    others = [other for record in plain if (other := record.metrics.get(of))]
-    return time / min(others) if time and others else None
+    steps = drafting.counters.get("steps_by_rows", {})
+    found = []
+    for record in plain:
+        others = record.counters.get("steps_by_rows", {})
+        shared = [rows for rows in steps if rows in others]
+        took = sum(steps[rows][1] for rows in shared)
+        plainly = sum(steps[rows][0] * others[rows][1] / others[rows][0] for rows in shared)
+        if took and plainly:
+            found.append(took / plainly)
+    return max(found) if found else None
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -118,8 +118,12 @@ def _break_even(record: RunRecord, beside: list[RunRecord]) -> float | None:
     """Over the plain decoding of the same repeat."""
     repeat = record.workload["repeat"]
     plain = [other for other in beside if not drafts(other) and other.workload["repeat"] == repeat]
-    time = "step_s" if "full_batch_steps" in record.workload else "step_time_s"
-    return break_even(record, plain, time) if drafts(record) else None
+    if not drafts(record):
+        return None
+    if "full_batch_steps" not in record.workload:
+        return break_even(record, plain)
+    time, others = record.metrics.get("step_s"), [other for one in plain if (other := one.metrics.get("step_s"))]
+    return time / min(others) if time and others else None
 
 
 def losses_of(records: list[RunRecord]) -> str | None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 MARGIN = 0.1
+MARGIN_FLOAT32 = 1e-3  # rounding alone moves logits by less
 RANDOM_PROMPTS = 32
 
 
@@ -53,14 +54,14 @@ class CheckOptions:
     prompts         how many; None: all of the file, or 32
     input_len       tokens of a random prompt
     max_new_tokens  tokens of an answer; random prompts go on past the model's end tokens
-    margin          the largest gap, in logits, of a near tie
+    margin          the largest gap, in logits, of a near tie; None: what rounding may make of the type
     """
 
     source: Path | None = None
     prompts: int | None = None
     input_len: int = 64
     max_new_tokens: int = 64
-    margin: float = MARGIN
+    margin: float | None = None
     concurrency: int = 8
     chat_template: bool = True
 
@@ -69,7 +70,7 @@ class CheckOptions:
             at_least(name, getattr(self, name), 1)
         if self.prompts is not None:
             at_least("prompts", self.prompts, 1)
-        if not (math.isfinite(self.margin) and self.margin >= 0):
+        if self.margin is not None and not (math.isfinite(self.margin) and self.margin >= 0):
             raise refuse("margin", self.margin, "use 0 or a positive number of logits")
 
     @property
@@ -214,6 +215,10 @@ def run_check(
         check_draft([checked], log)
         reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None))
         engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference))
+        margin = options.margin
+        if margin is None:
+            margin = MARGIN_FLOAT32 if engine.caps["dtype"] == "float32" else MARGIN
+            options = replace(options, margin=margin)
         prompts = _encode(rows, options, engine.tokenizer, config.seed)
         wanted, found = (
             one.generate(prompts, options.params, concurrency=options.concurrency, on_completion=count)
@@ -221,7 +226,7 @@ def run_check(
         )
         record = engine.record(concurrency=options.concurrency)
         findings = [
-            _compare(a, b, None if rows is None else rows[b.index].id, options.margin, reference.next_logits)
+            _compare(a, b, None if rows is None else rows[b.index].id, margin, reference.next_logits)
             for a, b in zip(wanted, found, strict=True)
         ]
     result = CheckReport(options, findings, record)

@@ -130,7 +130,9 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
     if base.max_running < most:
         raise refuse("max_running", base.max_running, f"concurrency {most} needs at least {most}")
     if base.speculation.algorithm == "none" and set(options.configs) - {"baseline"}:
-        raise refuse("algorithm", "none", "only the configuration baseline drafts nothing; use ngram or standalone")
+        raise refuse(
+            "algorithm", "none", "only the configuration baseline drafts nothing; use ngram, or another with its draft"
+        )
     configs = {}
     for place, name in enumerate(options.configs):
         configs[name] = replace(

@@ -149,8 +149,10 @@ def test_the_time_of_a_step_by_requests_that_ran() -> None:
     assert steps_at(counters, 31) == (0, None)
 
 
-def timed(seconds: float | None) -> RunRecord:
-    return RunRecord({}, {}, {"step_time_s": seconds}, {}, [])
+def timed(seconds: float | None, **more: list[float]) -> RunRecord:
+    """A step of 8 requests takes so long; more: steps and seconds by the number of requests, such as n4."""
+    steps = {"8": [10, 10 * seconds]} if seconds else {}
+    return RunRecord({}, {}, {}, {"steps_by_rows": steps | {name[1:]: item for name, item in more.items()}}, [])
 
 
 def test_break_even_is_over_the_fastest_plain_step() -> None:
@@ -160,6 +162,13 @@ def test_break_even_is_over_the_fastest_plain_step() -> None:
     assert break_even(timed(None), plain) is None
     assert break_even(timed(0.015), plain[2:]) is None
     assert break_even(RunRecord({}, {}, {}, {}, []), plain) is None  # of a point that failed, or an older one
+
+
+def test_break_even_compares_steps_of_as_many_requests() -> None:
+    """Where requests end one by one, drafting has more of its steps with few of them."""
+    plain = timed(0.010, n4=[1, 0.004], n2=[5, 0.001])
+    drafting = timed(0.020, n4=[30, 0.180], n3=[9, 9.0])
+    assert break_even(drafting, [plain]) == pytest.approx((0.2 + 0.18) / (0.1 + 30 * 0.004))
 
 
 def test_histograms_add_up() -> None:

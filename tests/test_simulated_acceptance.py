@@ -53,7 +53,9 @@ def run(
     return [item.token_ids for item in completions], engine.record().metrics
 
 
-@pytest.mark.parametrize(("mean", "temperature"), [(2.4, 0.0), (6.35, 0.0), (6.35, 1.0)])
+@pytest.mark.parametrize(
+    ("mean", "temperature"), [(2.4, 0.0), (6.35, 1.0), pytest.param(6.35, 0.0, marks=pytest.mark.slow)]
+)
 def test_a_record_shows_the_mean_and_the_schedules_agree(
     toy: Any, toy_engine: Callable[..., Engine], mean: float, temperature: float
 ) -> None:
@@ -63,7 +65,7 @@ def test_a_record_shows_the_mean_and_the_schedules_agree(
     assert run(toy_engine, toy, mean, "v2", temperature, SELF)[0] == tokens
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize("schedule", [pytest.param("v1", marks=pytest.mark.slow), "v2"])
 def test_a_tree_accepts_as_told(toy: Any, toy_engine: Callable[..., Engine], schedule: str) -> None:
     tree = replace(SELF, draft_steps=5, draft_topk=3)
     tokens, metrics = run(toy_engine, toy, 3.3, schedule, 0.0, tree)

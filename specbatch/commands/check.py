@@ -25,7 +25,10 @@ def check(
     ] = None,
     input_len: Annotated[int, Option(help="Tokens per random prompt.")] = 64,
     max_new_tokens: Annotated[int, Option(help="Longest answer; random prompts are always answered to the end.")] = 64,
-    margin: Annotated[float, Option(help="Largest gap of a near tie, in logits of the plain model.")] = 0.1,
+    margin: Annotated[
+        float | None,
+        Option(help="Largest gap of a near tie, in logits of the plain model. Default: 0.1, and 0.001 in float32."),
+    ] = None,
     concurrency: Annotated[int, Option(help="Keep at most this many requests unfinished.")] = 8,
     chat_template: Annotated[
         bool, Option("--chat-template/--no-chat-template", help="Render messages by the model's template.")

@@ -34,6 +34,9 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         files = open_draft(asked.draft)
         expect(files, "eagle3")
     described = Eagle3Config.from_dict(files.config, files.shapes)
+    if asked.shape.topk > described.draft_vocabulary:
+        works = f"the head drafts {described.draft_vocabulary} tokens; use at most that"
+        raise refuse("draft_topk", asked.shape.topk, works)
     layer = fit(described.layer, described.target_hidden, files, target, asked, log)
     aux = _aux(described, target, asked, files, log)
     check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
@@ -88,7 +91,8 @@ def _dummy(target: Checkpoint, draft: str, seed: int) -> DraftFiles:
     if config is None:
         config = usual_head(target.config)
         config["draft_vocab_size"] = min(USUAL_VOCABULARY, target.config.vocab_size)
-        if len(set(default_aux(layers))) < 3:  # too few layers for the default
+        usual = default_aux(layers)
+        if len(set(usual)) < 3 or not all(1 <= boundary <= layers for boundary in usual):  # too few layers for it
             config["eagle_aux_hidden_state_layer_ids"] = list(range(1, min(layers, 3) + 1))
     described = Eagle3Config.from_dict(config)
     count = len(described.aux or default_aux(layers))

@@ -447,6 +447,14 @@ def _dtype(config: dict[str, Any]) -> str | None:
     return name
 
 
+def table_of(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """The table under `key`, which may be missing or null."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise refuse(key, found, "the config must give a table")
+    return found
+
+
 def token_ids(config: dict[str, Any], key: str) -> tuple[int, ...]:
     """Token ids under `key`, which may be missing, null, one number or a list; duplicates are dropped."""
     found = config.get(key)

@@ -18,7 +18,7 @@ from specbatch.context import Mask
 from specbatch.errors import refuse
 from specbatch.kernels.context_kv import ContextHeads
 from specbatch.kernels.linear import Linear, Norm
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, table_of
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention
 
@@ -70,7 +70,7 @@ class DFlashConfig(ModelConfig):
             raise refuse("architectures", config.get("architectures"), f"a DFlash draft says [{ARCHITECTURE!r}]")
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a DFlash draft are 'qwen3'")
-        own = config | {key: value for key, value in (config.get("dflash_config") or {}).items() if value is not None}
+        own = config | {key: value for key, value in table_of(config, "dflash_config").items() if value is not None}
         depth = None if own.get("num_target_layers") is None else _number(own, "num_target_layers")
         layers = own.get("target_layer_ids")
         if layers is None:
@@ -85,7 +85,7 @@ class DFlashConfig(ModelConfig):
         out; feature layers as boundaries, where k is what enters layer k."""
         if config["speculators_model_type"] != "dflash":
             raise refuse("speculators_model_type", config["speculators_model_type"], "a DFlash draft says 'dflash'")
-        given = config.get("transformer_layer_config") or {}
+        given = table_of(config, "transformer_layer_config")
         inner = _class_defaults(given.get("model_type", "qwen3")) | given
         known, total = config.get("draft_vocab_size"), _number(inner, "vocab_size")
         if known is not None and not 1 <= _number(config, "draft_vocab_size") <= total:
@@ -275,7 +275,11 @@ def _masks(config: dict[str, Any], layers: int, causal: bool | None, block: int)
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", 28) if used and window is not None else layers
+        if type(first) is not int:
+            raise refuse("max_window_layers", first, "the config must give a whole number")
         kinds = [_FULL] * min(first, layers) + [_SLIDING] * max(layers - first, 0)
+    if not isinstance(kinds, list):
+        raise refuse("layer_types", kinds, "the config must list the kind of every layer")
     if len(kinds) != layers:
         raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
     for kind in kinds:

@@ -53,6 +53,9 @@ class Reader:
     def __call__(self, *names: str) -> torch.Tensor:
         """Several are put one below the other."""
         parts = [self._read(name).to(device=self._model.device, dtype=self._model.dtype) for name in names]
+        for name, part in zip(names, parts, strict=True):
+            if not part.isfinite().all():  # it would draft nonsense, and the target would hide it
+                raise refuse("draft", name, "the tensor holds values that are not finite; the file is damaged")
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def bias(self, *stems: str) -> torch.Tensor | None:
@@ -147,8 +150,11 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     """The sizes of a head's layer from its config.json, which names the architecture that it was made from, marked as
     EAGLE. Of biases and q/k norms its tensors say more than its config, if they are given."""
     plain = dict(described)
-    if plain.get("architectures"):
-        plain["architectures"] = [re.sub("Eagle3?", "", name) for name in plain["architectures"]]
+    names = plain.get("architectures")
+    if names:
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise refuse("architectures", names, "the config must list names")
+        plain["architectures"] = [re.sub("Eagle3?", "", name) for name in names]
     config = ModelConfig.from_dict(plain)
     if config.float8 is not None:
         raise refuse("quantization_config", "fp8", "draft heads are run unquantised")

@@ -14,7 +14,7 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.kernels.norm import rms_norm
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, table_of
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import (
     EMBEDDING,
@@ -61,10 +61,10 @@ class Eagle3Config:
         method = config.get("speculators_model_type")
         if method not in (None, "eagle3"):
             raise refuse("speculators_model_type", method, "algorithm 'eagle3' runs 'eagle3' checkpoints")
-        nested = config.get("eagle_config") or {}
+        nested = table_of(config, "eagle_config")
         _refuse_switches(config, nested)
         names = shapes or {}
-        layer = layer_config(config.get("transformer_layer_config", {}) if method else config, shapes)
+        layer = layer_config(table_of(config, "transformer_layer_config") if method else config, shapes)
         if layer.num_layers != 1:
             raise refuse("num_hidden_layers", layer.num_layers, "EAGLE-3 heads of one layer are run")
         switches = {name: _switch(name, config.get(name, nested.get(name))) for name in _SWITCHES}
@@ -134,17 +134,16 @@ def _aux_layers(config: dict[str, Any], nested: dict[str, Any]) -> tuple[tuple[i
     """Boundary indices, and where they were read. The same key has two meanings: at the top (speculators, vLLM) it
     holds boundaries, in eagle_config (SpecForge, SGLang) layers whose output is meant, in most files."""
     found, source = config.get(_LAYERS), _LAYERS
-    shift = 0
+    # The usual list of outputs begins with 1; published lists that do not were found to hold boundaries.
     if not found:
         found, source = nested.get(_LAYERS), f"eagle_config.{_LAYERS}"
-        # The usual list of outputs begins with 1; published lists that do not were found to hold boundaries.
-        shift = 1 if found and found[0] == 1 else 0
     if not found:
         return None, "default"
     if not isinstance(found, list) or any(isinstance(k, bool) or not isinstance(k, int) for k in found):
         raise refuse(source, found, "give a list of layers")
     if source == _LAYERS:
         return tuple(found), source
+    shift = 1 if found[0] == 1 else 0
     note = ", read as outputs of layers" if shift else ", read as inputs of layers: a guess, see --aux-layers"
     return tuple(k + shift for k in found), f"{source}={found}{note}"
 

@@ -37,7 +37,12 @@ class Qwen3MoeConfig(ModelConfig):
 
     def fit(self, found: Shapes) -> Qwen3MoeConfig:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
-        return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), mixture=replace(self.mixture, fused=fused))
+        return replace(
+            self,
+            tie_embeddings=self.is_tied(found),
+            float8=self.kept_plain(found),
+            mixture=replace(self.mixture, fused=fused),
+        )
 
     def stacked(self) -> Qwen3MoeConfig:
         return replace(self, mixture=replace(self.mixture, fused=True))

@@ -101,6 +101,8 @@ def read_answers(path: Path, vocabulary: int, max_len: int) -> list[Example]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise refuse("answers", str(path), f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise refuse("answers", str(path), "is not UTF-8 text; name the answers.jsonl of an earlier run") from error
     examples = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -67,6 +67,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     part = path.with_name(f".{path.name}.part{os.getpid()}")
     try:
         save_file(tensors, part, metadata={"format": "pt"})
+        part.chmod(0o644)  # the library makes it the owner's alone
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -54,6 +54,9 @@ class Source:
             raise refuse("data", found, "give either --data (prompts) or --answers (of an earlier run)")
         if self.limit is not None:
             at_least("limit", self.limit, 1)
+        if self.answers is not None and (self.params.temperature or self.params.top_p < 1 or not self.chat_template):
+            works = "with --answers nothing is answered: leave out what says how (temperature, top-p, chat template)"
+            raise refuse("answers", str(self.answers), works)
 
 
 def train_draft(
@@ -119,11 +122,14 @@ def _examples(
     """The answers, and what a record says of them."""
     described: dict[str, Any]
     if source.answers is not None:
-        examples = read_answers(source.answers, checkpoint.config.vocab_size, recipe.max_len)
+        examples = read_answers(source.answers, checkpoint.config.vocab_size, recipe.max_len)[: source.limit]
         described = {"answers": str(source.answers), "file_sha256": file_hash(source.answers)}
     else:
         assert source.data is not None
         prompts = read_prompts(source.data, "data")[: source.limit]
+        if recipe.held_out >= len(prompts):  # before any of them is answered
+            works = f"there are {len(prompts)} prompts and some must be left to train on; use fewer"
+            raise refuse("held_out", recipe.held_out, works)
         with open_engine(config) as engine, progress("answers") as report:
             examples = answer(
                 engine,

@@ -5,7 +5,7 @@ That the kernels are right is the other files' matter; here tokens must be those
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,10 @@ SPECULATIONS = {
     "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
     "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=3, draft_topk=2, draft_tokens=4),
 }
+
+
+def marked(names: Iterable[str], slow: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 @pytest.fixture
@@ -98,7 +102,7 @@ def kernel_engine(toy_engine: Callable[..., Any], kernels: set[str]) -> tuple[Ca
     return toy_engine, kernels
 
 
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", marked(SPECULATIONS, slow={"none", "self", "block"}))
 def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str) -> None:
     prompts, params = [list(prompt) for prompt in toy.prompts()[4:6]], SamplingParams(max_new_tokens=5, ignore_eos=True)
     plain = toy_engine(speculation=SPECULATIONS[name]).generate(prompts, params)
@@ -161,7 +165,9 @@ def test_no_drafts_before_and_after_some(
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "eagle3", "block", "self-tree"])
+@pytest.mark.parametrize(
+    "name", marked(("none", "ngram", "eagle3", "block", "self-tree"), slow={"none", "block", "self-tree"})
+)
 def test_sampled_tokens_of_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
 ) -> None:

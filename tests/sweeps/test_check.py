@@ -218,7 +218,7 @@ def test_the_record_holds_what_was_asked_and_found(check: Any, tmp_path: Path) -
     (folder,) = tmp_path.glob("out*")
     assert RunRecord.load(folder) == report.record
     work = report.record.workload
-    assert (work["command"], work["prompts"], work["equal"], work["margin"]) == ("check", 12, 12, 0.1)
+    assert (work["command"], work["prompts"], work["equal"], work["margin"]) == ("check", 12, 12, 0.001)
     assert work["source"].endswith("in.jsonl")
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == [f"p{number}" for number in range(12)]

@@ -113,7 +113,8 @@ def test_what_choosing_costs_is_no_low_acceptance(asked, mean, said):
     records = [record("baseline", 1, 10.0), record("v1", 1, 9.9)]
     records[1].config = asdict(EngineConfig(speculation=Speculation("ngram", "v1", draft_tokens=asked)))
     for one, time in zip(records, (1.0, 1.02), strict=True):
-        one.metrics |= {"step_time_s": time, "accept_length": mean * 1.02}
+        one.metrics |= {"accept_length": mean * 1.02}
+        one.counters = {**one.counters, "steps_by_rows": {"1": [1, time]}}
     assert (losses_of(records) is not None) is said
     assert f"loses by {1 - mean:.1%}" in markdown(records, table(records))
 
@@ -184,7 +185,8 @@ def test_a_folder_without_records_is_refused(tmp_path):
 def timed(name: str, repeat: int, step_ms: float | None, accept: float | None = None, **work: object) -> RunRecord:
     """A point with a step time; those that draft have an accept length too."""
     made = record(name, repeat, 10.0, **work)
-    made.metrics |= {"step_time_s": None if step_ms is None else step_ms / 1e3, "accept_length": accept}
+    made.metrics |= {"accept_length": accept}
+    made.counters = {**made.counters, "steps_by_rows": {} if step_ms is None else {"1": [10, step_ms / 100]}}
     return made
 
 
