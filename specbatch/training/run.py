@@ -84,9 +84,6 @@ def train_draft(
     if recipe.max_len > checkpoint.config.max_position:
         works = f"{checkpoint.name} has {checkpoint.config.max_position} positions; use at most that"
         raise refuse("max_len", recipe.max_len, works)
-    if checkpoint.config.state_shapes:
-        works = "it has recurrent layers, and heads are trained for models that attend in every layer"
-        raise refuse("model", config.model, works)
     recipe.vocabulary(checkpoint.config.vocab_size)
     beside = files.takes_a_head(checkpoint) if recipe.algorithm == "mtp" else None
     examples, described = _examples(config, source, recipe, checkpoint, folder, open_engine, progress)

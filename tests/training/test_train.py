@@ -7,9 +7,7 @@ import json
 import pytest
 import torch
 
-from specbatch import EngineConfig, SamplingParams, SpecbatchError
 from specbatch.training.recipe import Recipe
-from specbatch.training.run import Source, train_draft
 from specbatch.training.trainer import FLOOR, rate
 
 from .conftest import RECIPES
@@ -69,17 +67,3 @@ def test_the_learning_rate_rises_and_then_falls_to_its_floor():
     assert max(rates) == 1
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rate(100, 100) == pytest.approx(FLOOR)
-
-
-def test_a_target_with_recurrent_layers_is_refused_before_it_answers(tmp_path):
-    config = {
-        "architectures": ["Lfm2ForCausalLM"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 40,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "norm_eps": 1e-5,
-        "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    source = Source(tmp_path / "none.jsonl", None, SamplingParams(), False, None)
-    engine = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu")
-    recipe = Recipe(algorithm="eagle3", max_len=64)
-    with pytest.raises(SpecbatchError, match="recurrent layers"):
-        train_draft(engine, source, recipe, tmp_path, open_engine=pytest.fail, progress=pytest.fail, log=str)
