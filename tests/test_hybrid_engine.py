@@ -41,7 +41,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_retract", relieved)
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize("schedule", [pytest.param("v1", marks=pytest.mark.slow), "v2"])
 @pytest.mark.parametrize(
     ("name", "algorithm"),
     [(name, algorithm) for name in HYBRIDS for algorithm in SPECULATIONS if algorithm != "mtp" or name in MTP],

@@ -102,7 +102,7 @@ def kernel_engine(toy_engine: Callable[..., Any], kernels: set[str]) -> tuple[Ca
     return toy_engine, kernels
 
 
-@pytest.mark.parametrize("name", marked(SPECULATIONS, slow={"none", "self", "block"}))
+@pytest.mark.parametrize("name", marked(SPECULATIONS, slow={"none", "self", "block", "self-tree"}))
 def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str) -> None:
     prompts, params = [list(prompt) for prompt in toy.prompts()[4:6]], SamplingParams(max_new_tokens=5, ignore_eos=True)
     plain = toy_engine(speculation=SPECULATIONS[name]).generate(prompts, params)
@@ -166,7 +166,7 @@ def test_no_drafts_before_and_after_some(
 
 
 @pytest.mark.parametrize(
-    "name", marked(("none", "ngram", "eagle3", "block", "self-tree"), slow={"none", "block", "self-tree"})
+    "name", marked(("none", "ngram", "eagle3", "block", "self-tree"), slow={"none", "block", "self-tree", "eagle3"})
 )
 def test_sampled_tokens_of_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
 from specbatch.memory.checkpoints import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
