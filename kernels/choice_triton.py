@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.accept import argmax_partials, pack, unpack
+from specbatch.kernels.dispatch import pdl
 
 _BLOCK = 2048  # logits among which one program looks for children
 _COLUMNS = 1024  # of an embedding that one program copies
@@ -162,9 +163,9 @@ def top_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = Non
     sums = torch.empty_like(tops)
     scores = torch.empty(*shape, topk, device=device)
     tokens = torch.empty(*shape, topk, dtype=torch.int64, device=device)
-    pdl = {"PDL": logits.is_cuda, "launch_pdl": logits.is_cuda}
+    settings = pdl(logits)
     _block_kernel[(len(rows), blocks)](
-        rows, keys, tops, sums, vocabulary, rows.stride(0), TOPK=topk, BLOCK=_BLOCK, **pdl
+        rows, keys, tops, sums, vocabulary, rows.stride(0), TOPK=topk, BLOCK=_BLOCK, **settings
     )
     block_topk, many = triton.next_power_of_2(topk), triton.next_power_of_2(blocks)
     _children_kernel[(len(rows),)](
@@ -179,6 +180,6 @@ def top_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = Non
         BLOCK_TOPK=block_topk,
         BLOCKS=many,
         num_warps=8 if block_topk * many > 2048 else 4,
-        **pdl,
+        **settings,
     )
     return scores, tokens

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.dispatch import pdl
 from specbatch.kernels.heads import Heads
 
 PROGRAM = 2048  # elements of a program
@@ -22,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     block = triton.next_power_of_2(width)
     tile = max(1, PROGRAM // block)
     _rms_norm[(triton.cdiv(rows, tile),)](
-        x, weight, y, rows, width, eps, TILE=tile, BLOCK=block, num_warps=_warps(tile * block), **_pdl(x)
+        x, weight, y, rows, width, eps, TILE=tile, BLOCK=block, num_warps=_warps(tile * block), **pdl(x)
     )
     return y
 
@@ -33,13 +34,13 @@ def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     y = gate_up.new_empty(rows, width)
     block = min(triton.next_power_of_2(width), 2 * PROGRAM)
     grid = (rows * triton.cdiv(width, block),)  # one side: the others end at 65535
-    _silu_product[grid](gate_up, y, width, BLOCK=block, num_warps=max(1, block // 512), **_pdl(gate_up))
+    _silu_product[grid](gate_up, y, width, BLOCK=block, num_warps=max(1, block // 512), **pdl(gate_up))
     return y
 
 
 def relu_square(x: torch.Tensor) -> torch.Tensor:
     """relu(x)^2 in the place of x, contiguous; computed in float32 and rounded once."""
-    _relu_square[(triton.cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **_pdl(x))
+    _relu_square[(triton.cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
     return x
 
 
@@ -65,17 +66,12 @@ def split_heads(
     _split_heads[(triton.cdiv(lines, tile),)](
         qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_new,
         lines, heads.eps, COUNT=heads.count, KV=heads.kv, DIM=dim, NORM=heads.q_norm is not None,
-        TILE=tile, HALF=half, num_warps=_warps(tile * 2 * half), **_pdl(qkv),
+        TILE=tile, HALF=half, num_warps=_warps(tile * 2 * half), **pdl(qkv),
     )  # fmt: skip
 
 
 def _warps(elements: int) -> int:
     return 4 if elements <= 4096 else 8
-
-
-def _pdl(x: torch.Tensor) -> dict[str, bool]:
-    """Programmatic dependent launch: programs start while the kernel before ends, and wait for what it writes."""
-    return {"PDL": x.is_cuda, "launch_pdl": x.is_cuda}
 
 
 @triton.jit(do_not_specialize=["rows"])  # it changes from pass to pass

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.dispatch import pdl
 from specbatch.kernels.mamba2 import SsdHeads, SsdMemory
 from specbatch.kernels.recurrent import Fold
 from specbatch.kernels.spans import Spans
@@ -35,7 +36,7 @@ def ssd_prefill(
         xbc.stride(0), dt.stride(0), memory.state.stride(0), spans.table.stride(0),
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state,
         ROWS=rows, BLOCK_S=_padded(heads.state), CHUNK=32 if exact else CHUNK,
-        num_warps=4, num_stages=1 if exact else 2, **_pdl(xbc),
+        num_warps=4, num_stages=1 if exact else 2, **pdl(xbc),
     )  # fmt: skip
     return _finish_rows(y, z, heads)
 
@@ -60,7 +61,7 @@ def ssd_verify(
         fold.kept.stride(0) if fold.kept is not None else 0,
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, MOST=most,
         ROWS=rows, BLOCK_S=_padded(heads.state), OLD=old, NEW=new,
-        num_warps=warps, **_pdl(xbc),
+        num_warps=warps, **pdl(xbc),
     )  # fmt: skip
     return _finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
 
@@ -82,7 +83,7 @@ def _finish_rows(
     _finish[(len(y) * heads.groups,)](
         y, z, heads.norm.weight, *given, z.stride(0), *strides, heads.norm.eps,
         HEADS=heads.count, GROUPS=heads.groups, STATE=heads.state, WIDTH=width, BLOCK=block,
-        num_warps=min(8, max(1, block // 256)), **_pdl(y),
+        num_warps=min(8, max(1, block // 256)), **pdl(y),
     )  # fmt: skip
     return y
 
@@ -98,11 +99,6 @@ def _padded(count: int) -> int:
     """The side of a tile that holds so many: 16 is the least that products take."""
     side: int = triton.next_power_of_2(count)
     return max(16, side)
-
-
-def _pdl(x: torch.Tensor) -> dict[str, bool]:
-    """Programmatic dependent launch: programs start while the kernel before ends, and wait for what it writes."""
-    return {"PDL": x.is_cuda, "launch_pdl": x.is_cuda}
 
 
 @triton.jit

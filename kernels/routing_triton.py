@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.dispatch import pdl
 from specbatch.kernels.routing import Routing
 
 TILE = 16  # tokens
@@ -52,17 +53,17 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
     tiles = triton.cdiv(tokens, tile)
     columns = triton.next_power_of_2(rule.experts)
     counts = torch.empty(tiles + 1 if tiles > 1 else 0, columns, device=device, dtype=torch.int32)
-    pdl = {"PDL": logits.is_cuda, "launch_pdl": logits.is_cuda}
+    settings = pdl(logits)
     sizes = {"E": rule.experts, "K": rule.top_k, "SHARED": rule.shared, "ROWS": rows, "COLUMNS": columns}
     _route_kernel[(tiles,)](
         logits, rule.bias, weights, experts, counts, *plan, tokens, logits.stride(0), rule.scale,
         SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None, NORMALISE=rule.normalise, GATED=rule.gated,
         GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, ALONE=tiles == 1, TILE=tile,
-        PLACES=triton.next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **pdl,
+        PLACES=triton.next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **settings,
     )  # fmt: skip
     if tiles > 1:
-        _running_kernel[(triton.cdiv(columns, 16),)](counts, tiles, COLUMNS=columns, BLOCK=128, num_warps=4, **pdl)
-        _place_kernel[(tiles,)](experts, counts, *plan, tokens, TILE=tile, num_warps=8, **sizes, **pdl)
+        _running_kernel[(triton.cdiv(columns, 16),)](counts, tiles, COLUMNS=columns, BLOCK=128, num_warps=4, **settings)
+        _place_kernel[(tiles,)](experts, counts, *plan, tokens, TILE=tile, num_warps=8, **sizes, **settings)
     return weights, experts, plan
 
 

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.dispatch import pdl
+
 COLUMNS = 1024  # of a row that one program copies
 
 
@@ -66,4 +68,4 @@ def put_next(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> None
 
 def how(x: torch.Tensor) -> dict[str, int | bool]:
     """Settings of kernels that copy rows."""
-    return {"COLUMNS": COLUMNS, "PDL": x.is_cuda, "launch_pdl": x.is_cuda}
+    return {"COLUMNS": COLUMNS, **pdl(x)}

@@ -89,10 +89,10 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
-        works = f"the weights are {_name(shared.dtype)} on {shared.device}; ask for the same"
-        raise refuse("weights_of", f"{_name(dtype)} on {device}", works)
+        works = f"the weights are {type_name(shared.dtype)} on {shared.device}; ask for the same"
+        raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
-    say(f"model: {target.name} ({target.origin}), {_name(dtype)} on {device}{sharing}; {target.config.rope}")
+    say(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
     draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
     if draft.drafted is not None:
         asked = config.speculation
@@ -244,8 +244,8 @@ def _assemble(
     )
     caps = {
         "device": str(device),
-        "dtype": _name(dtype),
-        "kv_dtype": _name(cache.dtype),
+        "dtype": type_name(dtype),
+        "kv_dtype": type_name(cache.dtype),
         "attention_backend": cache.attention.name,
         "max_running": config.max_running,
         "max_model_len": plan.max_model_len,
@@ -338,7 +338,7 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
 
 
-def _name(dtype: torch.dtype) -> str:
+def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -353,13 +353,13 @@ def find_dtype(name: str, stored: str | None, device: torch.device) -> torch.dty
 def _float8_said(model: Decoder) -> str:
     """What became of float8 weights at load."""
     if not keeps_float8(model.device):
-        return f"float8 weights: made {_name(model.dtype)}, as this device has no product with them"
+        return f"float8 weights: made {type_name(model.dtype)}, as this device has no product with them"
     if not model.widened:
         return "float8 weights: kept"
     first = min(model.widened)
     return (
-        f"float8 weights: kept, but {len(model.widened)} that are {_name(model.dtype)} now, as the matrices that they "
-        f"go into cut their blocks of scales: {first} and others alike"
+        f"float8 weights: kept, but {len(model.widened)} that are {type_name(model.dtype)} now, as the matrices that "
+        f"they go into cut their blocks of scales: {first} and others alike"
     )
 
 

@@ -189,18 +189,18 @@ class ModelConfig:
         family = _family(config)
         if config.get("hidden_act", "silu") != "silu":
             raise refuse("hidden_act", config["hidden_act"], f"the {family} layers here use 'silu'")
-        layers, heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
+        layers, heads = count_of(config, "num_hidden_layers"), count_of(config, "num_attention_heads")
         _refuse_sliding_window(config, layers)
-        hidden = _count(config, "hidden_size")
-        kv_heads = _count(config, "num_key_value_heads", heads)
+        hidden = count_of(config, "hidden_size")
+        kv_heads = count_of(config, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise refuse("num_key_value_heads", kv_heads, f"it must divide num_attention_heads={heads}")
         if config.get("head_dim") is None and family != "qwen3" and hidden % heads:
             raise refuse("num_attention_heads", heads, f"it must divide hidden_size={hidden}")
-        head_dim = _count(config, "head_dim", 128 if family == "qwen3" else hidden // heads)
+        head_dim = count_of(config, "head_dim", 128 if family == "qwen3" else hidden // heads)
         if head_dim % 2:
             raise refuse("head_dim", head_dim, "rope pairs channels; it must be even")
-        max_position = _count(config, "max_position_embeddings")
+        max_position = count_of(config, "max_position_embeddings")
         rope = _rope(config, head_dim, max_position)
         if rope.kind == "yarn" and rope.original_max_position is not None:
             # Qwen's advice is to add the scaling and leave max_position_embeddings at the unscaled length.
@@ -208,9 +208,9 @@ class ModelConfig:
         attention_bias = family != "qwen2" and _flag(config, "attention_bias")
         return cls(
             family=family,
-            vocab_size=_count(config, "vocab_size"),
+            vocab_size=count_of(config, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_count(config, "intermediate_size"),
+            intermediate_size=count_of(config, "intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -409,7 +409,7 @@ def _rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
     rope = {"theta": theta, "rotary_dim": head_dim, "kind": kind, "source": source, "factor": factor}
     if kind == "linear":
         return Rope(**rope)
-    rope["original_max_position"] = _count({**values, key: original}, key)
+    rope["original_max_position"] = count_of({**values, key: original}, key)
     if kind == "llama3":
         low = _positive(values, "low_freq_factor", "rope")
         high = _positive(values, "high_freq_factor", "rope")
@@ -455,6 +455,16 @@ def table_of(config: dict[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
+def attending(kinds: list[str], layers: int, known: tuple[str, str], family: str) -> tuple[bool, ...]:
+    """Which of `layer_types` are attention; known: the other kind and that one; family: who has them, for a refusal."""
+    if len(kinds) != layers:
+        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
+    for kind in kinds:
+        if kind not in known:
+            raise refuse("layer_types", kind, f"{family} {known[0]!r} and {known[1]!r} layers")
+    return tuple(kind == known[1] for kind in kinds)
+
+
 def token_ids(config: dict[str, Any], key: str) -> tuple[int, ...]:
     """Token ids under `key`, which may be missing, null, one number or a list; duplicates are dropped."""
     found = config.get(key)
@@ -465,7 +475,8 @@ def token_ids(config: dict[str, Any], key: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
+def count_of(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """The positive whole number under `key`; default: where it is missing or null."""
     value = config.get(key)
     if value is None and default is not None:
         return default

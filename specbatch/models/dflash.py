@@ -18,7 +18,7 @@ from specbatch.context import Mask
 from specbatch.errors import refuse
 from specbatch.kernels.context_kv import ContextHeads
 from specbatch.kernels.linear import Linear, Norm
-from specbatch.models.config import ModelConfig, table_of
+from specbatch.models.config import ModelConfig, count_of, table_of
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention
 
@@ -71,12 +71,12 @@ class DFlashConfig(ModelConfig):
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a DFlash draft are 'qwen3'")
         own = config | {key: value for key, value in table_of(config, "dflash_config").items() if value is not None}
-        depth = None if own.get("num_target_layers") is None else _number(own, "num_target_layers")
+        depth = None if own.get("num_target_layers") is None else count_of(own, "num_target_layers")
         layers = own.get("target_layer_ids")
         if layers is None:
             if depth is None:
                 raise refuse("target_layer_ids", None, "the config must give it, or num_target_layers")
-            layers = published_layers(depth, _number(own, "num_hidden_layers"))
+            layers = published_layers(depth, count_of(own, "num_hidden_layers"))
         return cls._of(config, own, layers, depth, own.get("is_causal"))
 
     @classmethod
@@ -87,8 +87,8 @@ class DFlashConfig(ModelConfig):
             raise refuse("speculators_model_type", config["speculators_model_type"], "a DFlash draft says 'dflash'")
         given = table_of(config, "transformer_layer_config")
         inner = _class_defaults(given.get("model_type", "qwen3")) | given
-        known, total = config.get("draft_vocab_size"), _number(inner, "vocab_size")
-        if known is not None and not 1 <= _number(config, "draft_vocab_size") <= total:
+        known, total = config.get("draft_vocab_size"), count_of(inner, "vocab_size")
+        if known is not None and not 1 <= count_of(config, "draft_vocab_size") <= total:
             raise refuse("draft_vocab_size", known, f"the target's vocabulary has {total}")
         if config.get("target_hidden_size") not in (None, inner.get("hidden_size")):
             works = f"it must be the draft's hidden_size={inner.get('hidden_size')}"
@@ -116,7 +116,7 @@ class DFlashConfig(ModelConfig):
             raise refuse("target_layer_ids", layers, "list layers of the target, counted from 0")
         if len(set(layers)) < len(layers):
             raise refuse("target_layer_ids", layers, "each layer may be there once")
-        block = _number(own, "block_size")
+        block = count_of(own, "block_size")
         if not 2 <= block <= 64:
             raise refuse("block_size", block, "use 2 to 64 (a verify has at most 64 rows)")
         mask = own.get("mask_token_id")
@@ -317,10 +317,3 @@ def _class_defaults(model_type: str) -> dict[str, Any]:
     defaults = AutoConfig.for_model(model_type).to_dict()
     # Layer types depend on the number of layers; architectures are not the draft's.
     return {key: value for key, value in defaults.items() if not key.startswith("rope") and key != "layer_types"}
-
-
-def _number(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise refuse(key, value, "the config must give a positive whole number")
-    return value

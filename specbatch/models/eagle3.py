@@ -14,7 +14,7 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.kernels.norm import rms_norm
-from specbatch.models.config import ModelConfig, table_of
+from specbatch.models.config import ModelConfig, count_of, table_of
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import (
     EMBEDDING,
@@ -75,8 +75,8 @@ class Eagle3Config:
         aux, source = _aux_layers(config, nested)
         return cls(
             layer=layer,
-            target_hidden=_size("target_hidden_size", config.get("target_hidden_size"), layer.hidden_size),
-            draft_vocabulary=_size("draft_vocab_size", config.get("draft_vocab_size"), layer.vocab_size),
+            target_hidden=count_of(config, "target_hidden_size", layer.hidden_size),
+            draft_vocabulary=count_of(config, "draft_vocab_size", layer.vocab_size),
             aux=aux,
             aux_source=source,
             **switches,
@@ -107,14 +107,6 @@ def _switch(key: str, value: object) -> bool:
     if value is not None and not isinstance(value, bool):
         raise refuse(key, value, "the config must say true or false")
     return bool(value)
-
-
-def _size(key: str, value: object, default: int) -> int:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise refuse(key, value, "the config must give a positive whole number")
-    return value
 
 
 def _refuse_switches(config: dict[str, Any], nested: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Norm
 from specbatch.memory.recurrent import StateShape
-from specbatch.models.config import Ends, ModelConfig, Rope
+from specbatch.models.config import Ends, ModelConfig, Rope, attending
 from specbatch.models.layers import Attention, Layer, Mixer, Reader, SwiGlu, Tables
 from specbatch.models.moe import Shapes
 from specbatch.models.recurrent import ShortConv, window_shapes
@@ -144,12 +144,7 @@ def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
     kinds = config.get("layer_types")
     if kinds is None:
         return tuple(layer in (config.get("full_attn_idxs") or ()) for layer in range(layers))
-    if len(kinds) != layers:
-        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
-    for kind in kinds:
-        if kind not in ("conv", "full_attention"):
-            raise refuse("layer_types", kind, "the family has 'conv' and 'full_attention' layers")
-    return tuple(kind == "full_attention" for kind in kinds)
+    return attending(kinds, layers, ("conv", "full_attention"), "the family has")
 
 
 def _width(config: dict[str, Any]) -> int | None:

@@ -17,7 +17,7 @@ from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.mamba2 import SsdHeads
 from specbatch.kernels.routing import Routing
 from specbatch.memory.recurrent import StateShape
-from specbatch.models.config import Ends, ModelConfig, Rope
+from specbatch.models.config import Ends, ModelConfig, Rope, count_of
 from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables
 from specbatch.models.moe import MoeMlp, Shapes, with_shared
 from specbatch.models.recurrent import Mamba2
@@ -102,11 +102,11 @@ class NemotronHConfig(ModelConfig):
             **vars(plain) | {"rope": Rope(theta=1.0, rotary_dim=0, source="the family")},
             pattern=pattern,
             mamba=SsdSizes(
-                count=_size(config, "mamba_num_heads"),
-                dim=_size(config, "mamba_head_dim"),
-                groups=_size(config, "n_groups"),
-                state=_size(config, "ssm_state_size"),
-                taps=_size(config, "conv_kernel"),
+                count=count_of(config, "mamba_num_heads"),
+                dim=count_of(config, "mamba_head_dim"),
+                groups=count_of(config, "n_groups"),
+                state=count_of(config, "ssm_state_size"),
+                taps=count_of(config, "conv_kernel"),
                 bias=bool(config.get("use_conv_bias", True)),
             ),
             mixture=_mixture(config) if MOE in pattern else None,
@@ -285,12 +285,12 @@ def _pattern(config: dict[str, Any]) -> str:
 
 
 def _mixture(config: dict[str, Any]) -> Relu2Mixture:
-    inner, shares = _size(config, "moe_intermediate_size"), config.get("n_shared_experts", 1)
+    inner, shares = count_of(config, "moe_intermediate_size"), config.get("n_shared_experts", 1)
     if shares != 1:
         raise refuse("n_shared_experts", shares, "one shared expert is run")
     return Relu2Mixture(
-        experts=_size(config, "n_routed_experts"),
-        top_k=_size(config, "num_experts_per_tok"),
+        experts=count_of(config, "n_routed_experts"),
+        top_k=count_of(config, "num_experts_per_tok"),
         inner=inner,
         shared=config.get("moe_shared_expert_intermediate_size") or inner,
         normalise=bool(config.get("norm_topk_prob", True)),
@@ -298,13 +298,6 @@ def _mixture(config: dict[str, Any]) -> Relu2Mixture:
         groups=config.get("n_group") or 1,
         top_groups=config.get("topk_group") or 1,
     )
-
-
-def _size(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise refuse(key, value, "the config must give a positive whole number")
-    return value
 
 
 def _number(value: Any) -> float:

@@ -19,7 +19,7 @@ from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.scaled_linear import SideBySide, linear
 from specbatch.kernels.weight import SIDE, Weight, below
 from specbatch.memory.recurrent import StateShape
-from specbatch.models.config import Ends, ModelConfig
+from specbatch.models.config import Ends, ModelConfig, attending, count_of
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
 from specbatch.models.recurrent import GatedDelta
@@ -100,11 +100,11 @@ class Qwen3NextConfig(ModelConfig):
             **vars(plain) | {"rope": replace(plain.rope, rotary_dim=turning)},
             attends=_attends(inner, layers),
             delta=DeltaSizes(
-                keys=_number(inner, "linear_num_key_heads"),
-                values=_number(inner, "linear_num_value_heads"),
-                key_dim=_number(inner, "linear_key_head_dim"),
-                value_dim=_number(inner, "linear_value_head_dim"),
-                taps=_number(inner, "linear_conv_kernel_dim"),
+                keys=count_of(inner, "linear_num_key_heads"),
+                values=count_of(inner, "linear_num_value_heads"),
+                key_dim=count_of(inner, "linear_key_head_dim"),
+                value_dim=count_of(inner, "linear_value_head_dim"),
+                taps=count_of(inner, "linear_conv_kernel_dim"),
                 grouped=kind == "qwen3_next",
             ),
             mixture=mixture_of(inner, normalise=normalise) if moe else None,
@@ -312,16 +312,4 @@ def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
     if kinds is None:
         every = config.get("full_attention_interval", _INTERVAL)
         return tuple((layer + 1) % every == 0 for layer in range(layers))
-    if len(kinds) != layers:
-        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
-    for kind in kinds:
-        if kind not in ("linear_attention", "full_attention"):
-            raise refuse("layer_types", kind, "these families have 'linear_attention' and 'full_attention' layers")
-    return tuple(kind == "full_attention" for kind in kinds)
-
-
-def _number(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise refuse(key, value, "the config must give a positive whole number")
-    return value
+    return attending(kinds, layers, ("linear_attention", "full_attention"), "these families have")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbatch import weights
-from specbatch.build import find_device, find_dtype
+from specbatch.build import find_device, find_dtype, type_name
 from specbatch.config import EngineConfig
 from specbatch.errors import at_least, refuse
 from specbatch.metrics import hardware, versions, write_atomic
@@ -94,7 +94,7 @@ def train_draft(
         target = Target(checkpoint, dtype, device, recipe.max_len)
         head = make_head(recipe, target, kept, checkpoint.tokenizer().vocab_size)
         count = sum(parameter.numel() for parameter in head.parameters())
-        log(f"head: {recipe.algorithm}, {count / 1e6:.1f} M parameters, for {checkpoint.name} in {_name(dtype)}")
+        log(f"head: {recipe.algorithm}, {count / 1e6:.1f} M parameters, for {checkpoint.name} in {type_name(dtype)}")
         history = train(head, target, kept, held_out, recipe, log=log, report=report)
         if beside is None:
             files.write_head(folder, head, dtype)
@@ -175,7 +175,3 @@ def _record(
         "hardware": hardware(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
