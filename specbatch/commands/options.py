@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
 from typer import Option
@@ -260,15 +260,17 @@ class EngineOptions:
             value for value in (self.max_running, concurrency, EngineConfig.max_running) if value is not None
         )
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
-        graphs = Graphs(decode=self.decode_graph or decode_graph_on(self.device), prefill=self.prefill_graph)
-        return EngineConfig(**settings, speculation=self.speculation(), graphs=graphs)
+        graphs = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph)
+        config = EngineConfig(**settings, speculation=self.speculation(), graphs=graphs)
+        return config if self.decode_graph else with_graphs(config)
 
 
-def decode_graph_on(device: str) -> str:
-    """What a device can: nobody wants to time the host by accident."""
+def with_graphs(config: EngineConfig) -> EngineConfig:
+    """Iterations from graphs where the device can: nobody wants to time the host by accident."""
     from specbatch.build import find_device
 
-    return "whole" if find_device(device).type == "cuda" else "off"
+    decode = "whole" if find_device(config.device).type == "cuda" else "off"
+    return replace(config, graphs=replace(config.graphs, decode=decode))
 
 
 def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specbatch.commands.options import _OF_DRAFTS, EngineOptions
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 
 
 def test_defaults_are_the_engines_own():
-    assert EngineOptions().config() == EngineConfig()
+    assert EngineOptions(device="cpu").config() == EngineConfig(device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,11 @@ def test_a_measuring_command_has_no_prefix_cache_unless_asked(asked, expected):
 def test_zero_is_a_value_and_not_a_default():
     with pytest.raises(SpecbatchError, match="max_running=0"):
         EngineOptions(max_running=0).config(concurrency=4)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "gets"), [("cuda", None, "whole"), ("cuda", "off", "off"), ("cpu", None, "off")]
+)
+def test_iterations_are_recorded_where_a_device_can(monkeypatch, device, asked, gets):
+    monkeypatch.setattr("specbatch.build.find_device", torch.device)
+    assert EngineOptions(device=device, decode_graph=asked, prefill_graph="off").config().graphs == Graphs(gets, "off")

@@ -9,7 +9,7 @@ import torch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("name", ["accept", "attention", "gemm", "prefill"])
+@pytest.mark.parametrize("name", ["accept", "attention", "experts", "gemm", "prefill", "state"])
 def test_without_a_device_they_end_with_a_line(name, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [name])
     with pytest.raises(SystemExit) as ended:
