@@ -1,4 +1,8 @@
-"""Triton kernels of the gated delta rule over prompts; see `gated_delta_triton`."""
+"""Triton kernels of the gated delta rule over prompts; see `gated_delta_triton`.
+
+Factors of products have the type of the inputs, sums are float32, and so is the state from chunk to chunk; only the
+inverse of a chunk's matrix takes tf32. With float16 inputs no number of a state may exceed 65504.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,7 @@ def delta_prefill(
     """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""
     total, exact = len(qkv), qkv.dtype == torch.float32
     chunk = chunk or (16 if exact else CHUNK)  # exact products take many registers
-    # No entry of either matrix is above 1, and float16 rounds as tf32 does.
-    inverse, scores = (
-        torch.empty(total, heads.values, chunk, dtype=torch.float32 if exact else torch.float16, device=qkv.device)
-        for _ in range(2)
-    )
+    inverse, scores = (qkv.new_empty(total, heads.values, chunk) for _ in range(2))
     sums = torch.empty(total, heads.values, dtype=torch.float32, device=qkv.device)
     o = qkv.new_empty(total, heads.values, heads.value_dim)
     tiles, sizes = spans.tiles(chunk), sizes_of(heads, qkv)
@@ -67,8 +67,8 @@ def _chunks(
     column = tl.arange(0, BLOCK_K)
     mask = live[:, None] & (column < K)[None, :]
     heads = qkv + token[:, None] * qkv_stride + key * K + column[None, :]
-    q = unit(heads, mask) * (K**-0.5)
-    k = unit(heads + KEYS * K, mask)
+    q = (unit(heads, mask) * (K**-0.5)).to(qkv.dtype.element_ty)
+    k = unit(heads + KEYS * K, mask).to(qkv.dtype.element_ty)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head, live, 0.0).to(tl.float32))
     total = tl.cumsum(
         decay_of(a + token * a_stride + head, a_log + head + step * 0, dt_bias + head + step * 0, live), 0
@@ -92,6 +92,7 @@ def _walk(
 ):  # fmt: skip
     """Some columns of one head's state from chunk to chunk of a span, and the outputs on the way."""
     head, span = tl.program_id(1), tl.program_id(2)
+    kind: tl.constexpr = qkv.dtype.element_ty  # of the factors of products
     key = head // (VALUES // KEYS)
     start = tl.load(table + span)
     count = (tl.load(table + table_stride + span) - start).to(tl.int32)
@@ -113,18 +114,20 @@ def _walk(
         token = offset + first + step
         mask = live[:, None] & in_v
         heads = qkv + token[:, None] * qkv_stride
-        q = unit(heads + key * K + k_column[None, :], live[:, None] & in_k) * (K**-0.5)
+        q = (unit(heads + key * K + k_column[None, :], live[:, None] & in_k) * (K**-0.5)).to(kind)
         k = unit(heads + (KEYS + key) * K + k_column[None, :], live[:, None] & in_k)
         v = tl.load(heads + 2 * KEYS * K + head * V + v_column[None, :], mask, 0.0).to(tl.float32)
         matrix = (token[:, None] * VALUES + head) * CHUNK + step[None, :]
-        solved = tl.load(inverse + matrix, live[:, None], 0.0).to(tl.float32)
-        score = tl.load(scores + matrix, live[:, None], 0.0).to(tl.float32)
+        solved = tl.load(inverse + matrix, live[:, None], 0.0)
+        score = tl.load(scores + matrix, live[:, None], 0.0)
         total = tl.load(sums + token * VALUES + head, live, 0.0)
         whole = tl.load(sums + (offset + tl.minimum(first + CHUNK, count) - 1) * VALUES + head)
         fade = tl.exp(total)[:, None]
-        u = tl.dot(solved, v - fade * tl.dot(k, s, input_precision=PRECISION), input_precision=PRECISION)
-        out = tl.dot(score, u, fade * tl.dot(q, s, input_precision=PRECISION), input_precision=PRECISION)
+        narrow = s.to(kind)
+        rest = v - fade * tl.dot(k.to(kind), narrow, input_precision=PRECISION)
+        u = tl.dot(solved, rest.to(kind), input_precision=PRECISION).to(kind)
+        out = tl.dot(score, u, fade * tl.dot(q, narrow, input_precision=PRECISION), input_precision=PRECISION)
         tl.store(o + (token[:, None] * VALUES + head) * V + v_column[None, :], out.to(o.dtype.element_ty), mask)
         k *= tl.exp(tl.where(live, whole - total, 0.0))[:, None]
-        s = tl.dot(tl.trans(k), u, s * tl.exp(whole), input_precision=PRECISION)
+        s = tl.dot(tl.trans(k.to(kind)), u, s * tl.exp(whole), input_precision=PRECISION)
     tl.store(cells, s.to(state.dtype.element_ty), in_state)
