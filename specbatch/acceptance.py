@@ -48,8 +48,9 @@ class Acceptance:
     verifies: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
 
-    def count(self, *, context: int, room: int, kept: int, drafted: int, accepted: int) -> None:
-        """Book a verify behind `context` tokens that might leave `room` tokens and left `kept`."""
+    def count(self, *, context: int, room: int, kept: int, drafted: int, accepted: int) -> tuple[int, int]:
+        """Book a verify behind `context` tokens that might leave `room` tokens and left `kept`. Returns how many of its
+        drafts count, and how many of these were right."""
         # Of drafts cut off behind a stop or the limit nobody can say whether they were right.
         known = min(drafted, room if kept > accepted else kept)
         right = min(accepted, known)
@@ -60,6 +61,7 @@ class Acceptance:
         bucket = context.bit_length() - 1
         _add(self.verifies, bucket)
         _add(self.emitted, bucket, kept)
+        return known, right
 
     def __iadd__(self, other: Acceptance) -> Acceptance:
         for item in fields(self):
