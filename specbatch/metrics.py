@@ -4,7 +4,8 @@
   token (made by prefill), tokens trimmed past a stop and verifies that left nothing count in neither.
 * drafted: what a verify drafted (of a tree: all nodes), less the drafts cut off behind a stop or the length limit, of
   which nobody can say whether they were right. All that follows counts the same drafts.
-* accept rate: correct drafts / drafted. Of chains it is the mean of the shares reached, weighed by how often each was drafted.
+* accept rate: correct drafts / drafted. Of chains it is the mean of the shares reached, weighed by how often each draft
+  was drafted.
 * draft j (the first is 1) of a verify is reached where it and all before it are accepted, and tried where all before it
   are. Share reached: of the verifies that drafted it; share accepted where tried: of those that tried it, so that the
   shares reached of equally long drafts are products of these. first_draft_accept_rate is draft 1's, where both are the
