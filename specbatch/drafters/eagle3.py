@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from specbatch.drafters.base import DraftPlan
+from specbatch.drafters.conventions import compare_layers
 from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import expect, fit, parameters, usual_head
 from specbatch.errors import of_draft, refuse
@@ -48,7 +50,10 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     def build(model: Decoder, loader: Loader) -> FeatureChain:
         read = Reader(layer, files.tensor, model.dtype, model.device, of_draft=True)
         head = Eagle3(layer, described, len(aux), read, files.shapes, model, loader.max_positions, d2t)
-        return feature_chain(head, loader, config, target.config.vocab_size)
+        drafter = feature_chain(head, loader, config, target.config.vocab_size)
+        if config.load_format != "dummy":
+            drafter.second_look = partial(compare_layers, model, head)
+        return drafter
 
     behind = tuple(boundary - 1 for boundary in aux)
     return head_plan(build, layer, parameters(files.shapes), config, behind)

@@ -22,11 +22,11 @@ from specbatch.models.draft_head import (
     LAYER,
     Joined,
     LlamaHead,
-    Reader,
     Shapes,
     layer_config,
     layer_shapes,
 )
+from specbatch.models.layers import Reader
 
 # What switches of a config's eagle_config mean that all heads do as the equations say.
 _USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")

@@ -166,7 +166,7 @@ def _identity(target: Checkpoint) -> Header:
     for name in sorted(name for name, layer in layers.items() if layer == last):
         tensor = target.tensor(name).cpu().contiguous()
         digest.update(f"{name}{list(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return {
         "model": target.name,
         "origin": target.origin,
