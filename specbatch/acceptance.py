@@ -5,10 +5,15 @@ What the shares mean is said in `specbatch.metrics`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specbatch.request import Completion
+
+    Look = Callable[[Sequence[Completion]], str]
 
 LOW = 0.2  # of the first drafts accepted
 ENOUGH = 200  # verifies with a draft, before anything is said of it
@@ -48,8 +53,9 @@ class Acceptance:
     verifies: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
 
-    def count(self, *, context: int, room: int, kept: int, drafted: int, accepted: int) -> None:
-        """Book a verify behind `context` tokens that might leave `room` tokens and left `kept`."""
+    def count(self, *, context: int, room: int, kept: int, drafted: int, accepted: int) -> tuple[int, int]:
+        """Book a verify behind `context` tokens that might leave `room` tokens and left `kept`. Returns how many of its
+        drafts count, and how many of these were right."""
         # Of drafts cut off behind a stop or the limit nobody can say whether they were right.
         known = min(drafted, room if kept > accepted else kept)
         right = min(accepted, known)
@@ -60,6 +66,7 @@ class Acceptance:
         bucket = context.bit_length() - 1
         _add(self.verifies, bucket)
         _add(self.emitted, bucket, kept)
+        return known, right
 
     def __iadd__(self, other: Acceptance) -> Acceptance:
         for item in fields(self):
@@ -147,12 +154,15 @@ def suspects(algorithm: str, load_format: str) -> str:
 
 
 class Watch:
-    """Says once that the first draft is hardly ever accepted, as soon as that is clear."""
+    """Says once that the first draft is hardly ever accepted, as soon as that is clear, and behind the run what a
+    second look at its requests shows."""
 
-    def __init__(self, causes: str, say: Callable[[str], None]) -> None:
-        """causes: what it likely comes from, with this way of drafting."""
+    def __init__(self, causes: str, say: Callable[[str], None], look: Look | None = None) -> None:
+        """causes: what it likely comes from, with this way of drafting; look: see `Drafter`."""
         self._causes = causes
-        self._say: Callable[[str], None] | None = say
+        self._say = say
+        self._look = look
+        self._said = False
         self._drafted = self._accepted = 0
 
     def see(self, counts: Acceptance) -> None:
@@ -160,8 +170,14 @@ class Watch:
         drafted, accepted = counts.first
         self._drafted += drafted
         self._accepted += accepted
-        if self._say is None or self._drafted < ENOUGH or self._accepted >= LOW * self._drafted:
+        if self._said or self._drafted < ENOUGH or self._accepted >= LOW * self._drafted:
             return
         share = f"{self._accepted / self._drafted:.1%} of {self._drafted}"
         self._say(f"low acceptance: of the first drafts {share} were accepted\n  likely causes: {self._causes}")
-        self._say = None
+        self._said = True
+
+    def end(self, ended: Sequence[Completion]) -> None:
+        """Behind a run, with nothing in flight."""
+        if self._said and self._look is not None:
+            look, self._look = self._look, None
+            self._say(f"  {look(ended)}")

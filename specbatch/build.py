@@ -16,7 +16,7 @@ from specbatch.batch import DeviceBatch
 from specbatch.config import EngineConfig
 from specbatch.draft_length import DraftLength, announced
 from specbatch.drafters import ALGORITHMS
-from specbatch.drafters.base import DraftPlan
+from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.errors import refuse
 from specbatch.forward import PromptWork, static_bytes
 from specbatch.graphs import Program, Recorder, Recordings, batch_buckets, graph_bytes, token_buckets
@@ -56,6 +56,7 @@ class Parts:
     caps: dict[str, Any]
     scheduler: Scheduler
     runner: Runner
+    drafter: Drafter
     forwards: dict[str, PromptWork]
 
 
@@ -294,6 +295,7 @@ def _assemble(
         caps=caps,
         scheduler=scheduler,
         runner=runner,
+        drafter=drafter,
         forwards=loader.forwards,
     )
 

@@ -183,7 +183,7 @@ def generate(
         say(f"continuing: {len(job.finished)} of {len(job.prompts)} are finished")
     with open_engine(config) as running, progress("generate") as report:
         rows = job.run(running, concurrency=concurrency, report=report)
-        record = running.record(concurrency=concurrency, workload={"command": "generate", **job.header})
+        record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
     beside = output.with_name(f"{output.name}.record.json")
     write_atomic(beside, record.summary())
     result = {"output": str(output), "rows": len(rows), "record": str(beside), "metrics": record.metrics}

@@ -86,7 +86,8 @@ class Engine:
         self._trusted = True
         speculation = config.speculation
         judged = speculation.drafted and speculation.simulate_accept_length is None
-        self._watch = Watch(suspects(speculation.algorithm, config.load_format), log) if judged else None
+        causes = suspects(speculation.algorithm, config.load_format)
+        self._watch = Watch(causes, log, parts.drafter.second_look) if judged else None
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
 
@@ -170,6 +171,9 @@ class Engine:
                 self._require("busy")
             while self._step():  # what v2 still has in flight: void rows of requests that have ended
                 pass
+            if self._watch is not None:
+                with on_device(self.device):
+                    self._watch.end([item for item in self._completions if item.finish_reason != "abort"])
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
             yield from self._take_events()  # what had ended by then is not lost
@@ -260,6 +264,7 @@ class Engine:
         self._drop_work()
         self._state = "closed"
         self._runner.graphs = None  # they know the runner, which must go at once
+        self._watch = None  # it may know the model
         del self._runner, self._schedule, self._forwards, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -2,11 +2,14 @@
 
 * accept length: tokens emitted per verify, bonus included = sum of emitted / sum of verifies over the run. The first
   token (made by prefill), tokens trimmed past a stop and verifies that left nothing count in neither.
-* accept rate: correct drafts / drafted tokens.
+* drafted: what a verify drafted (of a tree: all nodes), less the drafts cut off behind a stop or the length limit, of
+  which nobody can say whether they were right. All that follows counts the same drafts.
+* accept rate: correct drafts / drafted. Of chains it is the mean of the shares reached, weighed by how often each draft
+  was drafted.
 * draft j (the first is 1) of a verify is reached where it and all before it are accepted, and tried where all before it
   are. Share reached: of the verifies that drafted it; share accepted where tried: of those that tried it, so that the
-  shares reached of equally long drafts are products of these. Drafts cut off behind a stop or the length limit count
-  as not drafted. first_draft_accept_rate is draft 1's, where both are the same.
+  shares reached of equally long drafts are products of these. first_draft_accept_rate is draft 1's, where both are the
+  same.
 * accept length by context: of the verifies behind 2^k to 2^(k+1) - 1 tokens (prompt and output, the root included).
 * TTFT: first token ready on the host - request submitted; queue: the part of it before the request was admitted. With
   arrivals by a clock, a request counts as submitted when it arrives, wherever it then waits.

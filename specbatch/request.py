@@ -233,13 +233,13 @@ class Request:
             metrics.emitted_histogram = [0] * (depth + 2)
         metrics.verify_steps += 1
         metrics.emitted += kept
-        metrics.drafted += drafted
-        metrics.accepted += min(accepted, kept)
         metrics.emitted_histogram[kept] += 1
         before = len(self.tokens) - kept
         room = self.prompt_len + self.params.max_new_tokens - before
         deep = min(drafted, depth)
-        metrics.acceptance.count(context=before, room=room, kept=kept, drafted=deep, accepted=accepted)
+        known, right = metrics.acceptance.count(context=before, room=room, kept=kept, drafted=deep, accepted=accepted)
+        metrics.drafted += drafted - (deep - known)
+        metrics.accepted += right
 
     def _hits_stop_string(self, token: int) -> bool:
         if self._text is None:

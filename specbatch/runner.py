@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 
 import torch
 
 from specbatch.batch import DeviceBatch, Needs
 from specbatch.context import Prefill, Span
-from specbatch.draft_length import DraftLength
+from specbatch.draft_length import DraftLength, rising
 from specbatch.drafters.base import Drafter, Step
 from specbatch.errors import SpecbatchError
 from specbatch.graphs import GraphCounters, Recorder, Result, WholeGraphs
@@ -184,8 +183,8 @@ class Runner:
     def time_lengths(self) -> dict[int, dict[int, float]]:
         """Seconds of an iteration by batch bucket and drafts, over rows for padding, for whoever chooses.
 
-        It is the shortest of what fits into ENOUGH_S, up to 5, behind one that warms up: what else a machine does only
-        adds to it. For the same reason fewer drafts do not take longer than more."""
+        It is the shortest of what fits into ENOUGH_S, up to 5, behind one that warms up, and no longer than that of
+        more requests or drafts (`rising`)."""
         lengths, device = self._lengths, self._batch.device
 
         def time_it(work: Callable[[], object]) -> float:
@@ -195,11 +194,14 @@ class Runner:
                 times.append(seconds_of(work, device))
             return min(times)
 
+        measured = {}
         for bucket in reversed(lengths.buckets):
             slots, bound = [0] * bucket, self.scheduler.rows + 1
             # From long to short, so that what prepares the drafter runs once, too.
-            times = [time_it(partial(self._launch, slots, Needs(), n, bound)) for n in reversed(lengths.lengths)]
-            lengths.times[bucket] = dict(zip(lengths.lengths, reversed(list(accumulate(times, min))), strict=True))
+            measured[bucket] = {
+                n: time_it(partial(self._launch, slots, Needs(), n, bound)) for n in reversed(lengths.lengths)
+            }
+        lengths.times = rising(measured)
         if self._rests:
             count = min(self._chunk, self._batch.width - 1)
             lengths.catch_up_s = time_it(partial(self._catch_up, [Span(0, 0, count)]))

@@ -8,9 +8,10 @@ from typing import Any
 
 from specbatch.config import Graphs
 from specbatch.metrics import RunRecord
-from specbatch.sweeps.summaries import drafts, graphs_of, simulated
+from specbatch.sweeps.summaries import drafts, graphs_of
 
 SECTIONS = ("machine", "decode", "closed", "ttft", "verify")
+BASELINE = "baseline"  # beside what drafts: plain decoding, schedule v2, prompts as fast as the device can
 MACHINE_NEEDS = "needs a CUDA device"
 LEAST_STEPS = 20  # with all requests, of which the time of a step is the mean
 Row = dict[str, Any]
@@ -96,11 +97,8 @@ def _step_ms(record: RunRecord) -> Any:
 
 
 def step_tokens(record: RunRecord) -> Any:
-    """Tokens that a step gives a request. A simulated accept length is the mean that was asked for: what a run draws
-    lies beside it by chance, and is cut at the limit."""
-    if not drafts(record):
-        return 1.0
-    return simulated(record) or record.metrics["accept_length"]
+    """Tokens that a step gives a request: the accept length that the run had, also where another was asked for."""
+    return record.metrics["accept_length"] if drafts(record) else 1.0
 
 
 def _speed(record: RunRecord) -> Any:
@@ -181,15 +179,15 @@ _DRAFTING = "those of --configs, by default what the device can; baseline is pla
 # The same where something drafts, beside plain decoding.
 DRAFTING: dict[str, Section] = {
     "decode": replace(
-        SHOWN["decode"], title="Iteration at full batch", base="baseline", configurations=_DRAFTING, ratio=_speed,
+        SHOWN["decode"], title="Iteration at full batch", base=BASELINE, configurations=_DRAFTING, ratio=_speed,
         columns=("decode_tok_s", "full_batch_steps", *_BY_KIND), beside=("step_ms", "decode_tok_s"),
     ),
     "closed": replace(
-        SHOWN["closed"], base="baseline", configurations=_DRAFTING,
+        SHOWN["closed"], base=BASELINE, configurations=_DRAFTING,
         columns=("mean_tpot_ms", "mean_ttft_ms", *_BY_KIND),
     ),
     "ttft": replace(
-        SHOWN["ttft"], base="baseline", configurations=_DRAFTING, columns=(*_PRODUCTS, *_BY_KIND[1:])
+        SHOWN["ttft"], base=BASELINE, configurations=_DRAFTING, columns=(*_PRODUCTS, *_BY_KIND[1:])
     ),
 }  # fmt: skip
 # What the notes say of a section that was run.
@@ -204,7 +202,8 @@ METHODS = {
     "full batch": "Steps: {input_len} prompt tokens, {output_len} new ones; the mean time of the iterations (draft, "
     "verify, accept, commit) that ran all requests, from one to the next. Each request accepts by itself, so that they "
     "end one by one; iterations of fewer count nowhere. tok/s: batch x accept length / step, of which is the ratio, "
-    "too; a simulated accept length is there the mean that was asked for. Decode replays are of whole iterations.",
+    "too; what the run accepted, also where a simulated accept length was asked for. Decode replays are of whole "
+    "iterations.",
     "floor": "Floor: the bytes of a step at the read bandwidth measured here.",
     "products": "Products: the model's matrix products alone (no draft's) by torch's linear on weights of their "
     "shapes, measured once.",

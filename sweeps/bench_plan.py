@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.pages import pages_for, reach_of
-from specbatch.sweeps.bench_columns import SECTIONS
+from specbatch.sweeps.bench_columns import BASELINE, SECTIONS
 
 VERIFY_ROWS = 16
 VERIFY = f"v2, {VERIFY_ROWS} rows"
 # Schedule, and whether prompts go through piecewise graphs.
 CONFIGS = {"v1": ("v1", "off"), "v2": ("v2", "off"), "v2+piecewise": ("v2", "piecewise")}
-BASELINE = "baseline"  # beside what drafts: plain decoding, schedule v2, prompts as fast as the device can
 TTFT_REQUESTS = 5
 TTFT_NEW_TOKENS = 8  # so that the step behind the first token is there to be waited for
 # The options that make the requests of a section long, the one with the prompt's tokens first.

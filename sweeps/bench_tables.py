@@ -20,6 +20,7 @@ from specbatch.draft_length import steps_text
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, break_even, write_atomic
 from specbatch.sweeps.bench_columns import (
+    BASELINE,
     COLUMNS,
     DERIVED,
     MEASURED,
@@ -195,6 +196,7 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
     from tabulate import tabulate
 
     columns = [column for column in section.columns if any(row[column] is not None for row in rows)]
+    compared = _has_base(section, rows)
     drafting = any(row["break_even"] is not None for row in rows)
     beside = [
         {
@@ -211,7 +213,7 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
             row["size"],
             row["configuration"],
             _with_spread(row, section.primary, COLUMNS[section.primary].decimals),
-            _with_spread(row, "ratio", 2),
+            *((_with_spread(row, "ratio", 2),) if compared else ()),
             *(number(row[column], COLUMNS[column].decimals) for column in columns),
             *((number(row["break_even"], 3), row["speculation"] or "-") if drafting else ()),
             *(figures.get(name, "-") for name in named),
@@ -219,11 +221,17 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
         for row, figures in zip(rows, beside, strict=True)
     ]
     titles = [COLUMNS[column].title for column in (section.primary, *columns)]
-    headers = [section.size, "configuration", titles[0], f"ratio to {section.base}", *titles[1:]]
+    ratio = [f"ratio to {section.base}"] if compared else []
+    headers = [section.size, "configuration", titles[0], *ratio, *titles[1:]]
     headers += ["break-even accept length", "speculation"] if drafting else []
     several = len(section.beside) > 1
     headers += [f"{peer}: {COLUMNS[column].title}" if several else peer for peer, column in named]
     return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _has_base(section: Section, rows: list[Row]) -> bool:
+    """Was the configuration run that the section's ratio is over?"""
+    return any(row["configuration"] == section.base for row in rows)
 
 
 def _heading(records: list[RunRecord], rows: list[Row]) -> str:
@@ -271,6 +279,12 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
             yield text.format(**first[name], tokens=" and ".join(map(str, first[name].get("new_tokens", ()))))
     if any(row["break_even"] is not None for row in rows):
         yield BREAK_EVEN
+    for name, section in shown(records).items():
+        own = [row for row in rows if row["section"] == name]
+        if own and not _has_base(section, own):
+            both = section.base == BASELINE and name != "ttft"
+            needs = "ratio and break-even need" if both else "the ratio needs"
+            yield f"NOT COMPARED: {section.title}: {needs} {section.base}, which --configs leaves out; add it there."
     for row in rows:
         if row["failed"]:
             yield f"FAILED: {_where(row)}: {row['failed']}"

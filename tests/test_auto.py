@@ -305,6 +305,17 @@ def test_the_length_is_each_batchs_own(
     assert times["8"] == pytest.approx({"0": 1.0, "1": 2.0, "2": 3.0, "4": 5.0, "5": 6.0})
 
 
+def test_times_at_start_do_not_fall_where_more_is_run(
+    toy_engine: Callable[..., Engine], clock: type[MadeUpClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that does something else while two requests, or one draft, are timed."""
+    monkeypatch.setattr(clock, "cost", lambda rows, drafts: 9.0 if rows == 2 or drafts == 1 else rows + drafts)
+    times = toy_engine(speculation=auto("same"), max_model_len=300).caps["draft_length_s"]
+    assert times["8"] == pytest.approx({"0": 8.0, "1": 9.0, "2": 10.0, "4": 12.0, "5": 13.0})
+    assert times["2"] == pytest.approx({"0": 4.0, "1": 6.0, "2": 6.0, "4": 8.0, "5": 9.0})
+    assert times["1"] == pytest.approx({"0": 1.0, "1": 3.0, "2": 3.0, "4": 5.0, "5": 6.0})
+
+
 @pytest.mark.usefixtures("clock")
 def test_what_is_drafted_without_what_came_before_teaches_nothing(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import pytest
 
-from specbatch.draft_length import DraftLength, steps_text
+from specbatch.draft_length import DraftLength, rising, steps_text
 from specbatch.draft_shape import lengths_of
 
 Times = Callable[[int], float]
@@ -88,6 +88,33 @@ def test_a_clock_that_is_not_that_of_the_start_decides_nothing(p: float, clock: 
         found = world.run(3000, [p] * 3, extra=lambda n: (clock - 1) * LARGE(n))
     best = max(world.fixed(n, [p] * 3, lambda n: (clock - 1) * LARGE(n)) for n in range(4))
     assert found > 0.98 * best
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.6, 0.8, 0.9])
+@pytest.mark.parametrize(("rows", "times"), [(1, SMALL), (8, lambda n: 5e-3 + 1.2e-3 * n), (128, LARGE)])
+def test_what_is_guessed_before_anything_was_drafted_costs_little(rows: int, times: Times, p: float) -> None:
+    """0.03 of the first 400 steps; guessing 0.3 it would be half for some."""
+    worlds = [World(rows, 15, times, seed) for seed in range(4)]
+    best = max(worlds[0].fixed(length, [p] * 15) for length in lengths_of(15))
+    assert sum(world.run(400, [p] * 15) for world in worlds) / len(worlds) > 0.96 * best
+
+
+def test_times_at_start_rise_with_batch_and_length() -> None:
+    """Noise that is added to some is taken off by those above; times that rise already stay."""
+    true = {rows: {n: 1.0 + n * (1 + rows / 8) for n in (0, 1, 2, 4)} for rows in (1, 4, 32)}
+    assert rising(true) == true
+    assert [list(row) for row in rising(true).values()] == [[0, 1, 2, 4]] * 3
+    randomness = random.Random(3)
+    noisy = {rows: {n: t + randomness.choice((0, 0, 30.0)) for n, t in row.items()} for rows, row in true.items()}
+    noisy[32][4] = true[32][4]  # above which there is nothing
+    found = rising(noisy)
+    assert noisy != true
+    for rows, row in found.items():
+        for n, seconds in row.items():
+            assert true[rows][n] <= seconds <= noisy[rows][n]
+            assert all(
+                seconds <= found[more][longer] for more in true for longer in row if more >= rows and longer >= n
+            )
 
 
 @pytest.mark.parametrize(("p", "wanted"), [(0.05, 0), (0.98, 15)])

@@ -251,7 +251,7 @@ def test_a_verify_counts_what_it_left() -> None:
     for tokens, accepted in (([2, 2, 2], 2), ([2], 0), ([2, 2, 2, 2], 3)):  # the last is trimmed to two
         request.count_verify(request.append(tokens, 2.0), drafted=4, accepted=accepted, depth=4)
     found = request.completion(3.0).metrics
-    assert (found.verify_steps, found.emitted, found.drafted, found.accepted) == (3, 6, 12, 4)
+    assert (found.verify_steps, found.emitted, found.drafted, found.accepted) == (3, 6, 9, 4)
     assert found.emitted_histogram == [0, 1, 1, 1, 0, 0]
     assert found.accept_length == 2.0
     assert found.emitted == found.output_tokens - 1
@@ -287,6 +287,16 @@ def test_of_drafts_behind_a_stop_nobody_says_whether_they_were_right() -> None:
     found = request.completion(3.0).metrics
     assert found.acceptance.as_counters()["drafted"] == [1, 1]
     assert found.acceptance.as_counters()["accepted"] == [1, 1]
+    assert (found.drafted, found.accepted) == (2, 2)
+
+
+def test_of_a_tree_the_levels_cut_off_count_as_not_drafted() -> None:
+    request = make()
+    request.append([2], 1.0)
+    request.count_verify(request.append([2, EOS, 2], 2.0), drafted=12, accepted=2, depth=3)
+    found = request.completion(3.0).metrics
+    assert (found.drafted, found.accepted) == (11, 2)
+    assert found.acceptance.as_counters()["drafted"] == [1, 1]
 
 
 def test_a_completions_row_holds_the_numbers_and_not_the_tokens() -> None:

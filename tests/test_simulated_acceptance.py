@@ -70,7 +70,9 @@ def test_a_tree_accepts_as_told(toy: Any, toy_engine: Callable[..., Engine], sch
     tree = replace(SELF, draft_steps=5, draft_topk=3)
     tokens, metrics = run(toy_engine, toy, 3.3, schedule, 0.0, tree)
     assert metrics["accept_length"] == pytest.approx(3.3, rel=0.02)
-    assert metrics["drafted_tokens"] == 7 * metrics["verify_steps"]
+    # Of each request's last two trees up to 5 levels each are cut off at the limit.
+    most = 7 * metrics["verify_steps"]
+    assert most - 2 * 5 * len(tokens) <= metrics["drafted_tokens"] < most
     assert all(len(item) == 440 for item in tokens)
 
 

@@ -33,8 +33,9 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
 
 
 @contextmanager
-def fresh_folder(asked: Path | None, command: str) -> Iterator[Path]:
-    """Create and yield `asked`, or a new `out/COMMAND-TIME`; a folder that holds something is refused.
+def fresh_folder(asked: Path | None, command: str, *, resumes: str | None = None) -> Iterator[Path]:
+    """Create and yield `asked`, or a new `out/COMMAND-TIME`; a folder that holds something is refused, but for a file
+    named `resumes`, which an interrupted run has left.
 
     What was created and is still empty when the command ends (it was refused later) is removed again.
     """
@@ -47,7 +48,7 @@ def fresh_folder(asked: Path | None, command: str) -> Iterator[Path]:
         raise _unwritable(folder, error) from error
     try:
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two runs must not mix their results
-        taken = any(folder.iterdir())
+        taken = any(path.name != resumes for path in folder.iterdir())
         TemporaryFile(dir=folder).close()  # an unwritable place is found now, not after the run
     except BlockingIOError:
         os.close(claim)

@@ -87,9 +87,11 @@ def train_draft(
     specbatch train-draft --algorithm dflash --answers head/answers.jsonl --out block
 
     Prompts like those that will be drafted for, in the same form, matter more than steps. The folder of mtp is the
-    model itself with its head; use it as --model. Ctrl-C keeps the head as it is.
+    model itself with its head; use it as --model. Ctrl-C keeps the head as it is, and before that the finished answers:
+    the same command with the same --out goes on from them.
     """
     from specbatch.request import SamplingParams
+    from specbatch.training.answers import ANSWERS
     from specbatch.training.recipe import Recipe
     from specbatch.training.run import Source
     from specbatch.training.run import train_draft as run
@@ -110,7 +112,7 @@ def train_draft(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     source = Source(data, answers, params, chat_template, limit)
     config = replace(engine, max_model_len=max_len).config()
-    with fresh_folder(output, "train-draft") as folder:
+    with fresh_folder(output, "train-draft", resumes=ANSWERS) as folder:
         record = run(config, source, recipe, folder, open_engine=open_engine, progress=progress, log=say)
     text = f"{_table(record['history']['measured'])}\n\nhead: {folder}"
     show(text, {**record, "output": str(folder)}, as_json=as_json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,11 +13,14 @@ from specbatch.context import Mask, Prefill, Verify
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.loader import Loader
+from specbatch.request import Completion
 from specbatch.verification import Proposal
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
     from specbatch.weights import Checkpoint, Log
+
+SecondLook = Callable[[Sequence[Completion]], str]
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,11 @@ class Drafter(Protocol):
     """Shapes are fixed and nothing is read on the host, so that an iteration can run ahead of its results.
 
     features: the target's, of B * N tokens after a verify; in prefill of all T if `DraftPlan.every` says so, else
-    of those that end a prompt.
+    of those that end a prompt. second_look: what to say behind a run in which hardly any first draft was accepted, from
+    requests that have ended, with nothing in flight; None: there is nothing to look at.
     """
+
+    second_look: SecondLook | None
 
     def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
         """Take in prompt positions (tokens in batch.tokens[shape.rows, shape.positions])."""
@@ -109,6 +115,8 @@ class DraftPlan:
 
 class NoDraft:
     """The baseline: a verify of the root alone."""
+
+    second_look: SecondLook | None = None
 
     def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
         pass

@@ -10,7 +10,7 @@ from specbatch import weights
 from specbatch.batch import DeviceBatch
 from specbatch.context import Prefill, chain
 from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
-from specbatch.errors import refuse
+from specbatch.errors import of_draft, refuse
 from specbatch.kernels.choice import likeliest
 from specbatch.kernels.context_kv import write_context, write_verified
 from specbatch.kernels.sampling import DRAFT
@@ -126,7 +126,9 @@ def _open(target: Checkpoint, config: EngineConfig, log: Log) -> Checkpoint:
     asked, seed = config.speculation.draft, config.seed + 1
     assert asked is not None
     dummy = config.load_format == "dummy"
+    read = DFlashConfig.from_dict
     if dummy and asked == "dummy":
-        own = DFlashConfig.from_dict(published_shape(target.config))
+        own = read(published_shape(target.config))
         return DummyCheckpoint(own, name=f"a draft for {target.name}", seed=seed, tokenizer=None)
-    return weights.open_checkpoint(asked, "dummy" if dummy else "auto", seed=seed, log=log, read=DFlashConfig.from_dict)
+    with of_draft(asked):
+        return weights.open_checkpoint(asked, "dummy" if dummy else "auto", seed=seed, log=log, read=read)

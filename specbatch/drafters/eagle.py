@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import expect, fit, parameters, usual_head
-from specbatch.errors import refuse
+from specbatch.errors import of_draft, refuse
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import Reader, layer_config
+from specbatch.models.draft_head import layer_config
 from specbatch.models.eagle import Eagle, eagle_shapes
+from specbatch.models.layers import Reader
 from specbatch.models.loader import Loader
 from specbatch.weights.drafts import dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
@@ -24,21 +25,22 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """A checkpoint in SafeAILab's format. Raises SpecbatchError where it does not fit the target."""
     asked = config.speculation
     assert asked.draft is not None
-    if config.load_format == "dummy":
-        described = dummy_config(asked.draft) or usual_head(target.config)
-        files = dummy_draft(described, eagle_shapes(layer_config(described), {}), config.seed + 1)
-    else:
-        files = open_draft(asked.draft)
-        expect(files, "eagle")
-    layer = layer_config(files.config, files.shapes)
-    if layer.num_layers != 1:
-        raise refuse("num_hidden_layers", layer.num_layers, "EAGLE heads of one layer are run")
+    with of_draft(asked.draft):
+        if config.load_format == "dummy":
+            described = dummy_config(asked.draft) or usual_head(target.config)
+            files = dummy_draft(described, eagle_shapes(layer_config(described), {}), config.seed + 1)
+        else:
+            files = open_draft(asked.draft)
+            expect(files, "eagle")
+        layer = layer_config(files.config, files.shapes)
+        if layer.num_layers != 1:
+            raise refuse("num_hidden_layers", layer.num_layers, "EAGLE heads of one layer are run")
     layer = fit(layer, layer.hidden_size, files, target, asked, log)
     check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:
-        read = Reader(files.shapes, files.tensor, model, layer.rms_norm_eps)
-        head = Eagle(layer, read, model, loader.max_positions)
+        read = Reader(layer, files.tensor, model.dtype, model.device, of_draft=True)
+        head = Eagle(layer, read, files.shapes, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
     return head_plan(build, layer, parameters(files.shapes), config)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from specbatch.drafters.base import DraftPlan
+from specbatch.drafters.conventions import compare_layers
 from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.heads import expect, fit, parameters, usual_head
-from specbatch.errors import refuse
+from specbatch.errors import of_draft, refuse
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import Reader
 from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
+from specbatch.models.layers import Reader
 from specbatch.models.loader import Loader
 from specbatch.weights.drafts import DraftFiles, dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
@@ -28,12 +30,13 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """A checkpoint of SpecForge or speculators. Raises SpecbatchError where it does not fit the target."""
     asked = config.speculation
     assert asked.draft is not None
-    if config.load_format == "dummy":
-        files = _dummy(target, asked.draft, config.seed + 1)
-    else:
-        files = open_draft(asked.draft)
-        expect(files, "eagle3")
-    described = Eagle3Config.from_dict(files.config, files.shapes)
+    with of_draft(asked.draft):
+        if config.load_format == "dummy":
+            files = _dummy(target, asked.draft, config.seed + 1)
+        else:
+            files = open_draft(asked.draft)
+            expect(files, "eagle3")
+        described = Eagle3Config.from_dict(files.config, files.shapes)
     if asked.shape.topk > described.draft_vocabulary:
         works = f"the head drafts {described.draft_vocabulary} tokens; use at most that"
         raise refuse("draft_topk", asked.shape.topk, works)
@@ -45,9 +48,12 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     d2t = _offsets(files, layer.vocab_size, log)
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:
-        read = Reader(files.shapes, files.tensor, model, layer.rms_norm_eps)
-        head = Eagle3(layer, described, len(aux), read, model, loader.max_positions, d2t)
-        return feature_chain(head, loader, config, target.config.vocab_size)
+        read = Reader(layer, files.tensor, model.dtype, model.device, of_draft=True)
+        head = Eagle3(layer, described, len(aux), read, files.shapes, model, loader.max_positions, d2t)
+        drafter = feature_chain(head, loader, config, target.config.vocab_size)
+        if config.load_format != "dummy":
+            drafter.second_look = partial(compare_layers, model, head)
+        return drafter
 
     behind = tuple(boundary - 1 for boundary in aux)
     return head_plan(build, layer, parameters(files.shapes), config, behind)

@@ -13,7 +13,7 @@ from specbatch.context import Prefill, chain
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.drafters.expansion import Beams, expand
-from specbatch.errors import refuse
+from specbatch.errors import of_draft, refuse
 from specbatch.forward import Forward
 from specbatch.kernels.choice import likeliest
 from specbatch.kernels.sampling import DRAFT
@@ -159,15 +159,17 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return takes(build_view, target.config, target.config.num_layers - len(skipped))
 
     load_format = "dummy" if config.load_format == "dummy" else "auto"
-    draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log)
+    with of_draft(asked.draft):
+        draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log)
+        own = draft.tokenizer()
     _refuse_states(asked.draft, draft.config)
-    difference = vocabulary_difference(target.tokenizer(), draft.tokenizer())
+    difference = vocabulary_difference(target.tokenizer(), own)
     if difference:
         raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
 
     def build(model: Decoder, loader: Loader) -> Standalone:
-        return drafter(loader.model(draft), loader)
+        return drafter(loader.model(draft, of_draft=True), loader)
 
     return takes(build, draft.config, draft.config.num_layers, draft.config)
 

@@ -43,13 +43,14 @@ class Decoder:
         device: torch.device,
         max_positions: int,
         ends: Decoder | None = None,
+        of_draft: bool = False,
     ) -> None:
-        """ends: a model whose embedding and head are this one's too. widened: see `Reader`."""
+        """ends: a model whose embedding and head are this one's too. of_draft, widened: see `Reader`."""
         self.config = config
         self.aux: tuple[int, ...] = ()
         self.dtype = dtype
         self.device = device
-        names, fetch = config.names, Reader(config, read, dtype, device)
+        names, fetch = config.names, Reader(config, read, dtype, device, of_draft=of_draft)
         tables = rope_tables(config, max_positions, dtype, device)
         family = import_module(config.module)
         self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding

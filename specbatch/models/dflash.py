@@ -17,10 +17,10 @@ import torch
 from specbatch.context import Mask
 from specbatch.errors import refuse
 from specbatch.kernels.context_kv import ContextHeads
-from specbatch.kernels.linear import Linear, Norm
+from specbatch.kernels.linear import Linear
 from specbatch.models.config import ModelConfig, count_of, table_of
 from specbatch.models.decoder import Decoder
-from specbatch.models.layers import Attention
+from specbatch.models.layers import Attention, Reader
 
 ARCHITECTURE = "DFlashDraftModel"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -195,9 +195,7 @@ class DFlash:
         self, config: DFlashConfig, read: Callable[[str], torch.Tensor], target: Decoder, max_positions: int
     ) -> None:
         device, dtype = target.device, target.dtype
-
-        def fetch(*names: str) -> torch.Tensor:
-            return torch.cat([read(name).to(device=device, dtype=dtype) for name in names])
+        fetch = Reader(config, read, dtype, device, of_draft=True)
 
         def of_layers(kind: str) -> torch.Tensor:
             stems = [f"layers.{index}.self_attn" for index in range(config.num_layers)]
@@ -211,13 +209,14 @@ class DFlash:
             device=device,
             max_positions=max_positions,
             ends=target,
+            of_draft=True,
         )
         self.ids: torch.Tensor | None = None
         if config.draft_vocab is not None:
             self.block.head = Linear(fetch("lm_head.weight"))
             self.ids = token_ids(read("d2t")).to(device)
         self._fc = Linear(fetch("fc.weight"))
-        self._norm = Norm(fetch("hidden_norm.weight"), config.rms_norm_eps)
+        self._norm = fetch.norm("hidden_norm")
         self._kv = Linear(of_layers("weight"), of_layers("bias") if config.qkv_bias else None)
         every = [layer.mixer.heads for layer in self.block.layers if isinstance(layer.mixer, Attention)]
         heads, norms = every[0], [own.k_norm for own in every if own.k_norm is not None]

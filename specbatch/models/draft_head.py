@@ -7,7 +7,6 @@ i and predicts t_{i+2}. The layer's own output takes the place of f_{i+1} for th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features, rope_tables
+from specbatch.models.layers import Reader
 
 Shapes = dict[str, tuple[int, ...]]
 LAYER = "layers.0"
@@ -36,37 +36,6 @@ class Joined:
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None, b_norm: Norm | None) -> torch.Tensor:
         return self._second(b, norm=b_norm, residual=self._first(a, norm=a_norm))
-
-
-class Reader:
-    """A head's tensors by name, in the type and on the device of the model that they go with.
-
-    `names`: those that are there.
-    """
-
-    def __init__(self, names: Shapes, read: Callable[[str], torch.Tensor], model: Decoder, eps: float) -> None:
-        self.names = names
-        self._read = read
-        self._model = model
-        self._eps = eps
-
-    def __call__(self, *names: str) -> torch.Tensor:
-        """Several are put one below the other."""
-        parts = [self._read(name).to(device=self._model.device, dtype=self._model.dtype) for name in names]
-        for name, part in zip(names, parts, strict=True):
-            if not part.isfinite().all():  # it would draft nonsense, and the target would hide it
-                raise refuse("draft", name, "the tensor holds values that are not finite; the file is damaged")
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def bias(self, *stems: str) -> torch.Tensor | None:
-        names = [f"{stem}.bias" for stem in stems]
-        return self(*names) if all(name in self.names for name in names) else None
-
-    def linear(self, *stems: str) -> Linear:
-        return Linear(self(*(f"{stem}.weight" for stem in stems)), self.bias(*stems))
-
-    def norm(self, stem: str) -> Norm:
-        return Norm(self(f"{stem}.weight"), self._eps)
 
 
 class DraftHead:
@@ -117,29 +86,19 @@ class LlamaHead(DraftHead):
     """What it does behind its attention is that of a Llama. It may have an embedding and an output matrix of its own,
     and then another hidden size than the target's."""
 
-    def __init__(self, config: ModelConfig, read: Reader, target: Decoder, positions: int) -> None:
-        """positions: how many there are to rotate to."""
+    def __init__(self, config: ModelConfig, read: Reader, names: Shapes, target: Decoder, positions: int) -> None:
+        """names: the tensors that there are; positions: how many there are to rotate to."""
         attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
-        cos, sin = rope_tables(config, positions, target.dtype, target.device)
-        heads = Heads(
-            count=config.num_heads,
-            kv=config.num_kv_heads,
-            dim=config.head_dim,
-            q_norm=read(f"{attention}.q_norm.weight") if config.qk_norm else None,
-            k_norm=read(f"{attention}.k_norm.weight") if config.qk_norm else None,
-            eps=config.rms_norm_eps,
-            cos=cos,
-            sin=sin,
-        )
-        super().__init__(config, heads, target)
-        if EMBEDDING in read.names:
+        tables = rope_tables(config, positions, target.dtype, target.device)
+        super().__init__(config, read.heads(attention, tables), target)
+        if EMBEDDING in names:
             self.embedding = read(EMBEDDING)
-        if HEAD in read.names:
+        if HEAD in names:
             self._head = read.linear("lm_head")
-        self._out = read.linear(f"{attention}.o_proj")
+        self._out = read.linear(f"{attention}.o_proj", bias=config.o_bias)
         self._mlp_norm = read.norm(f"{LAYER}.post_attention_layernorm")
-        self._gate_up = read.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj")
-        self._down = read.linear(f"{mlp}.down_proj")
+        self._gate_up = read.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias)
+        self._down = read.linear(f"{mlp}.down_proj", bias=config.mlp_bias)
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         x = self._out(attended, residual=x)

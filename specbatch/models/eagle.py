@@ -10,14 +10,15 @@ import torch
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Joined, LlamaHead, Reader, Shapes, layer_shapes
+from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Joined, LlamaHead, Shapes, layer_shapes
+from specbatch.models.layers import Reader
 
 
 class Eagle(LlamaHead):
-    def __init__(self, config: ModelConfig, read: Reader, target: Decoder, positions: int) -> None:
-        super().__init__(config, read, target, positions)
-        self._fc = Joined(read("fc.weight"), read.bias("fc"))
-        self._qkv = read.linear(*(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"))
+    def __init__(self, config: ModelConfig, read: Reader, names: Shapes, target: Decoder, positions: int) -> None:
+        super().__init__(config, read, names, target, positions)
+        self._fc = Joined(read("fc.weight"), read("fc.bias") if "fc.bias" in names else None)
+        self._qkv = read.linear(*(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"), bias=config.qkv_bias)
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self._fc(embedded, hidden, None, None)

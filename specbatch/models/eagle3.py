@@ -22,11 +22,11 @@ from specbatch.models.draft_head import (
     LAYER,
     Joined,
     LlamaHead,
-    Reader,
     Shapes,
     layer_config,
     layer_shapes,
 )
+from specbatch.models.layers import Reader
 
 # What switches of a config's eagle_config mean that all heads do as the equations say.
 _USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
@@ -152,20 +152,21 @@ class Eagle3(LlamaHead):
         described: Eagle3Config,
         count: int,
         read: Reader,
+        names: Shapes,
         target: Decoder,
         positions: int,
         d2t: torch.Tensor | None,
     ) -> None:
         """config: `described.layer` as it runs beside the target; count: features side by side; d2t: int64 [Vd], what
         to add to a draft's id for the target's."""
-        super().__init__(config, read, target, positions)
+        super().__init__(config, read, names, target, positions)
         attention = f"{LAYER}.self_attn"
         self._width = count * described.target_hidden
         self._qkv = Joined(
             read(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
-            read.bias(*(f"{attention}.{part}_proj" for part in "qkv")),
+            read(*(f"{attention}.{part}_proj.bias" for part in "qkv")) if config.qkv_bias else None,
         )
-        self._fc = read.linear("fc")
+        self._fc = read.linear("fc", bias="fc.bias" in names)
         self._token_norm = read.norm(f"{LAYER}.input_layernorm")
         self._hidden_norm = read.norm(f"{LAYER}.hidden_norm")
         self._norm = read.norm("norm")

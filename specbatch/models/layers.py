@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.scaled_linear import linear
@@ -137,9 +138,17 @@ class Reader:
     """
 
     def __init__(
-        self, config: ModelConfig, read: Callable[[str], torch.Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        read: Callable[[str], torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        of_draft: bool = False,
     ) -> None:
+        """of_draft: refuse what is not finite. Of a target the logits show it; a draft's nonsense the target hides."""
         self.config = config
+        self._of_draft = of_draft
         self.widened: set[str] = set()
         self._read = read
         self._dtype = dtype
@@ -176,15 +185,25 @@ class Reader:
         """On the device, float8 if it is kept there; other types in the reader's."""
         values = self._read(name).to(self._device)
         if values.dtype != torch.float8_e4m3fn:
-            return Weight(values.to(self._dtype))
-        found = Weight(values, self._read(name + SCALES).to(device=self._device, dtype=torch.float32))
+            return Weight(self._sound(name, values.to(self._dtype)))
+        scales = self._read(name + SCALES).to(device=self._device, dtype=torch.float32)
+        self._sound(name, values)
+        found = Weight(values, self._sound(name + SCALES, scales))
         return found if keeps_float8(self._device) else Weight(found.wide(self._dtype))
 
     def _wide(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         stored = self._read(name)
         if stored.dtype == torch.float8_e4m3fn:
             return self.widen(name, self._stored(name)).to(dtype)
-        return stored.to(device=self._device, dtype=dtype)
+        return self._sound(name, stored.to(device=self._device, dtype=dtype))
+
+    def _sound(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if self._of_draft:
+            numbers = values.half() if values.dtype == torch.float8_e4m3fn else values
+            if not numbers.isfinite().all():
+                works = f"the tensor holds values that are not finite in {values.dtype}; the file is damaged"
+                raise refuse("draft", name, works)
+        return values
 
     def widen(self, name: str, weight: Weight) -> torch.Tensor:
         """What was read as `name`, in the reader's type."""

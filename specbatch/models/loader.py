@@ -67,13 +67,14 @@ class Loader:
     recorder: Recorder | None = None
     forwards: dict[str, PromptWork] = field(default_factory=dict)
 
-    def model(self, checkpoint: Checkpoint) -> Decoder:
+    def model(self, checkpoint: Checkpoint, *, of_draft: bool = False) -> Decoder:
         return Decoder(
             checkpoint.config,
             checkpoint.tensor,
             dtype=self.dtype,
             device=self.device,
             max_positions=self.max_positions,
+            of_draft=of_draft,
         )
 
     def target(self, model: Decoder, *, every: bool) -> tuple[Forward, KVCache]:

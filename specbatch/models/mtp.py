@@ -29,7 +29,7 @@ class Mtp(DraftHead):
         self, config: Qwen3NextConfig, read: Callable[[str], torch.Tensor], target: Decoder, positions: int
     ) -> None:
         """config: of its layer (`mtp_config`); positions: how many there are to rotate to."""
-        reader = Reader(config, read, target.dtype, target.device)
+        reader = Reader(config, read, target.dtype, target.device, of_draft=True)
         layer = qwen3_next.layer(reader, 0, rope_tables(config, positions, target.dtype, target.device))
         assert isinstance(layer.mixer, Attention)
         super().__init__(config, layer.mixer.heads, target)

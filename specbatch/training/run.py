@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,13 @@ from specbatch.build import find_device, find_dtype, type_name
 from specbatch.config import EngineConfig
 from specbatch.errors import at_least, refuse
 from specbatch.metrics import hardware, versions, write_atomic
+from specbatch.partial import PartialRows
 from specbatch.progress import Report
 from specbatch.prompts import read_prompts
 from specbatch.request import SamplingParams
 from specbatch.training import files
-from specbatch.training.data import ANSWERS, Example, answer, answers_hash, read_answers, split, write_answers
+from specbatch.training.answers import ANSWERS, answer, header_of, read_answers, with_room
+from specbatch.training.data import Example, answers_hash, split
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 from specbatch.training.trainer import History, make_head, train
@@ -69,10 +71,11 @@ def train_draft(
     progress: Progress,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train a head for `config.model` and write it to `folder`, which exists and is empty; returns the record.
+    """Train a head for `config.model` and write it to `folder`, which exists and is empty, or holds answers to the same
+    prompts, which are not made again; returns the record.
 
     Raises SpecbatchError for what cannot be trained. An interruption of the training itself writes the head as it is,
-    and then goes on its way as KeyboardInterrupt.
+    one of the answering leaves the finished answers; both then go on their way as KeyboardInterrupt.
     """
     device = find_device(config.device)
     checkpoint = weights.open_checkpoint(
@@ -86,7 +89,7 @@ def train_draft(
         raise refuse("max_len", recipe.max_len, works)
     recipe.vocabulary(checkpoint.config.vocab_size)
     beside = files.takes_a_head(checkpoint) if recipe.algorithm == "mtp" else None
-    examples, described = _examples(config, source, recipe, checkpoint, folder, open_engine, progress)
+    examples, described = _examples(config, source, recipe, checkpoint, dtype, folder, open_engine, progress, log)
     kept, held_out = split(examples, recipe.held_out)
     log(f"data: {len(kept)} answers to train on, {len(held_out)} kept out; {described['answer_tokens']} tokens in all")
 
@@ -112,39 +115,46 @@ def _examples(
     source: Source,
     recipe: Recipe,
     checkpoint: Checkpoint,
+    dtype: torch.dtype,
     folder: Path,
     open_engine: OpenEngine,
     progress: Progress,
+    log: Callable[[str], None],
 ) -> tuple[list[Example], dict[str, Any]]:
     """The answers, and what a record says of them."""
     described: dict[str, Any]
     if source.answers is not None:
-        examples = read_answers(source.answers, checkpoint.config.vocab_size, recipe.max_len)[: source.limit]
-        described = {"answers": str(source.answers), "file_sha256": file_hash(source.answers)}
+        examples, header = read_answers(source.answers, checkpoint, recipe.max_len, log)
+        examples = examples[: source.limit]
+        described = {"answers": str(source.answers), "file_sha256": file_hash(source.answers), "answered": header}
     else:
         assert source.data is not None
         prompts = read_prompts(source.data, "data")[: source.limit]
         if recipe.held_out >= len(prompts):  # before any of them is answered
             works = f"there are {len(prompts)} prompts and some must be left to train on; use fewer"
             raise refuse("held_out", recipe.held_out, works)
-        with open_engine(config) as engine, progress("answers") as report:
-            examples = answer(
-                engine,
-                prompts,
-                source.params,
-                max_len=recipe.max_len,
-                chat_template=source.chat_template,
-                report=report,
-            )
-        write_answers(folder / ANSWERS, examples)
+        tokenizer, template = checkpoint.tokenizer(), source.chat_template
+        encoded = with_room((prompt.encode(tokenizer, chat_template=template) for prompt in prompts), recipe.max_len)
+        params = replace(source.params, seed=config.seed)
+        settings = {"chat_template": template, "max_len": recipe.max_len, "dtype": type_name(dtype)}
+        header = header_of(checkpoint, encoded, params, **settings)
+        kept = PartialRows(folder / ANSWERS, header, anew="remove it")
+        if kept.path.exists():
+            kept.load()
+            log(f"answers: {len(kept.rows)} of {len(encoded)} are finished in {kept.path}")
+        examples = answer(
+            kept,
+            encoded,
+            params,
+            max_len=recipe.max_len,
+            open_engine=lambda: open_engine(config),
+            progress=lambda: progress("answers"),
+        )
         described = {
             "data": str(source.data),
             "file_sha256": file_hash(source.data),
             "prompts": len(prompts),
-            "chat_template": source.chat_template,
-            "temperature": source.params.temperature,
-            "top_p": source.params.top_p,
-            "max_new_tokens": source.params.max_new_tokens,
+            "answered": header,
         }
     tokens = sum(len(item.tokens) - item.prompt for item in examples)
     return examples, described | {

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from specbatch.kernels.heads import Heads, split_heads_ref
-from specbatch.kernels.spans import Spans
-from specbatch.memory.recurrent import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.layers import Recurrent
+from specbatch.models.whole import Whole
 from specbatch.training.data import Batch
 from specbatch.weights import Checkpoint
 
@@ -39,32 +35,10 @@ class Target:
         rows, length = batch.tokens.shape
         positions = torch.arange(length, device=self.device).repeat(rows)
         model = self._model.with_aux(layers)
-        last, aux = model.forward(batch.tokens.flatten(), positions, _Whole(model, rows, length))
+        last, aux = model.forward(batch.tokens.flatten(), positions, Whole(model, rows, length))
         return last.unflatten(0, (rows, length)), None if aux is None else aux.unflatten(0, (rows, length))
 
     @torch.no_grad()
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """[T, H] -> float32 [T, V]."""
         return self._model.logits(last).float()
-
-
-class _Whole:
-    """A forward pass over whole sequences of one length, without a cache: padding behind a sequence is never seen."""
-
-    def __init__(self, model: Decoder, rows: int, length: int) -> None:
-        self._rows = rows
-        device, slots = model.device, list(range(1, rows + 1))
-        table = torch.zeros(rows + 1, 1, dtype=torch.int64, device=device)
-        self._spans = Spans([0] * rows, [length] * rows, slots, table, length)
-        # All begin anew, so the memory of one layer is that of all.
-        types = state_types(model.dtype, "fp32")
-        [self._state] = States(model.config.state_shapes, 1, rows + 1, 1, types, device).layers
-
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
-        parts = split_heads_ref(qkv, heads, positions)
-        q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return attended.transpose(1, 2).flatten(0, 1).flatten(1)
-
-    def recur(self, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
-        return mixer.prompt(projected, self._state, self._spans)

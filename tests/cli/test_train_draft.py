@@ -97,10 +97,16 @@ def test_weights_are_stored_in_the_type_that_they_run_in(source, tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
-def test_a_learning_rate_that_is_too_high_is_said_so(source, tmp_path, monkeypatch):
+def test_a_learning_rate_that_is_too_high_is_said_so_and_costs_no_answers(source, tmp_path, monkeypatch):
     from specbatch.training import trainer
 
-    monkeypatch.setattr(trainer, "rate", lambda step, steps: float("nan"))
-    result = call("--algorithm", "eagle3", "--data", source, "--out", tmp_path / "head", *SMALL)
+    command = ("--algorithm", "eagle3", "--data", source, "--out", tmp_path / "head", *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "rate", lambda step, steps: float("nan"))
+        result = call(*command)
     assert result.exit_code == 2
     assert "the loss is no number any more after" in result.stderr
+    again = call(*command)
+    assert again.exit_code == 0, again.output
+    assert "answers: 6 of 6 are finished" in again.stderr
+    assert "this folder is not empty" in call(*command).stderr

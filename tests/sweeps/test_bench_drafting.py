@@ -83,9 +83,12 @@ def test_iterations_at_full_batch_and_closed_loops(run):
         if section == "decode":
             assert 20 <= int(float(row["full_batch_steps"])) <= 30
             step, plain_step = float(row["step_ms"]), float(plain["step_ms"])
-            assert float(row["decode_tok_s"]) == pytest.approx(1e3 * int(size) * 2 / step)  # 2 was asked for
+            assert float(row["decode_tok_s"]) == pytest.approx(1e3 * int(size) * accept / step)
             assert float(row["break_even"]) == pytest.approx(step / plain_step)
-            assert float(row["ratio"]) == pytest.approx(2 * plain_step / step)
+            # The drawn accept length, not the one asked for, in the ratio and in the verdict alike.
+            assert float(row["ratio"]) == pytest.approx(accept * plain_step / step)
+            assert (float(row["ratio"]) > 1) == row["speculation"].startswith("pays")
+            assert f"{abs(float(row['ratio']) - 1):.1%}" in row["speculation"]
     assert float(rows["decode", "3", "baseline"]["full_batch_steps"]) == 59
     text = Path("out/summary.md").read_text()
     assert text in result.stdout
@@ -109,6 +112,17 @@ def test_first_tokens_and_a_verify_that_is_left_out(run):
     assert all(row["median_ttft_ms"] and row["ratio"] and not row["break_even"] for row in rows_of())
     assert "left out: section verify: it drafts in a way of its own" in result.stderr
     assert "break-even" not in result.stdout
+
+
+def test_without_a_baseline_it_is_said_what_is_missing(run):
+    result = run("bench", *WORDS, *DRAFT, "--sections", "decode,ttft", "--configs", "v2")
+    assert result.exit_code == 0, result.output
+    assert "NOT COMPARED: Iteration at full batch: ratio and break-even need baseline, which --configs" in result.stdout
+    assert "NOT COMPARED: First token of one request: the ratio needs baseline" in result.stdout
+    table = result.stdout.partition("## Iteration at full batch")[2].partition("##")[0]
+    assert "ratio to" not in table
+    assert "break-even" not in table
+    assert "simulated accept length 2" in result.stdout.partition("##")[0]
 
 
 def test_nobody_is_told_of_a_section_that_nobody_asked_for():

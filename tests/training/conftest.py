@@ -20,7 +20,8 @@ from specbatch.commands.output import open_engine
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
 from specbatch.request import SamplingParams
-from specbatch.training.data import Example, read_answers
+from specbatch.training.answers import read_answers
+from specbatch.training.data import Example
 from specbatch.training.recipe import Recipe
 from specbatch.training.run import Source, train_draft
 from specbatch.training.target import Target
@@ -127,13 +128,18 @@ def answers_file(
 
 
 @pytest.fixture(scope="session")
-def examples(answers_file: Path) -> list[Example]:
-    return read_answers(answers_file, VOCABULARY, MAX_LEN)
+def checkpoint(target_folder: Path) -> weights.Checkpoint:
+    return weights.open_checkpoint(str(target_folder))
 
 
 @pytest.fixture(scope="session")
-def target(target_folder: Path) -> Target:
-    return Target(weights.open_checkpoint(str(target_folder)), torch.float32, CPU, MAX_LEN)
+def examples(answers_file: Path, checkpoint: weights.Checkpoint) -> list[Example]:
+    return read_answers(answers_file, checkpoint, MAX_LEN, print)[0]
+
+
+@pytest.fixture(scope="session")
+def target(checkpoint: weights.Checkpoint) -> Target:
+    return Target(checkpoint, torch.float32, CPU, MAX_LEN)
 
 
 @pytest.fixture(scope="session")

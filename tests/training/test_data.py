@@ -1,4 +1,4 @@
-"""What heads learn from: the target's own answers, kept as token ids, never those kept out."""
+"""What heads learn from: examples as token ids, never those kept out."""
 
 from __future__ import annotations
 
@@ -8,60 +8,14 @@ import pytest
 import torch
 
 from specbatch.errors import SpecbatchError
-from specbatch.training.data import Batch, Example, endless, frequent, groups, read_answers, split, write_answers
+from specbatch.training.data import Batch, Example, endless, frequent, groups, split
 from specbatch.training.target import Target
 
-from .conftest import CPU, MAX_LEN, VOCABULARY
+from .conftest import CPU, VOCABULARY
 
 
 def some(*lengths: int) -> list[Example]:
     return [Example(tuple(range(count, count + count)), 2) for count in lengths]
-
-
-def test_answers_are_the_targets_own(examples, target):
-    """Greedy: every token of an answer is the likeliest one behind what stands before it."""
-    for start in range(0, 12, 4):
-        batch = Batch.of(examples[start : start + 4], CPU)
-        last, _ = target.features(batch, ())
-        likeliest = target.logits(last.flatten(0, 1)).argmax(-1).view_as(batch.tokens)
-        for row, item in enumerate(examples[start : start + 4]):
-            assert likeliest[row, item.prompt - 1 : len(item.tokens) - 1].tolist() == list(item.tokens[item.prompt :])
-
-
-def test_sampled_answers_depend_on_the_seed(train, prompts_file, tmp_path):
-    found = {}
-    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
-        train(tmp_path / name, "eagle3", data=prompts_file, steps=1, temperature=1.0, seed=seed)
-        found[name] = read_answers(tmp_path / name / "answers.jsonl", VOCABULARY, MAX_LEN)
-    assert found["first"] == found["again"] != found["other"]
-
-
-def test_what_is_written_is_read(tmp_path):
-    examples = some(5, 9, 6)
-    write_answers(tmp_path / "a.jsonl", examples)
-    assert read_answers(tmp_path / "a.jsonl", 100, 64) == examples
-    cut = read_answers(tmp_path / "a.jsonl", 100, 6)
-    assert [len(item.tokens) for item in cut] == [5, 6, 6]
-    assert read_answers(tmp_path / "a.jsonl", 100, 4) == []  # answers of two tokens teach nothing
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[1]",
-        '{"prompt_token_ids": [1]}',
-        '{"prompt_token_ids": [1], "token_ids": [40, 1, 1]}',
-        '{"prompt_token_ids": [true], "token_ids": [1, 1, 1]}',
-        '{"prompt_token_ids": [], "token_ids": [1, 1, 1]}',
-    ],
-)
-def test_other_lines_are_refused_with_their_number(tmp_path, line):
-    write_answers(tmp_path / "a.jsonl", some(5))
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(SpecbatchError, match=r"a\.jsonl:2': a row has"):
-        read_answers(tmp_path / "a.jsonl", VOCABULARY, 64)
 
 
 def test_held_out_prompts_never_train():

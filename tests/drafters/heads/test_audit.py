@@ -97,7 +97,10 @@ def test_an_eagle3_config_that_does_not_fit_is_refused(
     kit: Any, write: Any, plan: Plan, changes: dict[str, Any], message: str, stem: str
 ) -> None:
     config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9) | changes
-    assert message in refusal(plan, "eagle3", write(config, kit.eagle3(), stem))
+    folder = write(config, kit.eagle3(), stem)
+    found = refusal(plan, "eagle3", folder)
+    assert message in found
+    assert found.startswith((f"draft='{folder}': ", "aux_layers="))
 
 
 @pytest.mark.parametrize("asked", [(2, 4), (2, 2, 4), (2, 4, 9)])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling import DRAFT, draw_ref, uniform_ref
 from specbatch.models.config import ModelConfig
 
@@ -69,6 +70,13 @@ def test_eagle(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: 
     run = start(stub, "eagle", folder, count, chunk)
     check(kit, run, kit.RefEagle(tensors, stub))
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
+
+
+def test_a_head_with_values_that_are_not_finite_does_not_load(kit: Any, write: Any, start: Any) -> None:
+    tensors = kit.eagle()
+    tensors["fc.weight"][3, 2] = torch.inf
+    with pytest.raises(SpecbatchError, match=r"^draft='fc.weight': .*not finite"):
+        start(kit.TargetStub(2), "eagle", write(kit.llama(), tensors), 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""Are an EAGLE-3 head's feature layers counted by the other convention? Where hardly any draft is accepted, its first
+drafts are made once more, with the layers beside them, on a few texts that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specbatch.models.decoder import Decoder
+from specbatch.models.draft_head import DraftHead
+from specbatch.models.whole import Whole
+from specbatch.request import Completion
+
+TEXTS = 8
+LONGEST = 2048  # tokens of a text
+
+
+@torch.inference_mode()
+def compare_layers(model: Decoder, head: DraftHead, ended: Sequence[Completion]) -> str:
+    """For a person: the share of right first drafts with the features that are read, and with those of the inputs of
+    the layers before and behind, which is what the other convention would read. model: hands over what is read."""
+    texts = [((*item.prompt_token_ids, *item.token_ids)[:LONGEST], len(item.prompt_token_ids)) for item in ended]
+    shares, drafted = [], 0
+    try:
+        for shift in (0, -1, 1):
+            layers = tuple(layer + shift for layer in model.aux)
+            if set(layers) <= set(range(len(model.layers))):
+                counts = _counts(model.with_aux(layers), head, texts[:TEXTS])
+                right, drafted = (sum(part) for part in zip(*counts, strict=True))
+                boundaries = ",".join(str(layer + 1) for layer in layers)
+                shares.append(f"{right / max(drafted, 1):.1%} with {boundaries}")
+    except torch.OutOfMemoryError:
+        return "feature layers: not compared with those beside them, as no memory is left for it"
+    own, *others = shares
+    if not drafted or not others:
+        return f"feature layers: nothing to compare, {drafted} drafts and {len(others)} other choices of layers"
+    return f"feature layers: of {drafted} first drafts are right {own} as run, and by --aux-layers {'; '.join(others)}"
+
+
+def _counts(model: Decoder, head: DraftHead, texts: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[int, int]]:
+    """Of each text: first drafts behind its outputs that are the next output, and how many there are."""
+    counts = [(0, 0)]
+    for text, prompt in texts:
+        if len(text) < prompt + 2:
+            continue
+        tokens = torch.tensor(text, device=model.device)
+        positions = torch.arange(len(text), device=model.device)
+        features = model.forward(tokens, positions, Whole(model, 1, len(text)))
+        # Pair i: the feature of token i and the token behind it, which drafts the one behind that.
+        x, qkv = head.enter(head.embed(tokens[1:]), head.project(head.take(features))[:-1])
+        attended = Whole(model, 1, len(text) - 1).attend(0, qkv, head.heads, positions[:-1])
+        drafts = head.logits(head.leave(x, attended)[prompt - 1 : -1]).argmax(-1)
+        drafts = drafts if head.vocabulary is None else head.vocabulary[drafts]
+        counts.append((int((drafts == tokens[prompt + 1 :]).sum()), len(drafts)))
+    return counts

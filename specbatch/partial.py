@@ -1,0 +1,107 @@
+"""Rows of a job under way: appended as they finish, so that an interruption loses none and the same job goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import refuse
+
+SECONDS_BETWEEN_SYNCS = 5.0
+Row = dict[str, Any]
+
+
+class PartialRows:
+    """Lines of JSON in `path`: a header, which says what the rows are made from, and rows, each with its `index`.
+
+    rows: by index, those that an earlier run left among them once they are loaded.
+    """
+
+    def __init__(self, path: Path, header: Row, *, anew: str) -> None:
+        """anew: what a user does to begin from the start."""
+        self.path = path
+        self.header: Row = json.loads(json.dumps(header))
+        self.rows: dict[int, Row] = {}
+        self._anew = anew
+
+    def load(self) -> None:
+        """Take over the file's whole lines. Refused: rows of a job with another header."""
+        whole = _whole_lines(self.path.read_text(encoding="utf-8"))
+        if not whole:
+            return
+        try:
+            header, *rows = [json.loads(line) for line in whole.splitlines()]
+            differs = [name for name in self.header if header.get(name) != self.header[name]]
+            found = {row["index"]: row for row in rows}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise refuse("output", str(self.path), f"is not a partial output; {self._anew} to start anew") from error
+        if differs and found:
+            difference = _difference(header, self.header, differs)
+            works = f"was made with another {difference}; finish that job, name another output or {self._anew}"
+            raise refuse("output", str(self.path), works)
+        self.rows = found
+
+    @contextmanager
+    def claim(self) -> Iterator[Callable[[Row], None]]:
+        """Hold the file as this process's alone; what comes is called with every row that is finished."""
+        with self.path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                works = "another process is writing it; wait for that or name another output"
+                raise refuse("output", str(self.path), works) from None
+            file.seek(0)
+            whole = _whole_lines(file.read()) if self.rows else ""
+            file.truncate(len(whole.encode()))
+            synced = time.monotonic()
+
+            def write(row: Row) -> None:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+
+            def keep(row: Row) -> None:
+                nonlocal synced
+                self.rows[row["index"]] = row
+                write(row)
+                if time.monotonic() - synced > SECONDS_BETWEEN_SYNCS:
+                    os.fsync(file.fileno())
+                    synced = time.monotonic()
+
+            if not whole:
+                write(self.header)
+            try:
+                yield keep
+            finally:
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def row_seed(seed: int, index: int) -> int:
+    """A seed that depends on the row, not on how many an earlier run had finished."""
+    return random.Random(f"{seed}/{index}").getrandbits(31)
+
+
+def _whole_lines(text: str) -> str:
+    """Without a last line that a crash cut short."""
+    return text[: text.rfind("\n") + 1]
+
+
+def _difference(old: Row, new: Row, names: Iterable[str]) -> str:
+    """For example: temperature (0.7 there, 0.0 now), input file."""
+    parts = []
+    for name in names:
+        before, after = old.get(name), new[name]
+        if isinstance(before, dict) and isinstance(after, dict):
+            parts.append(_difference(before, after, [key for key in after if before.get(key) != after[key]]))
+        elif name.endswith("_sha256"):
+            parts.append(name.removesuffix("_sha256").replace("input", "input file"))
+        else:
+            parts.append(f"{name} ({before!r} there, {after!r} now)")
+    return ", ".join(parts)

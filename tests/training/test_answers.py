@@ -1,0 +1,180 @@
+"""What heads learn from: the target's own answers, which say whose they are and survive an interruption."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from specbatch import weights
+from specbatch.errors import SpecbatchError
+from specbatch.training import run
+from specbatch.training.answers import read_answers
+from specbatch.training.data import Batch, Example
+
+from .conftest import CPU, MAX_LEN, VOCABULARY
+
+OLD = [{"prompt_token_ids": [1] * 2, "token_ids": list(range(count - 2))} for count in (5, 9, 6)]
+
+
+@pytest.fixture
+def old_file(tmp_path):
+    """As it was before it said who answered."""
+    path = tmp_path / "old.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in OLD))
+    return path
+
+
+def lines(folder):
+    return (folder / "answers.jsonl").read_text().splitlines(keepends=True)
+
+
+def interrupt_after(count):
+    def report(done, total):
+        if done == count:
+            raise KeyboardInterrupt
+
+    return report
+
+
+def test_answers_are_the_targets_own(examples, target):
+    """Greedy: every token of an answer is the likeliest one behind what stands before it."""
+    for start in range(0, 12, 4):
+        batch = Batch.of(examples[start : start + 4], CPU)
+        last, _ = target.features(batch, ())
+        likeliest = target.logits(last.flatten(0, 1)).argmax(-1).view_as(batch.tokens)
+        for row, item in enumerate(examples[start : start + 4]):
+            assert likeliest[row, item.prompt - 1 : len(item.tokens) - 1].tolist() == list(item.tokens[item.prompt :])
+
+
+def test_answers_come_in_the_order_of_the_prompts(examples, prompts_file):
+    asked = [tuple(json.loads(line)["prompt_token_ids"]) for line in prompts_file.read_text().splitlines()]
+    assert [item.tokens[: item.prompt] for item in examples] == asked
+
+
+def test_sampled_answers_depend_on_the_seed(train, prompts_file, checkpoint, tmp_path):
+    found = {}
+    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+        train(tmp_path / name, "eagle3", data=prompts_file, steps=1, temperature=1.0, seed=seed)
+        found[name], _ = read_answers(tmp_path / name / "answers.jsonl", checkpoint, MAX_LEN, print)
+    assert found["first"] == found["again"] != found["other"]
+
+
+def test_the_file_says_who_answered_what(answers_file, checkpoint, train, tmp_path):
+    header = json.loads(lines(answers_file.parent)[0])
+    assert (header["model"], header["origin"]) == (checkpoint.name, checkpoint.origin)
+    assert (header["vocabulary"], header["prompts"], header["dtype"]) == (VOCABULARY, 70, "float32")
+    assert header["sampling"] == {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 30, "seed": 0}
+    said: list[str] = []
+    record = train(tmp_path, "eagle3", answers=answers_file, steps=1, log=said.append)
+    assert record["data"]["answered"] == header
+    assert not any(line.startswith("answers:") for line in said)
+
+
+def test_answers_of_another_model_are_refused(train, answers_file, target_folder, tmp_path):
+    """Whose name and vocabulary are the same: one matrix of the last layer is not."""
+    other = tmp_path / "other" / target_folder.name
+    shutil.copytree(target_folder, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.8.mlp.down_proj.weight"][3, 5] += 0.1
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(SpecbatchError) as caught:
+        read_answers(answers_file, weights.open_checkpoint(str(other)), MAX_LEN, print)
+    says = str(caught.value)
+    assert says.startswith(f"answers='{answers_file}': ")
+    for part in (str(target_folder), str(other), "use that model, or --data"):
+        assert part in says
+
+
+def test_a_model_may_be_moved(answers_file, examples, target_folder, tmp_path):
+    shutil.copytree(target_folder, tmp_path / "moved")
+    moved = weights.open_checkpoint(str(tmp_path / "moved"))
+    assert read_answers(answers_file, moved, MAX_LEN, print)[0] == examples
+
+
+def test_an_older_file_is_read_and_said_to_name_nobody(old_file, checkpoint):
+    said: list[str] = []
+    found, header = read_answers(old_file, checkpoint, 64, said.append)
+    assert header is None
+    assert found == [Example((*row["prompt_token_ids"], *row["token_ids"]), 2) for row in OLD]
+    (line,) = said
+    assert str(old_file) in line
+    assert "does not say which model answered" in line
+    cut, _ = read_answers(old_file, checkpoint, 6, print)
+    assert [len(item.tokens) for item in cut] == [5, 6, 6]
+    assert read_answers(old_file, checkpoint, 4, print)[0] == []  # answers of two tokens teach nothing
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[1]",
+        '{"prompt_token_ids": [1]}',
+        '{"prompt_token_ids": [1], "token_ids": [40, 1, 1]}',
+        '{"prompt_token_ids": [true], "token_ids": [1, 1, 1]}',
+        '{"prompt_token_ids": [], "token_ids": [1, 1, 1]}',
+        '{"prompt_token_ids": [1], "token_ids": [1, 1, 1], "index": "x"}',
+    ],
+)
+def test_other_lines_are_refused_with_their_number(old_file, checkpoint, line):
+    with old_file.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(SpecbatchError, match=r"old\.jsonl:4': a row has"):
+        read_answers(old_file, checkpoint, 64, print)
+
+
+def test_an_interruption_keeps_the_answers_and_the_same_run_goes_on(
+    train, prompts_file, checkpoint, tmp_path, monkeypatch
+):
+    """Sampled, so that a seed that did not belong to its prompt would show."""
+    how = {"data": prompts_file, "steps": 1, "temperature": 1.0}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole, "eagle3", **how)
+    with pytest.raises(KeyboardInterrupt, match=f"kept 30 finished of 70 answers in {parts}.*--out {parts} continues"):
+        train(parts, "eagle3", **how, report=interrupt_after(30))
+    assert len(lines(parts)) == 1 + 30
+    with (parts / "answers.jsonl").open("a") as file:
+        file.write('{"index": 3, "prompt_tok')  # as a power cut leaves it
+    said: list[str] = []
+    assert len(read_answers(parts / "answers.jsonl", checkpoint, MAX_LEN, said.append)[0]) == 30
+    assert "30 of 70" in said[0]
+
+    asked: list[int] = []
+    open_engine = run.answer
+
+    def counting(kept, prompts, *rest, **named):
+        asked.append(len(prompts) - len(kept.rows))
+        return open_engine(kept, prompts, *rest, **named)
+
+    monkeypatch.setattr(run, "answer", counting)
+    train(parts, "eagle3", **how)
+    assert asked == [40]
+    assert sorted(lines(parts)[1:]) == sorted(lines(whole)[1:])
+    assert lines(parts)[0] == lines(whole)[0]
+
+
+def test_training_that_failed_does_not_answer_anew(train, prompts_file, tmp_path):
+    with pytest.raises(SpecbatchError, match="held_out=69"):
+        train(tmp_path, "eagle3", data=prompts_file, held_out=69, max_len=10)
+    before = lines(tmp_path)
+    said: list[str] = []
+    train(tmp_path, "eagle3", data=prompts_file, max_len=10, held_out=2, steps=1, log=said.append)
+    assert lines(tmp_path) == before
+    assert any("are finished in" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"temperature": 0.5}, "temperature (0.0 there, 0.5 now)"), ({"seed": 3}, "seed (0 there, 3 now)")],
+)
+def test_a_run_that_asks_otherwise_does_not_go_on(train, prompts_file, tmp_path, change, named):
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, "eagle3", data=prompts_file, report=interrupt_after(2))
+    before = lines(tmp_path)
+    with pytest.raises(SpecbatchError) as caught:
+        train(tmp_path, "eagle3", data=prompts_file, **change)
+    assert named in str(caught.value)
+    assert lines(tmp_path) == before

@@ -1,0 +1,116 @@
+"""Drafts whose files are wrong: refused before a token, and said to be the draft's and not the model's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specbatch import Engine, EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
+
+WEIGHTS = {
+    "eagle3": ["midlayer.hidden_norm.weight", "lm_head.weight", "fc.weight", "midlayer.mlp.up_proj.weight"],
+    "dflash": ["fc.weight", "hidden_norm.weight", "layers.1.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"],
+    "mtp": ["mtp.fc.weight", "mtp.layers.0.input_layernorm.weight"],
+    "standalone": ["model.layers.3.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"],
+}
+
+
+@pytest.fixture
+def draft(trained, target_folder, tmp_path):
+    """A copy that may be damaged."""
+
+    def copy(algorithm: str) -> Path:
+        source = target_folder if algorithm == "standalone" else trained[algorithm][0]
+        return Path(shutil.copytree(source, tmp_path / "draft"))
+
+    return copy
+
+
+def load(algorithm: str, folder: Path, target: Path) -> None:
+    model, of_its_own = (folder, None) if algorithm == "mtp" else (target, str(folder))
+    speculation = Speculation(algorithm, draft=of_its_own, draft_tokens=2)
+    Engine(EngineConfig(model=str(model), device="cpu", max_running=2, page_size=4, speculation=speculation)).close()
+
+
+def refused(*load_it) -> str:
+    with pytest.raises(SpecbatchError) as caught:
+        load(*load_it)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", WEIGHTS)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(draft, target_folder, algorithm, value):
+    """The target would hide what comes of them. Sound, all of them load."""
+    folder = draft(algorithm)
+    load(algorithm, folder, target_folder)
+    path = folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors")
+    sound = load_file(path)
+    for name in WEIGHTS[algorithm]:
+        broken = sound[name].clone()
+        broken.view(-1)[-1] = value
+        save_file(sound | {name: broken}, path)
+        says = refused(algorithm, folder, target_folder)
+        ours = name.replace("midlayer", "layers.0")
+        assert says.startswith(
+            (f"draft='{ours}': ", f"draft='{ours.removeprefix('model.')}': ", f"draft='model.{ours}")
+        )
+        assert "not finite" in says
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "standalone"])
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("config.json", "{"), ("config.json", "[]"), ("model.safetensors", "no tensors"), ("config.json", None)],
+)
+def test_damaged_files_are_the_drafts(draft, target_folder, algorithm, file, content):
+    folder = draft(algorithm)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    assert refused(algorithm, folder, target_folder).startswith(f"draft='{folder}")
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "standalone"])
+def test_a_key_of_a_drafts_config_is_said_to_be_one(draft, target_folder, algorithm):
+    folder = draft(algorithm)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+    says = refused(algorithm, folder, target_folder)
+    assert says.startswith(f"draft='{folder}': hidden_size='wide': ")
+
+
+def test_the_targets_own_files_are_the_models(draft, target_folder):
+    folder = draft("standalone")
+    (folder / "config.json").write_text("{")
+    speculation = Speculation("standalone", draft=str(target_folder))
+    with pytest.raises(SpecbatchError, match=f"^model='{folder}"):
+        Engine(EngineConfig(model=str(folder), device="cpu", speculation=speculation))
+
+
+def test_float8_values_are_looked_at_too():
+    from specbatch.models.config import ModelConfig
+    from specbatch.models.layers import Reader
+    from specbatch.weights.dummy import SHAPES
+
+    config = ModelConfig.from_dict(SHAPES["toy"])
+    tensors = {"w": torch.ones(128, 128).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}
+
+    def read(of_draft: bool) -> None:
+        Reader(config, tensors.__getitem__, torch.float32, torch.device("cpu"), of_draft=of_draft).weight("w")
+
+    read(True)
+    for name in tensors:
+        kept, tensors[name] = tensors[name], tensors[name].float().mul(float("nan")).to(tensors[name].dtype)
+        read(False)
+        with pytest.raises(SpecbatchError, match=f"draft='{name}'.*not finite"):
+            read(True)
+        tensors[name] = kept
