@@ -152,6 +152,19 @@ def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
     check(case.reference(), expected, torch.float32)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_a_nan_comes_through(activation: Activation, device: torch.device) -> None:
+    """Of a token, or of a weight; a maximum with 0 would hide it."""
+    case = Case(Routing(4, 2), 6, device, activation=activation)
+    case.x[3, 5] = torch.nan
+    assert case.run().isnan().any(1).tolist() == [row == 3 for row in range(6)]
+    assert case.run()[3].isnan().all()
+    case.x[3, 5], case.up[2, 1, 0] = 0.0, torch.nan
+    hit = (case.experts == 2).any(1)
+    assert hit.any()
+    assert torch.equal(case.run().isnan().all(1), hit)
+
+
 def test_a_row_is_the_same_whatever_rows_are_with_it(dtype: torch.dtype, device: torch.device) -> None:
     case = Case(Routing(6, 2, shared=1, gated=True), 9, device, dtype)
     together = case.run()
