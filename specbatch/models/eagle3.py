@@ -14,7 +14,8 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.kernels.norm import rms_norm
-from specbatch.models.config import ModelConfig, count_of, table_of
+from specbatch.models.config import ModelConfig
+from specbatch.models.config_values import count_of, table_of
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import (
     EMBEDDING,

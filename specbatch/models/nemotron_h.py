@@ -17,10 +17,12 @@ from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.mamba2 import SsdHeads
 from specbatch.kernels.routing import Routing
 from specbatch.memory.recurrent import StateShape
-from specbatch.models.config import Ends, ModelConfig, Rope, count_of
+from specbatch.models.config import Ends, ModelConfig
+from specbatch.models.config_values import count_of
 from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables
 from specbatch.models.moe import MoeMlp, Shapes, with_shared
 from specbatch.models.recurrent import Mamba2
+from specbatch.models.rope import Rope
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 _KINDS = {

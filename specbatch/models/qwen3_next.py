@@ -19,7 +19,8 @@ from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.scaled_linear import SideBySide, linear
 from specbatch.kernels.weight import SIDE, Weight, below
 from specbatch.memory.recurrent import StateShape
-from specbatch.models.config import Ends, ModelConfig, attending, count_of
+from specbatch.models.config import Ends, ModelConfig, attending
+from specbatch.models.config_values import count_of
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
 from specbatch.models.recurrent import GatedDelta
