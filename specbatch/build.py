@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine works with. `config`: as asked for, with what the draft decides; `caps`: what it can hold at most,
+    """What an engine works with. `config`: as asked for, with what the draft and the memory decide; `caps`: what it can hold at most,
     for the record; `forwards`: by role."""
 
     config: EngineConfig
@@ -114,6 +114,7 @@ def build(
     plan = _plan(config, target, draft, dtype, device, shared is not None)
     if config.prefix_cache and plan.states and not plan.checkpoints:
         say("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
+        config = replace(config, prefix_cache=False)
     say(f"speculation: {config.speculation}")
     if config.speculation.is_auto:
         say(announced(config.speculation.lengths))
@@ -210,7 +211,7 @@ def _assemble(
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
     prefixes, checkpoints = None, None
-    if config.prefix_cache and (not model.recurrent_layers or plan.checkpoints):
+    if config.prefix_cache:
         prefixes = PrefixCache(pool, config.page_size)
         if model.recurrent_layers:
             checkpoints = Checkpoints(prefixes, config.page_size, plan.checkpoints)
@@ -259,6 +260,7 @@ def _assemble(
         "kv_bytes": plan.kv,
         "state_bytes": plan.states,
         "state_checkpoints": plan.checkpoints,
+        "prefix_cache": "off" if prefixes is None else "on",
     }
     recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, Recordings)]
     if runner.graphs is not None:

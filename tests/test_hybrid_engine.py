@@ -99,4 +99,21 @@ def test_a_prefix_is_found_again(hybrids: Hybrids, name: str) -> None:
     for _ in range(3):  # the second time finds where prompts part
         done = engine.generate(hybrids.prompts(name), SamplingParams(max_new_tokens=12, ignore_eos=True))
         assert [item.token_ids for item in done] == hybrids.greedy(name, 12)
-    assert engine.record().metrics["cached_tokens"]
+    record = engine.record()
+    assert record.metrics["cached_tokens"]
+    assert (record.config["prefix_cache"], record.caps["prefix_cache"]) == (True, "on")
+
+
+def test_no_room_for_states_of_prefixes_is_said(hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the record, too: there is no prefix cache then."""
+    plan = hybrids.engine("qwen3.5", prefix_cache=False).plan
+    few = 2 * (plan.weights + plan.workspace + plan.states + 40 * plan.page_bytes)
+    monkeypatch.setattr("specbatch.build.available_memory", lambda device: few)
+    lines: list[str] = []
+    engine = hybrids.engine("qwen3.5", memory_fraction=0.5, log=lines.append)
+    done = engine.generate(hybrids.prompts("qwen3.5"), SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert [item.token_ids for item in done] == hybrids.greedy("qwen3.5", 5)
+    record = engine.record()
+    assert (record.config["prefix_cache"], record.caps["prefix_cache"]) == (False, "off")
+    assert record.caps["state_checkpoints"] == record.metrics["cached_tokens"] == 0
+    assert any(line.startswith("prefix cache: off") for line in lines)

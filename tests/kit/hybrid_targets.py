@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,7 @@ class Hybrids:
         algorithm: str = "none",
         schedule: str = "v2",
         more: dict[str, Any] | None = None,
+        log: Callable[[str], None] | None = None,
         **changes: Any,
     ) -> Engine:
         """algorithm: one of SPECULATIONS; more: of its settings; changes: settings of EngineConfig."""
@@ -244,7 +246,7 @@ class Hybrids:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("specbatch.weights.open_checkpoint", opened)
-            return Engine(EngineConfig(model=name, **config))
+            return Engine(EngineConfig(model=name, **config), log=log)
 
     @cache  # noqa: B019
     def _eagle(self, name: str) -> str:
