@@ -50,7 +50,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return feature_chain(head, loader, config, target.config.vocab_size)
 
     behind = tuple(boundary - 1 for boundary in aux)
-    return head_plan(build, layer, parameters(files.shapes), config, behind)
+    return head_plan(build, layer, config, parameters=parameters(files.shapes), aux=behind)
 
 
 def _aux(

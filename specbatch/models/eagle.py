@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from specbatch.kernels.weight import Weight
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Joined, LlamaHead, Reader, Shapes, layer_shapes
@@ -16,7 +17,7 @@ from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Joined, LlamaHea
 class Eagle(LlamaHead):
     def __init__(self, config: ModelConfig, read: Reader, target: Decoder, positions: int) -> None:
         super().__init__(config, read, target, positions)
-        self._fc = Joined(read("fc.weight"), read.bias("fc"))
+        self._fc = Joined(Weight(read("fc.weight")), read.bias("fc"))
         self._qkv = read.linear(*(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"))
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.kernels.norm import rms_norm
+from specbatch.kernels.weight import Weight
 from specbatch.models.config import ModelConfig
 from specbatch.models.config_values import count_of, table_of
 from specbatch.models.decoder import Decoder, Features
@@ -163,7 +164,7 @@ class Eagle3(LlamaHead):
         attention = f"{LAYER}.self_attn"
         self._width = count * described.target_hidden
         self._qkv = Joined(
-            read(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
+            Weight(read(*(f"{attention}.{part}_proj.weight" for part in "qkv"))),
             read.bias(*(f"{attention}.{part}_proj" for part in "qkv")),
         )
         self._fc = read.linear("fc")

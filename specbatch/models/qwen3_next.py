@@ -8,7 +8,7 @@ heads (`paired`), and their products stay what they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -169,7 +169,7 @@ class Qwen3NextConfig(ModelConfig):
     def is_spare(self, name: str) -> bool:
         return name.startswith("model.visual.")
 
-    def fit(self, found: Shapes) -> Qwen3NextConfig:
+    def fit(self, found: Shapes) -> Self:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
         mixture = self.mixture and replace(self.mixture, fused=fused)
         return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), mixture=mixture)
@@ -178,7 +178,7 @@ class Qwen3NextConfig(ModelConfig):
         """Rows of queries and keys change places; values lie in the same matrix."""
         return super().widens(name, shape) or name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
 
-    def stacked(self) -> Qwen3NextConfig:
+    def stacked(self) -> Self:
         return replace(self, mixture=self.mixture and replace(self.mixture, fused=True))
 
 

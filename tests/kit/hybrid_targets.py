@@ -22,7 +22,7 @@ from specbatch.memory.recurrent import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle import eagle_shapes
-from specbatch.models.mtp import mtp_config, mtp_shapes
+from specbatch.models.mtp import mtp_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -132,7 +132,7 @@ class HybridCheckpoint:
         self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
         self.mtp: dict[str, tuple[int, ...]] = {}
         if name in MTP:
-            self.mtp = mtp_shapes(mtp_config(self.config))
+            self.mtp = mtp_config(self.config).tensor_shapes()
             self.tensors |= head_weights(self.mtp, "mtp.fc.weight", -1.0)
 
     def names(self) -> list[str]:
