@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.gated_delta import CHUNK, DeltaHeads, Pending
+from specbatch.kernels.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads, Pending
 from specbatch.kernels.recurrent import Fold
 from specbatch.kernels.spans import Spans
 
@@ -37,7 +37,7 @@ def delta_prefill(
 ) -> torch.Tensor:
     """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""
     total, exact = len(qkv), qkv.dtype == torch.float32
-    chunk = chunk or (16 if exact else CHUNK)  # exact products take many registers
+    chunk = chunk or (EXACT_CHUNK if exact else CHUNK)
     # No entry of either matrix is above 1, and float16 rounds as tf32 does.
     inverse, scores = (
         torch.empty(total, heads.values, chunk, dtype=torch.float32 if exact else torch.float16, device=qkv.device)

@@ -45,8 +45,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine works with. `config`: as asked for, with what the draft and the memory decide; `caps`: what it can hold at most,
-    for the record; `forwards`: by role."""
+    """What an engine works with. `config`: as asked for, with what the draft and the memory decide; `caps`: what it can
+    hold at most, for the record; `forwards`: by role."""
 
     config: EngineConfig
     device: torch.device
@@ -160,9 +160,16 @@ def _plan(
         checkpoint_bytes=_state_bytes(config, target.config, dtype, 0),
         vocabulary=target.config.vocab_size,
         rows=draft.slots_of(config.speculation.drafted + 1),
-        token_bytes=token_bytes(target.config, dtype) + len(draft.aux) * target.config.hidden_size * dtype.itemsize,
+        token_bytes=_token_bytes(target.config, draft, dtype),
         graphs=graphs,
     )
+
+
+def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
+    """Activations of a token: those of the target, or of what drafts behind it, which reads its features."""
+    features = (draft.every + len(draft.aux)) * target.hidden_size * dtype.itemsize
+    behind = features + token_bytes(draft.config, dtype) if draft.kv_layers else 0
+    return max(token_bytes(target, dtype) + features, behind)
 
 
 def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, rows: int) -> int:

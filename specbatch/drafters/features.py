@@ -240,7 +240,8 @@ def head_plan(
     parameters: int = 0,
     aux: tuple[int, ...] = (),
 ) -> DraftPlan:
-    """What a head of one `layer` takes; weights, parameters and aux as in `DraftPlan`. Of a request that ends, the pairs of the newest verify still wait."""
+    """What a head of one `layer` takes; weights, parameters and aux as in `DraftPlan`. Of a request that ends, the
+    pairs of the newest verify still wait."""
     shape = config.speculation.shape
     return DraftPlan(
         build,

@@ -19,6 +19,8 @@ from specbatch.models.float8 import left_plain, unconverted, with_scales
 from specbatch.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
+    import torch
+
     from specbatch.memory.recurrent import StateShape
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -149,6 +151,14 @@ class ModelConfig:
         """The most columns that a layer projects before its cut, and that come out of it."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return queries + 2 * keys, queries
+
+    def mixing_bytes(self, dtype: torch.dtype) -> int:
+        """Of a prompt's token: the most that a mixer takes beside what it projects and what comes out of it."""
+        return (self.num_heads + self.num_kv_heads) * self.head_dim * dtype.itemsize  # q and k
+
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        """Of a token: the most that an MLP takes beside the residual stream."""
+        return (self.hidden_size + 3 * self.intermediate_size) * dtype.itemsize  # its norm; gate, up and their product
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:

@@ -39,9 +39,7 @@ class MtpConfig(Qwen3NextConfig):
 
 
 class Mtp(DraftHead):
-    def __init__(
-        self, config: MtpConfig, read: Callable[[str], torch.Tensor], target: Decoder, positions: int
-    ) -> None:
+    def __init__(self, config: MtpConfig, read: Callable[[str], torch.Tensor], target: Decoder, positions: int) -> None:
         """positions: how many there are to rotate to."""
         reader = Reader(config, read, target.dtype, target.device)
         layer = qwen3_next.layer(reader, 0, rope_tables(config, positions, target.dtype, target.device))

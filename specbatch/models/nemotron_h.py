@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.experts import Experts
+from specbatch.kernels.experts import Experts, token_bytes
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.mamba2 import SsdHeads
 from specbatch.kernels.routing import Routing
@@ -67,6 +67,11 @@ class Relu2Mixture:
     scale: float
     groups: int
     top_groups: int
+
+    def token_bytes(self, hidden: int, dtype: torch.dtype) -> int:
+        """The most that a token takes in it."""
+        width = self.top_k + -(-self.shared // self.inner)
+        return 4 * hidden + token_bytes(self.experts, width, self.inner, hidden, dtype)  # the router is float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +135,14 @@ class NemotronHConfig(ModelConfig):
     def mixer_widths(self) -> tuple[int, int]:
         mamba, (projected, mixed) = self.mamba, super().mixer_widths
         return max(projected, mamba.inner + mamba.channels + mamba.count), max(mixed, mamba.inner)
+
+    def mixing_bytes(self, dtype: torch.dtype) -> int:
+        return max(super().mixing_bytes(dtype), self.mamba.channels * dtype.itemsize)
+
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        mixture, hidden = self.mixture, self.hidden_size
+        dense = (hidden + self.intermediate_size) * dtype.itemsize
+        return dense if mixture is None else max(dense, mixture.token_bytes(hidden, dtype))
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:

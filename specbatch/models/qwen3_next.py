@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.gated_delta import DeltaHeads
+from specbatch.kernels.gated_delta import DeltaHeads, chunk_bytes
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.scaled_linear import SideBySide, linear
@@ -132,6 +132,15 @@ class Qwen3NextConfig(ModelConfig):
             return projected, mixed
         inner = delta.values * delta.value_dim
         return max(projected, delta.channels + inner + 2 * delta.values), max(mixed, inner)
+
+    def mixing_bytes(self, dtype: torch.dtype) -> int:
+        gate, delta = 2 * self.num_heads * self.head_dim * dtype.itemsize, self.delta
+        recurrent = 0 if delta is None else delta.channels * dtype.itemsize + delta.values * chunk_bytes(dtype)
+        return max(super().mixing_bytes(dtype), gate, recurrent)
+
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        dense = 0 if all(self.sparse) else super().mlp_bytes(dtype)
+        return max(dense, self.mixture.token_bytes(self.hidden_size, dtype) if self.mixture else 0)
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
