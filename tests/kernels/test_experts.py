@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import crossed
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels import dispatch, experts_triton, linear
@@ -125,8 +126,10 @@ def test_against_every_expert_on_every_token(
     assert torch.equal(case.run(case.residual), y)
 
 
-@pytest.mark.parametrize(("hidden", "inner", "activation"), [(64, 32, "swiglu"), (72, 17, "swiglu"), (33, 40, "relu2")])
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner", "activation"),
+    crossed([16, 32, 64, 128], [(64, 32, "swiglu"), (72, 17, "swiglu"), (33, 40, "relu2")]),
+)
 def test_blocks_of_every_size(
     rows: int, hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
