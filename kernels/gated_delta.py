@@ -186,9 +186,9 @@ def delta_prefill(
 ) -> torch.Tensor:
     """`delta_prefill_ref`, in three kernels on a CUDA device."""
     if dispatch.runs_kernels(qkv):
-        from specbatch.kernels import gated_delta_triton
+        from specbatch.kernels import gated_delta_chunks
 
-        return gated_delta_triton.delta_prefill(qkv, z, b, a, heads, state, spans)
+        return gated_delta_chunks.delta_prefill(qkv, z, b, a, heads, state, spans)
     return delta_prefill_ref(qkv, z, b, a, heads, state, spans)
 
 

@@ -1,9 +1,10 @@
 """Triton kernels of the gated delta rule; equations and names are those of `gated_delta`.
 
 A verify reads and writes a state once: a program has some columns of one head's state in registers, folds the kept rows
-in, writes it back and computes the new rows. A prompt pass is in two: what the rows of a chunk are to each other, for
-all chunks at once, then the walk of the state from chunk to chunk, for some columns each. Then the gated norm, which
-also keeps what programs of the kernel before it shared, when all of them have read what was kept before.
+in, writes it back and computes the new rows. A chain of few rows goes row by row, others by products of all rows. Then
+the gated norm, which also keeps what programs of the kernel before it shared, when all of them have read what was kept
+before. A prompt pass (`gated_delta_chunks`) is in two: what the rows of a chunk are to each other, for all chunks at
+once, then the walk of the state from chunk to chunk, for some columns each; and the same norm.
 
 Products of float32 models are exact (no tf32); those of others round their factors to tf32 and add in float32.
 """
@@ -16,47 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads, Pending
+from specbatch.kernels.dispatch import pdl
+from specbatch.kernels.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent import Fold
-from specbatch.kernels.spans import Spans
 
 _PROGRAM = 2048  # elements of a program of the norm
-_STAGES = 2  # of the walk: the inputs of the next chunk are on their way
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
-
-
-def delta_prefill(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    spans: Spans,
-    chunk: int | None = None,
-) -> torch.Tensor:
-    """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""
-    total, exact = len(qkv), qkv.dtype == torch.float32
-    chunk = chunk or (EXACT_CHUNK if exact else CHUNK)
-    # No entry of either matrix is above 1, and float16 rounds as tf32 does.
-    inverse, scores = (
-        torch.empty(total, heads.values, chunk, dtype=torch.float32 if exact else torch.float16, device=qkv.device)
-        for _ in range(2)
-    )
-    sums = torch.empty(total, heads.values, dtype=torch.float32, device=qkv.device)
-    o = qkv.new_empty(total, heads.values, heads.value_dim)
-    tiles, sizes = spans.tiles(chunk), _sizes(heads, qkv)
-    _chunks[(len(tiles), heads.values)](
-        qkv, b, a, heads.a_log, heads.dt_bias, tiles, spans.table, inverse, scores, sums,
-        qkv.stride(0), b.stride(0), a.stride(0), spans.table.stride(0),
-        CHUNK=chunk, LEVELS=(chunk - 1).bit_length(), num_warps=4, **sizes,
-    )  # fmt: skip
-    columns = min(32, max(16, triton.next_power_of_2(heads.value_dim)))
-    _walk[(triton.cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1)](
-        qkv, inverse, scores, sums, spans.table, state, o, qkv.stride(0), spans.table.stride(0), state.stride(0),
-        CHUNK=chunk, COLUMNS=columns, num_warps=4, num_stages=_STAGES, **sizes,
-    )  # fmt: skip
-    return _normalise(o, qkv, z, a, heads)
+_CHAIN = 4  # rows of a chain, and kept ones, that go one by one
 
 
 def delta_verify(
@@ -79,21 +46,30 @@ def delta_verify(
     columns = 32 if batch * heads.values * triton.cdiv(heads.value_dim, 32) >= _FEW else 16
     columns = min(columns, max(16, triton.next_power_of_2(heads.value_dim)))
     o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
-    block, sizes = max(16, triton.next_power_of_2(rows)), _sizes(heads, qkv)
+    block, sizes = max(16, triton.next_power_of_2(rows)), sizes_of(heads, qkv)
+    is_chain = fold.kept is None and fold.ancestors is None and max(rows, held) <= _CHAIN
+    if is_chain and (rows == 1 or columns == 32):  # a few programs wait for one row after the other
+        _chain[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
+            qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.folded, o,
+            qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
+            KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=sizes["BLOCK_K"],
+            N=rows, HELD=held, COLUMNS=columns, num_warps=1, **pdl(qkv),
+        )  # fmt: skip
+        return normalise(o, qkv, z, a, heads, pending, fold)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
     _verify[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
         qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.folded, fold.kept, fold.ancestors, o,
         qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
         0 if fold.kept is None else fold.kept.stride(0),
         N=rows, ROWS=block, HELD=max(16, triton.next_power_of_2(held)), LEVELS=(rows - 1).bit_length(),
-        COLUMNS=columns, PDL=qkv.is_cuda, num_warps=4 if block <= 32 else 8, launch_pdl=qkv.is_cuda,
+        COLUMNS=columns, num_warps=4 if block <= 32 else 8, **pdl(qkv),
         maxnreg=128 if full else None,  # four programs on a processor: the memory waits for none of them
         **sizes,
     )  # fmt: skip
-    return _normalise(o, qkv, z, a, heads, pending, fold)
+    return normalise(o, qkv, z, a, heads, pending, fold)
 
 
-def _normalise(
+def normalise(
     o: torch.Tensor,
     qkv: torch.Tensor,
     z: torch.Tensor,
@@ -103,19 +79,20 @@ def _normalise(
     fold: Fold | None = None,
 ) -> torch.Tensor:
     """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept."""
-    sizes = _sizes(heads, qkv)
+    sizes = sizes_of(heads, qkv)
     lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // triton.next_power_of_2(heads.value_dim))
     k, g = (pending.k, pending.g) if pending is not None else (None, None)
     _norm[(triton.cdiv(lines, tile),)](
         o, qkv, z, a, heads.a_log, heads.dt_bias, heads.norm, None if fold is None else fold.rows, k, g,
         qkv.stride(0), z.stride(0), a.stride(0), 0 if k is None else k.stride(0), 0 if g is None else g.stride(0),
         lines, 1 if fold is None else len(qkv) // len(fold.rows), heads.eps,
-        TILE=tile, PDL=qkv.is_cuda, num_warps=4, launch_pdl=qkv.is_cuda, **sizes,
+        TILE=tile, num_warps=4, **pdl(qkv), **sizes,
     )  # fmt: skip
     return o.flatten(1)
 
 
-def _sizes(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
+def sizes_of(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
+    """What kernels are compiled for."""
     return {
         "KEYS": heads.keys, "VALUES": heads.values, "K": heads.key_dim, "V": heads.value_dim,
         "BLOCK_K": max(16, triton.next_power_of_2(heads.key_dim)),
@@ -125,14 +102,14 @@ def _sizes(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
 
 
 @triton.jit
-def _unit(heads, mask):
+def unit(heads, mask):
     """Heads [n, BLOCK_K] from memory, float32 and of length one."""
     x = tl.load(heads, mask, 0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
 
 
 @triton.jit
-def _decay(a, a_log, dt_bias, mask):
+def decay_of(a, a_log, dt_bias, mask):
     """g: a, a_log and dt_bias are places of the same shape."""
     rate = tl.exp(tl.load(a_log, mask, 0.0).to(tl.float32))
     x = tl.load(a, mask, 0.0).to(tl.float32) + tl.load(dt_bias, mask, 0.0).to(tl.float32)
@@ -148,7 +125,7 @@ def _log1p(x):
 
 
 @triton.jit
-def _invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 for a [n, n] with entries below the diagonal only, of its first 2^LEVELS rows.
 
     From the inverses of diagonal blocks P and Q to that of [[P, 0], [L, Q]], whose corner is -Q^-1 L P^-1: as stable as
@@ -163,6 +140,59 @@ def _invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
         part = tl.dot(x, corner, input_precision=PRECISION)
         x -= tl.dot(part, x, input_precision=PRECISION)
     return x
+
+
+@triton.jit
+def _chain(
+    qkv, b, a, a_log, dt_bias, state, old_k, old_u, old_g, rows, count, o,
+    qkv_stride, b_stride, a_stride, state_stride, k_stride, u_stride, g_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    N: tl.constexpr, HELD: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The recurrence as it is written. Little stands between reading a state and writing it, so that many are on
+    their way at once."""
+    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key = head // (VALUES // KEYS)
+    row = tl.load(rows + sequence)
+    folded = tl.load(count + row)
+    k_column = tl.arange(0, BLOCK_K)
+    v_column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_k, in_v = k_column < K, v_column < V
+    cells = state + row * state_stride + head * K * V + k_column[:, None] * V + v_column[None, :]
+    in_state = in_k[:, None] & in_v[None, :]
+    s = tl.load(cells, in_state, 0.0).to(tl.float32)
+    if folded > 0:
+        for step in tl.static_range(HELD):
+            k_cells = old_k + row * k_stride + (step * KEYS + key) * K + k_column
+            u_cells = old_u + row * u_stride + (step * VALUES + head) * V + v_column
+            k = tl.load(k_cells, k_column < tl.where(folded > step, K, 0), 0.0).to(tl.float32)
+            u = tl.load(u_cells, v_column < tl.where(folded > step, V, 0), 0.0).to(tl.float32)
+            g = tl.load(old_g + row * g_stride + step * VALUES + head).to(tl.float32)
+            s = s * tl.exp(tl.where(folded > step, g, 0.0)) + k[:, None] * u[None, :]
+        if row != 0:  # several sequences may be the padding row at once; it stays as it is
+            tl.store(cells, s.to(state.dtype.element_ty), in_state)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for step in tl.static_range(N):
+        token = sequence * N + step
+        heads = qkv + token * qkv_stride
+        q = tl.load(heads + key * K + k_column, in_k, 0.0).to(tl.float32)
+        k = tl.load(heads + (KEYS + key) * K + k_column, in_k, 0.0).to(tl.float32)
+        v = tl.load(heads + 2 * KEYS * K + head * V + v_column, in_v, 0.0).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
+        fade = tl.exp(decay_of(a + token * a_stride + head, a_log + head, dt_bias + head, True))
+        # Both sums are over the state before the row, so that neither waits for the other.
+        u = beta * (v - fade * tl.sum(s * k[:, None], 0))
+        out = fade * tl.sum(s * q[:, None], 0) + u * tl.sum(q * k, 0)
+        if step < N - 1:
+            s = s * fade + k[:, None] * u[None, :]
+        tl.store(o + (token * VALUES + head) * V + v_column, out.to(o.dtype.element_ty), in_v)
+        if row != 0:
+            keep = old_u + row * u_stride + (step * VALUES + head) * V + v_column
+            tl.store(keep, u.to(old_u.dtype.element_ty), in_v)
 
 
 @triton.jit
@@ -211,16 +241,16 @@ def _verify(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     heads = qkv + token[:, None] * qkv_stride
-    q = _unit(heads + key * K + k_column[None, :], live[:, None] & in_k) * (K**-0.5)
-    k = _unit(heads + (KEYS + key) * K + k_column[None, :], live[:, None] & in_k)
+    q = unit(heads + key * K + k_column[None, :], live[:, None] & in_k) * (K**-0.5)
+    k = unit(heads + (KEYS + key) * K + k_column[None, :], live[:, None] & in_k)
     v = tl.load(heads + 2 * KEYS * K + head * V + v_column[None, :], live[:, None] & in_v, 0.0).to(tl.float32)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head, live, 0.0).to(tl.float32))
-    g = _decay(a + token * a_stride + head, a_log + head + node * 0, dt_bias + head + node * 0, live)
+    g = decay_of(a + token * a_stride + head, a_log + head + node * 0, dt_bias + head + node * 0, live)
     total = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
     decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
     fade = tl.exp(total)[:, None]
     lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
-    inverse = _invert(tl.where(node[:, None] > node[None, :], lower, 0.0), LEVELS, PRECISION)
+    inverse = invert(tl.where(node[:, None] > node[None, :], lower, 0.0), LEVELS, PRECISION)
     rest = beta[:, None] * (v - fade * tl.dot(k, s, input_precision=PRECISION))
     u = tl.dot(inverse, rest, input_precision=PRECISION)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
@@ -230,87 +260,6 @@ def _verify(
     if row != 0:
         keep = old_u + row * u_stride + (node[:, None] * VALUES + head) * V + v_column[None, :]
         tl.store(keep, u.to(old_u.dtype.element_ty), mask)
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def _chunks(
-    qkv, b, a, a_log, dt_bias, tiles, table, inverse, scores, sums, qkv_stride, b_stride, a_stride, table_stride,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
-    """Of the rows of one chunk and head: (I + A)^-1 with its columns times beta, q k^T D, and G."""
-    head = tl.program_id(1)
-    key = head // (VALUES // KEYS)
-    span = tl.load(tiles + 2 * tl.program_id(0))
-    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    count = tl.load(table + table_stride + span) - tl.load(table + span)
-    if first >= count:
-        return
-    step = tl.arange(0, CHUNK)
-    live = first + step < count
-    token = tl.load(table + 3 * table_stride + span) + first + step
-    column = tl.arange(0, BLOCK_K)
-    mask = live[:, None] & (column < K)[None, :]
-    heads = qkv + token[:, None] * qkv_stride + key * K + column[None, :]
-    q = _unit(heads, mask) * (K**-0.5)
-    k = _unit(heads + KEYS * K, mask)
-    beta = tl.sigmoid(tl.load(b + token * b_stride + head, live, 0.0).to(tl.float32))
-    total = tl.cumsum(_decay(a + token * a_stride + head, a_log + head + step * 0, dt_bias + head + step * 0, live), 0)
-    sees = step[:, None] >= step[None, :]
-    decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
-    cells = (token[:, None] * VALUES + head) * CHUNK + step[None, :]
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-    tl.store(scores + cells, score.to(scores.dtype.element_ty), live[:, None])
-    lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
-    solved = _invert(tl.where(step[:, None] > step[None, :], lower, 0.0), LEVELS, PRECISION) * beta[None, :]
-    tl.store(inverse + cells, solved.to(inverse.dtype.element_ty), live[:, None])
-    tl.store(sums + token * VALUES + head, total, live)
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def _walk(
-    qkv, inverse, scores, sums, table, state, o, qkv_stride, table_stride, state_stride,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Some columns of one head's state from chunk to chunk of a span, and the outputs on the way."""
-    head, span = tl.program_id(1), tl.program_id(2)
-    key = head // (VALUES // KEYS)
-    start = tl.load(table + span)
-    count = (tl.load(table + table_stride + span) - start).to(tl.int32)
-    if count == 0:
-        return
-    row = tl.load(table + 2 * table_stride + span)
-    offset = tl.load(table + 3 * table_stride + span)
-    step = tl.arange(0, CHUNK)
-    k_column = tl.arange(0, BLOCK_K)
-    v_column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_k, in_v = (k_column < K)[None, :], (v_column < V)[None, :]
-    cells = state + row * state_stride + head * K * V + k_column[:, None] * V + v_column[None, :]
-    in_state = (k_column < K)[:, None] & in_v
-    s = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
-    if start > 0:
-        s = tl.load(cells, in_state, 0.0).to(tl.float32)
-    for first in tl.range(0, count, CHUNK):
-        live = first + step < count
-        token = offset + first + step
-        mask = live[:, None] & in_v
-        heads = qkv + token[:, None] * qkv_stride
-        q = _unit(heads + key * K + k_column[None, :], live[:, None] & in_k) * (K**-0.5)
-        k = _unit(heads + (KEYS + key) * K + k_column[None, :], live[:, None] & in_k)
-        v = tl.load(heads + 2 * KEYS * K + head * V + v_column[None, :], mask, 0.0).to(tl.float32)
-        matrix = (token[:, None] * VALUES + head) * CHUNK + step[None, :]
-        solved = tl.load(inverse + matrix, live[:, None], 0.0).to(tl.float32)
-        score = tl.load(scores + matrix, live[:, None], 0.0).to(tl.float32)
-        total = tl.load(sums + token * VALUES + head, live, 0.0)
-        whole = tl.load(sums + (offset + tl.minimum(first + CHUNK, count) - 1) * VALUES + head)
-        fade = tl.exp(total)[:, None]
-        u = tl.dot(solved, v - fade * tl.dot(k, s, input_precision=PRECISION), input_precision=PRECISION)
-        out = tl.dot(score, u, fade * tl.dot(q, s, input_precision=PRECISION), input_precision=PRECISION)
-        tl.store(o + (token[:, None] * VALUES + head) * V + v_column[None, :], out.to(o.dtype.element_ty), mask)
-        k *= tl.exp(tl.where(live, whole - total, 0.0))[:, None]
-        s = tl.dot(tl.trans(k), u, s * tl.exp(whole), input_precision=PRECISION)
-    tl.store(cells, s.to(state.dtype.element_ty), in_state)
 
 
 @triton.jit(do_not_specialize=["lines"])
@@ -343,10 +292,10 @@ def _norm(
         row = tl.load(rows + token // n, real, 0)
         place = token % n
         real = real & (row != 0)
-        g = _decay(a + token * a_stride + head, a_log + head, dt_bias + head, real)
+        g = decay_of(a + token * a_stride + head, a_log + head, dt_bias + head, real)
         tl.store(kept_g + row * g_stride + place * VALUES + head, g.to(kept_g.dtype.element_ty), real)
         column = tl.arange(0, BLOCK_K)
         mask = (real & (head < KEYS))[:, None] & (column < K)[None, :]
-        k = _unit(qkv + token[:, None] * qkv_stride + (KEYS + head)[:, None] * K + column[None, :], mask)
+        k = unit(qkv + token[:, None] * qkv_stride + (KEYS + head)[:, None] * K + column[None, :], mask)
         keep = kept_k + row[:, None] * k_stride + (place * KEYS + head)[:, None] * K + column[None, :]
         tl.store(keep, k.to(kept_k.dtype.element_ty), mask)

@@ -21,6 +21,8 @@ from specbatch.kernels.recurrent import Fold
 from specbatch.kernels.spans import Spans
 
 CHUNK = 64  # tokens of a prompt at a time
+_CHAIN = 4  # rows of a chain, and kept ones, that go one by one
+_CHAIN_ROWS = 8  # of a state, in a program of such a verify
 
 
 def ssd_prefill(
@@ -46,13 +48,21 @@ def ssd_verify(
 ) -> torch.Tensor:
     """`ssd_verify_ref`.
 
-    The state, fold.rows, fold.folded, fold.kept are read before the kernel launched directly in front has ended: that
+    The memory, fold.rows, fold.folded, fold.kept are read before the kernel launched directly in front has ended: that
     one, as a rule the convolution, must not write them.
     """
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     state, pending = memory
     n, most = len(xbc) // len(fold.rows), pending.shape[1]
     old, new = _padded(most), _padded(n)
+    if fold.kept is None and fold.ancestors is None and max(n, most) <= _CHAIN:
+        _chain[(triton.cdiv(heads.dim, _CHAIN_ROWS) * heads.count, len(fold.rows))](
+            xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, fold.rows, fold.folded,
+            xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
+            HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, HELD=most, N=n,
+            ROWS=_CHAIN_ROWS, BLOCK_S=_padded(heads.state), num_warps=1, **pdl(xbc),
+        )  # fmt: skip
+        return _finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
     rows, warps = _tile(xbc.dtype == torch.float32, max(old, new) > 16)
     _verify[(triton.cdiv(heads.dim, rows) * heads.count, len(fold.rows))](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias,
@@ -178,6 +188,55 @@ def _prefill(
         y += CHUNK * HEADS * DIM
         x, raw = next_x, next_raw
     tl.store(place, h.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _chain(
+    xbc, dt, y, state, pending, a_log, d, dt_bias, rows, count,
+    xbc_stride, dt_stride, state_stride, slot_stride, pending_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, HELD: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_verify` of a chain of few rows, one by one. Little stands between reading a state and writing it, so that many
+    are on their way at once."""
+    TILES: tl.constexpr = (DIM + ROWS - 1) // ROWS
+    head = tl.program_id(0) // TILES
+    group = head // (HEADS // GROUPS)
+    sequence = tl.program_id(1).to(tl.int64)
+    slot = tl.load(rows + sequence)
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_S)
+    of_head, inside = row < DIM, column < STATE
+    place = state + slot * state_stride + (head * DIM + row)[:, None] * STATE + column[None, :]
+    mask = of_head[:, None] & inside[None, :]
+    h = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    folded = tl.load(count + slot)
+    decay = -tl.exp(tl.load(a_log + head))
+    skip = tl.load(d + head)
+    bias = tl.load(dt_bias + head)
+    of_b = HEADS * DIM + group * STATE + column
+    if folded > 0:
+        for past in tl.static_range(HELD):
+            line = pending + slot * slot_stride + past * pending_stride
+            x = tl.load(line + head * DIM + row, row < tl.where(folded > past, DIM, 0), 0.0).to(tl.float32)
+            b = tl.load(line + of_b, column < tl.where(folded > past, STATE, 0), 0.0).to(tl.float32)
+            step = _step(tl.load(line + HEADS * DIM + GROUPS * STATE + head), bias)
+            step = tl.where(folded > past, step, 0.0)
+            h = h * tl.exp(step * decay) + (x * step)[:, None] * b[None, :]
+        tl.store(place, h.to(state.dtype.element_ty), mask=mask)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for node in tl.static_range(N):
+        token = sequence * N + node
+        line = xbc + token * xbc_stride
+        x = tl.load(line + head * DIM + row, of_head, 0.0).to(tl.float32)
+        b = tl.load(line + of_b, inside, 0.0).to(tl.float32)
+        c = tl.load(line + GROUPS * STATE + of_b, inside, 0.0).to(tl.float32)
+        step = _step(tl.load(dt + token * dt_stride + head), bias)
+        h = h * tl.exp(step * decay) + (x * step)[:, None] * b[None, :]
+        out = tl.sum(h * c[None, :], 1) + skip * x
+        tl.store(y + token * (HEADS * DIM) + head * DIM + row, out.to(y.dtype.element_ty), of_head)
 
 
 @triton.jit(do_not_specialize=["n"])

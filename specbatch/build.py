@@ -26,7 +26,7 @@ from specbatch.kernels.weight import keeps_float8
 from specbatch.memory.checkpoints import Checkpoints
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
-from specbatch.memory.plan import MemoryPlan, available_memory, plan_memory, size_text
+from specbatch.memory.plan import ALONE, MemoryPlan, Place, available_memory, plan_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.recurrent import state_bytes, state_types
 from specbatch.models.config import ModelConfig
@@ -107,11 +107,17 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
 
 
 def build(
-    config: EngineConfig, say: Say, report: Report, on_tokens: OnTokens, *, shared: Decoder | None = None
+    config: EngineConfig,
+    say: Say,
+    report: Report,
+    on_tokens: OnTokens,
+    *,
+    shared: Decoder | None = None,
+    place: Place = ALONE,
 ) -> Parts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
     config, device, target, dtype, attention, draft = prepare(config, say, shared=shared)
-    plan = _plan(config, target, draft, dtype, device, shared is not None)
+    plan = _plan(config, target, draft, dtype, device, shared is not None, place)
     if config.prefix_cache and plan.states and not plan.checkpoints:
         say("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
         config = replace(config, prefix_cache=False)
@@ -134,6 +140,7 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
     is_shared: bool,
+    place: Place,
 ) -> MemoryPlan:
     kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
     graphs = graph_bytes(
@@ -151,7 +158,7 @@ def _plan(
         free=available_memory(device),
         on_cpu=device.type == "cpu",
         model_len=min(target.config.max_position, draft.config.max_position),
-        weights=0 if is_shared else weight_bytes(target.config, dtype, device),
+        weights=0 if is_shared and place.index == 0 else weight_bytes(target.config, dtype, device),
         draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
         + draft.parameters * dtype.itemsize,
         page_bytes=bytes_per_page(target.config, target.config.attention_layers, config.page_size, kv_dtype)
@@ -162,6 +169,7 @@ def _plan(
         rows=draft.slots_of(config.speculation.drafted + 1),
         token_bytes=_token_bytes(target.config, draft, dtype),
         graphs=graphs,
+        place=place,
     )
 
 

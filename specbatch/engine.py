@@ -18,6 +18,7 @@ from specbatch.build import Say, build
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.checkpoints import StateCounters
+from specbatch.memory.plan import ALONE, Place
 from specbatch.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -44,7 +45,7 @@ class Engine:
     """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load.
 
     `report` hears of the progress in recording graphs. `weights_of`: an open engine whose target weights are used in
-    place of a copy of one's own.
+    place of a copy of one's own. `place`: among engines that do so in turn, who then share the memory alike.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Engine:
         log: Say | None = None,
         report: Report | None = None,
         weights_of: Engine | None = None,
+        place: Place = ALONE,
     ) -> None:
         log = log or (lambda line: None)
         if weights_of is not None:
@@ -64,6 +66,7 @@ class Engine:
             report or (lambda done, total: None),
             self._on_tokens,
             shared=None if weights_of is None else weights_of._model,
+            place=place,
         )
         self.config = parts.config
         self.device = parts.device

@@ -26,7 +26,7 @@ from specbatch import acceptance
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.draft_length import steps_text
 from specbatch.errors import at_least, refuse
-from specbatch.memory.plan import shared_fraction
+from specbatch.memory.plan import Place
 from specbatch.metrics import RunRecord, write_atomic
 from specbatch.progress import Report
 from specbatch.prompts import Prompt, read_prompts
@@ -209,12 +209,10 @@ def run_check(
 
     with ExitStack() as stack:
         base = replace(config, max_model_len=config.max_model_len or options.max_model_len)
-        plain, checked = (
-            replace(item, memory_fraction=_share(config, place)) for place, item in enumerate(_both(base))
-        )
+        plain, checked = _both(base)
         check_draft([checked], log)
-        reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None))
-        engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference))
+        reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None, place=Place(0, 2)))
+        engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference, place=Place(1, 2)))
         margin = options.margin
         if margin is None:
             margin = MARGIN_FLOAT32 if engine.caps["dtype"] == "float32" else MARGIN
@@ -252,10 +250,6 @@ def _both(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
         draft_attention_backend="auto",
     )
     return plain, config
-
-
-def _share(config: EngineConfig, place: int) -> float:
-    return shared_fraction(config.memory_fraction, place, 2)
 
 
 def _encode(rows: list[Prompt] | None, options: CheckOptions, tokenizer: Tokenizer, seed: int) -> list[list[int]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import at_least, refuse
 from specbatch.memory.pages import held_at_once
-from specbatch.memory.plan import shared_fraction
+from specbatch.memory.plan import ALONE, Place
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
@@ -90,9 +90,9 @@ def run_sweep(
         with ExitStack() as stack:
             engines: dict[str, Engine] = {}
             check_draft(configs.values(), log)
-            for name, config in configs.items():
-                first = next(iter(engines.values()), None)
-                engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first))
+            for index, (name, config) in enumerate(configs.items()):
+                first, side = next(iter(engines.values()), None), Place(index, len(configs))
+                engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, place=side))
             tokenizer = next(iter(engines.values())).tokenizer
             most = max(options.concurrency)
             every = options.workload.prompts(tokenizer, options.workload.count(most))
@@ -125,7 +125,7 @@ def run_sweep(
 
 
 def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, EngineConfig]:
-    """The engine of each configuration. They live side by side, so each gets an equal share of the memory."""
+    """The engine of each configuration. They live side by side."""
     most = max(options.concurrency)
     if base.max_running < most:
         raise refuse("max_running", base.max_running, f"concurrency {most} needs at least {most}")
@@ -134,11 +134,9 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
             "algorithm", "none", "only the configuration baseline drafts nothing; use ngram, or another with its draft"
         )
     configs = {}
-    for place, name in enumerate(options.configs):
+    for name in options.configs:
         configs[name] = replace(
-            CONFIGURATIONS[name](base),
-            max_model_len=base.max_model_len or options.workload.max_model_len,
-            memory_fraction=shared_fraction(base.memory_fraction, place, len(options.configs)),
+            CONFIGURATIONS[name](base), max_model_len=base.max_model_len or options.workload.max_model_len
         )
     return configs
 
@@ -153,12 +151,18 @@ def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | No
 
 
 def load_engine(
-    name: str, config: EngineConfig, log: Callable[[str], None] | None, *, weights_of: Engine | None
+    name: str,
+    config: EngineConfig,
+    log: Callable[[str], None] | None,
+    *,
+    weights_of: Engine | None,
+    place: Place = ALONE,
 ) -> Engine:
     """The engine of a configuration, whose name stands before each line of its log."""
     from specbatch.engine import Engine
 
-    return Engine(config, log=None if log is None else lambda line: log(f"{name}: {line}"), weights_of=weights_of)
+    say = None if log is None else lambda line: log(f"{name}: {line}")
+    return Engine(config, log=say, weights_of=weights_of, place=place)
 
 
 def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int], workload: Workload) -> None:

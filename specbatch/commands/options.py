@@ -144,13 +144,14 @@ class EngineOptions:
         Option(help="Pages in the KV pool. Default: what can be needed and fits.", rich_help_panel=_ENGINE),
     ] = None
     decode_graph: Annotated[
-        str,
+        str | None,
         Option(
             metavar="|".join(DECODE_GRAPHS),
-            help="whole: one CUDA graph for each iteration (draft, verify, accept, commit).",
+            help="whole: one CUDA graph for each iteration (draft, verify, accept, commit). "
+            "Default: whole on a CUDA device, off on a CPU.",
             rich_help_panel=_ENGINE,
         ),
-    ] = Graphs.decode
+    ] = None
     prefill_graph: Annotated[
         str,
         Option(
@@ -259,8 +260,15 @@ class EngineOptions:
             value for value in (self.max_running, concurrency, EngineConfig.max_running) if value is not None
         )
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
-        graphs = Graphs(decode=self.decode_graph, prefill=self.prefill_graph)
+        graphs = Graphs(decode=self.decode_graph or decode_graph_on(self.device), prefill=self.prefill_graph)
         return EngineConfig(**settings, speculation=self.speculation(), graphs=graphs)
+
+
+def decode_graph_on(device: str) -> str:
+    """What a device can: nobody wants to time the host by accident."""
+    from specbatch.build import find_device
+
+    return "whole" if find_device(device).type == "cuda" else "off"
 
 
 def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

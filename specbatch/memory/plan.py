@@ -71,10 +71,23 @@ class MemoryPlan:
         )
 
 
-def shared_fraction(fraction: float, place: int, count: int) -> float:
-    """The memory_fraction that gives the engine at `place` of `count` side by side an equal share of `fraction`: it is
-    of what those before have left free."""
-    return fraction / (count - place * fraction)
+@dataclass(frozen=True)
+class Place:
+    """The place of an engine among `count` with one target, made one after the other: the first loads the weights, and
+    each gets an equal share of what they leave."""
+
+    index: int = 0
+    count: int = 1
+
+    def budget(self, free: int, fraction: float, weights: int) -> int:
+        """Bytes for this engine, its weights among them. free: bytes free now, of which those before took theirs;
+        fraction: what all of them may take of what was free at first; weights: bytes of the target."""
+        if self.index == 0:
+            return int(weights + (fraction * free - weights) / self.count)
+        return int((fraction * (free + weights) - weights) / (self.count - self.index * fraction))
+
+
+ALONE = Place()
 
 
 def available_memory(device: torch.device) -> int:
@@ -103,16 +116,19 @@ def plan_memory(
     rows: int,
     token_bytes: int = 0,
     graphs: int = 0,
+    place: Place = ALONE,
 ) -> MemoryPlan:
     """Decide the size of the KV pool and the longest request.
 
     free: bytes free on the device; model_len: positions the model was made for; page_bytes: one page in all caches;
     state_bytes: the states of one device row; checkpoint_bytes: of one prefix;
-    rows: query rows of a verify; token_bytes: activations of one token in a pass; graphs: what recordings take.
+    rows: query rows of a verify; token_bytes: activations of one token in a pass; graphs: what recordings take;
+    place: among engines side by side; of those the first alone has `weights`.
     Refuses what cannot fit, naming the setting.
     """
     size, slack = config.page_size, reach_of(0, rows)
-    budget = int(free * config.memory_fraction)
+    budget = place.budget(free, config.memory_fraction, weights)
+    weights = weights if place.index == 0 else 0
     # Logits of a full batch three times over (raw, float32, sorted or probabilities).
     workspace = 3 * 4 * vocabulary * config.max_running * rows
     longest = min(config.max_model_len or model_len, model_len)

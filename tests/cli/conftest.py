@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
+from specbatch.memory.plan import ALONE, Place
 from specbatch.metrics import RunRecord, summarize
 from specbatch.request import Completion, RequestMetrics, SamplingParams
 
@@ -39,6 +40,7 @@ class StubEngine:
 
     built: ClassVar[list[EngineConfig]] = []
     lenders: ClassVar[list[StubEngine | None]] = []  # whose weights each of them uses
+    places: ClassVar[list[Place]] = []
     order: ClassVar[list[str]] = []  # schedule of each measured generate
     arrived: ClassVar[list[list[float] | None]] = []  # when its prompts did
     forgot: ClassVar[int] = 0  # how often a prefix cache was emptied
@@ -52,9 +54,11 @@ class StubEngine:
         log: Callable[[str], None] | None = None,
         report: Callable[[int, int], None] | None = None,
         weights_of: StubEngine | None = None,
+        place: Place = ALONE,
     ) -> None:
         StubEngine.built.append(config)
         StubEngine.lenders.append(weights_of)
+        StubEngine.places.append(place)
         self.config, self.tokenizer = config, StubTokenizer()
         self.caps: dict[str, Any] = {
             "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
@@ -141,6 +145,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     """The stub in place of the engine, a bundled-model stub, and an empty working folder."""
     monkeypatch.setattr(StubEngine, "built", [])
     monkeypatch.setattr(StubEngine, "lenders", [])
+    monkeypatch.setattr(StubEngine, "places", [])
     monkeypatch.setattr(StubEngine, "order", [])
     monkeypatch.setattr(StubEngine, "arrived", [])
     monkeypatch.setattr(StubEngine, "forgot", 0)

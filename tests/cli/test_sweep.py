@@ -6,9 +6,8 @@ import csv
 import json
 from datetime import datetime
 
-import pytest
-
 from specbatch.commands.output import fresh_folder
+from specbatch.memory.plan import Place
 from specbatch.sweeps.tables import write_summary
 
 SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
@@ -75,11 +74,8 @@ def test_repeats_are_interleaved_after_a_warm_up_of_each(run, engine, tmp_path):
 
 def test_engines_share_the_memory_and_fit_the_workload(run, engine, tmp_path):
     run("sweep", "--concurrency", "2", "--memory-fraction", "0.9", "--output", tmp_path / "out", *SMALL)
-    free, shares = 1.0, []
-    for config in engine.built:
-        shares.append(free * config.memory_fraction)
-        free -= shares[-1]
-    assert shares == pytest.approx([0.3] * 3)
+    assert engine.places == [Place(0, 3), Place(1, 3), Place(2, 3)]
+    assert {config.memory_fraction for config in engine.built} == {0.9}
     assert {config.max_model_len for config in engine.built} == {11}
     first, *others = engine.lenders
     assert first is None

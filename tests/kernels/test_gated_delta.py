@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import gated_delta, gated_delta_triton
+from specbatch.kernels import gated_delta, gated_delta_chunks, gated_delta_triton
 from specbatch.kernels.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent import Fold
 from specbatch.kernels.spans import RecordedSpans, Spans
 
 TWINS = {
     "reference": (gated_delta.delta_prefill_ref, gated_delta.delta_verify_ref),
-    "kernel": (gated_delta_triton.delta_prefill, gated_delta_triton.delta_verify),
+    "kernel": (gated_delta_chunks.delta_prefill, gated_delta_triton.delta_verify),
 }
 SLACK = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ROWS = 7  # device rows
@@ -190,6 +190,19 @@ def test_prompts_and_verifies(
     case.prompt([(3, 0, 5)])
     case.verifies(5, False, 2)
     case.verifies(7, True, 2)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(("few", "held", "stored"), [(0, 4, torch.float32), (512, 1, torch.bfloat16)])
+def test_short_chains(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, twin: str, few: int, held: int, stored: torch.dtype
+) -> None:
+    """Of as many rows as are held at most, and of fewer; by many programs, and by few."""
+    monkeypatch.setattr(gated_delta_triton, "_FEW", few)
+    case = Case(device, torch.float32, twin, (2, 4, 24, 40), held=held, stored=stored)
+    case.prompt([(3, 0, 5), (5, 0, 2)])
+    for rows in (held, 1, max(1, held - 1)):
+        case.verifies(rows, False, 2)
 
 
 @pytest.mark.parametrize("chunk", [32, 64])

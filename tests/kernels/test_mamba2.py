@@ -46,6 +46,7 @@ class Layer:
         sizes: tuple[int, int, int, int] = SIZES[0],
         dtype: torch.dtype = torch.float32,
         held: torch.dtype = torch.float32,
+        most: int = MOST,
     ) -> None:
         if dtype == torch.bfloat16 and device.type != "cuda":
             pytest.skip("bfloat16 needs a CUDA device")
@@ -61,7 +62,7 @@ class Layer:
         self.widths = [count * dim, columns, count]
         states = torch.full((2, SLOTS, count, dim, state), torch.nan, dtype=held, device=device)
         width = sum(self.heads.columns[:2]) + count
-        pending = torch.full((2, SLOTS, MOST, width), torch.nan, dtype=dtype, device=device)
+        pending = torch.full((2, SLOTS, most, width), torch.nan, dtype=dtype, device=device)
         states[:, 0], pending[:, 0] = 1, 1  # padding may be anything finite
         self.memory = SsdMemory(states[1], pending[1])
         self.truth = torch.zeros(SLOTS, count, dim, state, dtype=torch.float64)
@@ -148,7 +149,7 @@ class Layer:
             if kept is not None:
                 kept[slot] = torch.randint(-9, 9999, (MOST,), generator=self.generator)
                 kept[slot, : len(path)] = torch.tensor(path)
-            gone = [node for node in range(MOST) if node not in path]
+            gone = [node for node in range(self.memory.pending.shape[1]) if node not in path]
             self.memory.pending[slot, gone] = torch.nan
 
     def close(self, ours: torch.Tensor, truth: torch.Tensor) -> None:
@@ -167,6 +168,19 @@ def test_prompts_and_chains(
     layer.prefill(twin.prefill, [(2, 0, 5)])  # somebody else's
     layer.verify(twin.verify, [4, 2], 2, None)
     layer.verify(twin.verify, [2], 2, None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "most"), [(SIZES[1], torch.float32, 4), (SIZES[2], torch.float32, 1), (*CASES[-1], 4)]
+)
+def test_short_chains(
+    device: torch.device, twin: Twin, sizes: tuple[int, int, int, int], dtype: torch.dtype, most: int
+) -> None:
+    """Of as many rows as are held at most, and of fewer."""
+    layer = Layer(device, sizes, dtype, most=most)
+    layer.prefill(twin.prefill, [(4, 0, 37), (2, 0, 1)])
+    for rows in (most, 1, max(1, most - 1), most):
+        layer.verify(twin.verify, [2, 0, 4], rows, None)
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), slow_but(CASES[1:3], CASES))

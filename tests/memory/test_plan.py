@@ -8,14 +8,14 @@ import pytest
 
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError
-from specbatch.memory.plan import MemoryPlan, plan_memory
+from specbatch.memory.plan import MemoryPlan, Place, plan_memory
 
 MIB = 1 << 20
 
 
 def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryPlan:
     numbers: dict[str, Any] = {"model_len": 1000, "weights": 100 * MIB, "draft_weights": 20 * MIB, "page_bytes": MIB}
-    numbers |= {"vocabulary": 1000, "rows": 5, "state_bytes": 0, "checkpoint_bytes": 0}
+    numbers |= {"vocabulary": 1000, "rows": 5, "state_bytes": 0, "checkpoint_bytes": 0, "place": Place()}
     numbers |= {key: config.pop(key) for key in list(config) if key in numbers}
     settings = {"max_running": 4, "memory_fraction": 0.5} | config
     return plan_memory(EngineConfig(**settings), free=free, on_cpu=on_cpu, **numbers)
@@ -33,6 +33,25 @@ def test_the_pool_is_what_is_left_behind_weights_and_workspace() -> None:
     assert less.kv_pages == (300 * MIB - 120 * MIB - workspace) // MIB == 179
     assert less.kv == 179 * MIB
     assert less.wanted_pages == 256
+
+
+@pytest.mark.parametrize(("count", "weights"), [(1, 500), (2, 300), (4, 640), (4, 0)])
+def test_engines_side_by_side_share_what_their_weights_leave(count: int, weights: int) -> None:
+    free, shares = 1000, []
+    for index in range(count):
+        shares.append(Place(index, count).budget(free, 0.8, weights))
+        free -= shares[-1]
+    assert shares[0] - weights == pytest.approx((800 - weights) / count, abs=1)
+    assert shares[1:] == pytest.approx([shares[0] - weights] * (count - 1), abs=2)
+    assert sum(shares) == pytest.approx(800, abs=count)
+
+
+def test_only_the_first_engine_has_weights() -> None:
+    first, second = (plan(free=free * MIB, place=Place(n, 2)) for n, free in enumerate((1000, 700)))
+    assert (first.available, first.weights) == (300 * MIB, 100 * MIB)
+    assert (second.available, second.weights) == (200 * MIB, 0)
+    with pytest.raises(SpecbatchError, match="leave no KV page"):
+        plan(weights=500 * MIB, place=Place(0, 2))
 
 
 def test_settings_are_followed() -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from specbatch import Engine, build
 from specbatch.cli import app
 from specbatch.config import EngineConfig, Speculation
+from specbatch.memory.plan import ALONE
 from specbatch.sweeps import bench
 from specbatch.sweeps.bench_plan import BenchOptions, plan_engines
 from specbatch.sweeps.bench_tables import write_table
@@ -230,7 +231,7 @@ def test_four_engines_of_qwen3_8b_fit_on_an_h200(monkeypatch, speculation, sizes
     assert all(point.names == list(plan.engines) for point in plan.points)
     for name, config in plan.engines.items():
         config, _, target, dtype, _, draft = build.prepare(config, lambda line: None)
-        memory = build._plan(config, target, draft, dtype, device, name != "baseline")
+        memory = build._plan(config, target, draft, dtype, device, name != "baseline", ALONE)
         assert memory.kv_pages == config.kv_pages
         free -= memory.weights + memory.draft_weights + memory.kv + memory.workspace + memory.graphs
     assert free > 8 << 30

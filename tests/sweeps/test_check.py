@@ -115,9 +115,9 @@ def test_what_is_checked_runs_from_graphs_and_plain_decoding_does_not(check: Any
 def noting(made: list[EngineConfig]) -> Callable[..., Any]:
     from specbatch.sweeps.runner import load_engine
 
-    def load(name: str, config: EngineConfig, log: Any, *, weights_of: Any) -> Any:
+    def load(name: str, config: EngineConfig, *rest: Any, **more: Any) -> Any:
         made.append(config)
-        return load_engine(name, config, log, weights_of=weights_of)
+        return load_engine(name, config, *rest, **more)
 
     return load
 
