@@ -50,6 +50,12 @@ def shared_slices(
     return halves.transpose(0, 1).flatten(1, 2), F.pad(down, (0, missing)).unflatten(1, (slices, inner)).transpose(0, 1)
 
 
+def token_bytes(experts: int, width: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
+    """The most that a token on its way through `width` of `experts` takes in kernels, in bytes."""
+    pairs = width * ((inner + hidden) * dtype.itemsize + 12)  # both products; weight, expert and place in the order
+    return 2 * hidden * dtype.itemsize + 6 * experts + pairs  # norm and sum; float32 logits and counts
+
+
 class Experts:
     """`residual + mixture(norm(x))` for x [T, H]: router, routed and shared experts.
 

@@ -147,7 +147,7 @@ def _grouped_kernel(
         result = total
         to = column
         if SQUARED:
-            result = tl.maximum(result, 0.0)
+            result = tl.where(result < 0, 0.0, result)  # a maximum would hide NaN
             result *= result
     tl.store(y + pair[:, None] * N + to[None, :], result.to(y.dtype.element_ty), exists[:, None] & (to < N)[None, :])
 

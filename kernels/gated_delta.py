@@ -30,6 +30,7 @@ from specbatch.kernels.recurrent import Fold
 from specbatch.kernels.spans import Spans
 
 CHUNK = 64  # rows of a prompt that are computed together
+EXACT_CHUNK = 16  # of float32 in kernels: exact products take many registers
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class Pending(NamedTuple):
     k: torch.Tensor
     u: torch.Tensor
     g: torch.Tensor
+
+
+def chunk_bytes(dtype: torch.dtype) -> int:
+    """Of a prompt's token and value head, in kernels: a row of a chunk's two matrices, and a sum of decays."""
+    rows = EXACT_CHUNK * 4 if dtype == torch.float32 else CHUNK * 2
+    return 2 * rows + 4
 
 
 def delta_prefill_ref(

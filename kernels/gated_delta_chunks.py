@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.gated_delta import CHUNK, DeltaHeads
+from specbatch.kernels.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads
 from specbatch.kernels.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
 from specbatch.kernels.spans import Spans
 
@@ -29,7 +29,7 @@ def delta_prefill(
 ) -> torch.Tensor:
     """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""
     total, exact = len(qkv), qkv.dtype == torch.float32
-    chunk = chunk or (16 if exact else CHUNK)  # exact products take many registers
+    chunk = chunk or (EXACT_CHUNK if exact else CHUNK)
     inverse, scores = (qkv.new_empty(total, heads.values, chunk) for _ in range(2))
     sums = torch.empty(total, heads.values, dtype=torch.float32, device=qkv.device)
     o = qkv.new_empty(total, heads.values, heads.value_dim)

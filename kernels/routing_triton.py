@@ -83,7 +83,8 @@ def _first_greatest(keys, ids, END: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(scores, ids, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, TILE: tl.constexpr):
-    """Is an expert in one of its token's TOP groups? By the sum of the two greatest scores of a group."""
+    """Is an expert in one of its token's TOP groups? By the sum of the two greatest scores of a group; one with a NaN
+    comes first."""
     SIZE: tl.constexpr = E // GROUPS
     ENDS: tl.constexpr = triton.next_power_of_2(GROUPS)
     LEAST: tl.constexpr = -2147483648
@@ -94,7 +95,9 @@ def _in_best_groups(scores, ids, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.
         first = tl.max(inside, 1)
         where_first = tl.min(tl.where(inside == first[:, None], ids[None, :], scores.shape[1]), 1)
         second = tl.max(tl.where(ids[None, :] == where_first[:, None], -float("inf"), inside), 1)
-        sums = tl.where(names[None, :] == group, (first + second)[:, None], sums)
+        broken = tl.max((inside != inside).to(tl.int32), 1) > 0  # the maxima hide it
+        total = tl.where(broken, float("nan"), first + second)
+        sums = tl.where(names[None, :] == group, total[:, None], sums)
     keys = tl.where((names < GROUPS)[None, :], _ordered(sums), LEAST)
     taken = tl.zeros(scores.shape, tl.int1)
     for _ in tl.static_range(TOP):

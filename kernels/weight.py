@@ -46,6 +46,14 @@ def below(weights: Sequence[Weight]) -> Weight | None:
     return Weight(_joined([weight.values for weight in weights], -2), _joined(scales, -2))
 
 
+def halves(weight: Weight) -> tuple[Weight, Weight]:
+    """The left and the right columns of a weight [out, in]; in / 2 is a multiple of 128 if there are scales."""
+    assert weight.scales is None or weight.values.shape[1] % (2 * SIDE) == 0, "a block of scales would be cut"
+    values = [half.contiguous() for half in weight.values.chunk(2, 1)]
+    scales = [None, None] if weight.scales is None else [half.contiguous() for half in weight.scales.chunk(2, 1)]
+    return Weight(values[0], scales[0]), Weight(values[1], scales[1])
+
+
 def behind(first: Weight, second: Weight) -> Weight:
     """Two stacks [E, out, in] of one type as one."""
     scales = [weight.scales for weight in (first, second) if weight.scales is not None]

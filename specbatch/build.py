@@ -45,8 +45,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine works with. `config`: as asked for, with what the draft decides; `caps`: what it can hold at most,
-    for the record; `forwards`: by role."""
+    """What an engine works with. `config`: as asked for, with what the draft and the memory decide; `caps`: what it can
+    hold at most, for the record; `forwards`: by role."""
 
     config: EngineConfig
     device: torch.device
@@ -121,6 +121,7 @@ def build(
     plan = _plan(config, target, draft, dtype, device, shared is not None, place)
     if config.prefix_cache and plan.states and not plan.checkpoints:
         say("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
+        config = replace(config, prefix_cache=False)
     say(f"speculation: {config.speculation}")
     if config.speculation.is_auto:
         say(announced(config.speculation.lengths))
@@ -167,10 +168,17 @@ def _plan(
         checkpoint_bytes=_state_bytes(config, target.config, dtype, 0),
         vocabulary=target.config.vocab_size,
         rows=draft.slots_of(config.speculation.drafted + 1),
-        token_bytes=token_bytes(target.config, dtype) + len(draft.aux) * target.config.hidden_size * dtype.itemsize,
+        token_bytes=_token_bytes(target.config, draft, dtype),
         graphs=graphs,
         place=place,
     )
+
+
+def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
+    """Activations of a token: those of the target, or of what drafts behind it, which reads its features."""
+    features = (draft.every + len(draft.aux)) * target.hidden_size * dtype.itemsize
+    behind = features + token_bytes(draft.config, dtype) if draft.kv_layers else 0
+    return max(token_bytes(target, dtype) + features, behind)
 
 
 def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, rows: int) -> int:
@@ -219,7 +227,7 @@ def _assemble(
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
     prefixes, checkpoints = None, None
-    if config.prefix_cache and (not model.recurrent_layers or plan.checkpoints):
+    if config.prefix_cache:
         prefixes = PrefixCache(pool, config.page_size)
         if model.recurrent_layers:
             checkpoints = Checkpoints(prefixes, config.page_size, plan.checkpoints)
@@ -268,6 +276,7 @@ def _assemble(
         "kv_bytes": plan.kv,
         "state_bytes": plan.states,
         "state_checkpoints": plan.checkpoints,
+        "prefix_cache": "off" if prefixes is None else "on",
     }
     recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, Recordings)]
     if runner.graphs is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import refuse
-from specbatch.models.config import token_ids
+from specbatch.models.config_values import token_ids
 
 if TYPE_CHECKING:
     import jinja2

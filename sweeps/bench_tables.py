@@ -247,7 +247,7 @@ def _heading(records: list[RunRecord], rows: list[Row]) -> str:
     engines.sort(key=lambda record: bool(record.caps))  # of one that could not be measured there are none
     for name, record in {record.workload["configuration"]: record for record in engines}.items():
         graphs = Graphs(**record.config["graphs"])
-        caps = caps_text(record, (*CAPS, "kv_dtype", "attention_backend", "capture_s"))
+        caps = caps_text(record, (*CAPS, "prefix_cache", "kv_dtype", "attention_backend", "capture_s"))
         lines[name] = (
             f"{speculation_of(record)}; graphs: decode {graphs.decode}, prefill {graphs.prefill}"
             f"{'; ' if caps else ''}{caps}{_started(record)}"

@@ -211,18 +211,21 @@ def _heading(records: list[RunRecord]) -> str:
         "configurations": "; ".join(
             f"{name}: {speculation_of(record)}, {Graphs(**record.config['graphs'])}" for name, record in names.items()
         ),
-        "effective caps": "; ".join(_caps(names)),
-        "prefix cache": "on" if records[0].config["prefix_cache"] else "off",
+        "effective caps": _by_name({name: caps_text(record) for name, record in names.items()}),
+        "prefix cache": _by_name({name: _prefix_cache(record) for name, record in names.items()}),
     }
     return heading(lines)
 
 
-def _caps(records: dict[str, RunRecord]) -> list[str]:
-    """The caps of each configuration; said once, without a name, where they are the same of all."""
-    texts = {name: caps_text(record) for name, record in records.items()}
+def _by_name(texts: dict[str, str]) -> str:
+    """What is said of each configuration; once, without a name, where it is the same of all."""
     if len(set(texts.values())) == 1:
-        return [*texts.values()][:1]
-    return [f"{name}: {text}" for name, text in texts.items()]
+        return next(iter(texts.values()))
+    return "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def _prefix_cache(record: RunRecord) -> str:
+    return "on" if record.config["prefix_cache"] else "off"
 
 
 def _notes(records: list[RunRecord]) -> list[str]:

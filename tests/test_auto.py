@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch import Engine, SamplingParams, SpecbatchError
 from specbatch.config import Graphs, Speculation
@@ -75,10 +76,12 @@ def auto(name: str, schedule: str = "v2", **changes: Any) -> Speculation:
 
 
 @pytest.mark.parametrize(
-    ("setting", "schedule"),
-    [("plain", "v1"), ("plain", "v2-late"), ("crowded", "v1"), ("crowded", "v2"), ("graphs", "v2")],
+    ("name", "setting", "schedule"),
+    crossed(
+        DRAFTERS,
+        [("plain", "v1"), ("plain", "v2-late"), ("crowded", "v1"), ("crowded", "v2"), ("graphs", "v2")],
+    ),
 )
-@pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.usefixtures("by_chance")
 def test_tokens_are_those_of_plain_decoding_whatever_is_chosen(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, name: str, setting: str, schedule: str
@@ -270,9 +273,10 @@ def shares(engine: Engine) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize(("mean", "wanted"), [(1.0, "0"), (6.0, "5"), (1.95, "1")])
-@pytest.mark.parametrize(("name", "graphs"), [("same", Graphs()), ("eagle3", BOTH)])
+@pytest.mark.parametrize(
+    ("mean", "wanted", "name", "graphs", "schedule"),
+    crossed([(1.0, "0"), (6.0, "5"), (1.95, "1")], [("same", Graphs()), ("eagle3", BOTH)], ["v1", "v2"]),
+)
 @pytest.mark.usefixtures("clock")
 def test_off_where_nothing_is_accepted_and_the_most_where_all_is(
     toy: Any, toy_engine: Callable[..., Engine], name: str, mean: float, wanted: str, schedule: str, graphs: Graphs

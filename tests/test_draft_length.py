@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
+from crossed import crossed
 
 from specbatch.draft_length import DraftLength, rising, steps_text
 from specbatch.draft_shape import lengths_of
@@ -79,8 +80,7 @@ def test_no_slower_than_off_or_the_most(most: int, rows: int, times: Times, p: f
     assert found > 0.97 * world.fixed(best, chances)
 
 
-@pytest.mark.parametrize("clock", [0.7, 1.5])
-@pytest.mark.parametrize("p", [0.3, 0.4, 0.5, 0.6, 0.7])
+@pytest.mark.parametrize(("p", "clock"), crossed([0.3, 0.4, 0.5, 0.6, 0.7], [0.7, 1.5]))
 def test_a_clock_that_is_not_that_of_the_start_decides_nothing(p: float, clock: float) -> None:
     """Then all lengths take other times by a factor, which is not the same for all in seconds."""
     world = World(128, 3, LARGE)

@@ -43,6 +43,8 @@ SPECULATIONS = {
 
 # Of hybrids; those without an MTP head in this layout are not asked for one.
 PAIRS = [(name, algorithm) for name in HYBRIDS for algorithm in HYBRID_DRAFTS if algorithm != "mtp" or name in MTP]
+# Those that reserve few slots ahead: of a tight pool their requests ask for more in the middle.
+RETRACTED = ("none", "eagle", "eagle3", "mtp", "dflash")
 GRAPHS = {"eager": Graphs(), "graphs": Graphs(decode="whole", prefill="piecewise")}
 
 
@@ -77,14 +79,15 @@ def test_greedy_tokens_are_those_of_naive_decoding(
 @pytest.mark.parametrize("schedule", ["v1", "v2"])
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_greedy_tokens_of_hybrids(hybrids: Hybrids, name: str, algorithm: str, schedule: str, graphs: str) -> None:
-    """In chunks, with few pages, then with prefixes that are known."""
+    """In chunks and with few pages; then again, with whatever prefixes these leave."""
     tight = {"kv_pages": 19, "prefill_chunk": 8}
     engine = hybrids.engine(name, algorithm, schedule, device="cuda", dtype="float32", graphs=GRAPHS[graphs], **tight)
     for _ in range(2):
         done = engine.generate(hybrids.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True))
         assert [item.token_ids for item in done] == hybrids.greedy(name, 20)
     record = engine.record()
-    assert record.metrics["cached_tokens"]
+    if algorithm in RETRACTED:
+        assert record.metrics["retractions"]
     assert record.metrics["graph_coverage"] == (1.0 if graphs == "graphs" else None)
 
 
@@ -104,6 +107,7 @@ def test_hybrids_in_v2_wait_for_nothing_but_their_tickets(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert again == hybrids.greedy(name, 20)
+    assert engine.record().metrics["cached_tokens"]
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch import SpecbatchError
 from specbatch.config import Graphs, Speculation
@@ -65,8 +66,7 @@ def with_schedule(speculation: Speculation, schedule: str) -> Speculation:
     return Speculation(**{**speculation.__dict__, "schedule": schedule})
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize(("name", "schedule"), crossed(SPECULATIONS, ["v1", "v2"]))
 def test_every_algorithm_replays_and_gives_the_tokens_of_naive_decoding(
     toy: Any, graph_engine: Callable[..., Any], name: str, schedule: str
 ) -> None:

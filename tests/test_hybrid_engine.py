@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from crossed import slow_but
 from hybrid_targets import HYBRIDS, MTP, SPECULATIONS, Hybrids
 
 from specbatch import SpecbatchError
@@ -15,6 +16,7 @@ from specbatch.runner import Runner
 from specbatch.scheduler import DecodePlan, Scheduler
 
 COUNTS = {"ngram-tree": 16, "tree": 25}  # these reserve so many slots ahead that a short text never asks for a page
+PAIRS = [(name, algorithm) for name in HYBRIDS for algorithm in SPECULATIONS if algorithm != "mtp" or name in MTP]
 # Mean tokens per verify: where drafts are about as often right as wrong, states take in parts of what was verified.
 LEAST = {"ngram": 1.05, "ngram-tree": 1.05, "eagle": 1.3, "mtp": 1.5, "tree": 1.4}
 
@@ -41,11 +43,8 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_retract", relieved)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("v1", marks=pytest.mark.slow), "v2"])
-@pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [(name, algorithm) for name in HYBRIDS for algorithm in SPECULATIONS if algorithm != "mtp" or name in MTP],
-)
+@pytest.mark.parametrize("schedule", slow_but(["v2"], ["v1", "v2"]))
+@pytest.mark.parametrize(("name", "algorithm"), slow_but(PAIRS[::3], PAIRS))
 def test_greedy_tokens(hybrids: Hybrids, no_room: None, name: str, algorithm: str, schedule: str) -> None:
     """The families without an MTP head in this layout are not asked for one."""
     engine = hybrids.engine(name, algorithm, schedule, prefill_chunk=5)
@@ -99,4 +98,21 @@ def test_a_prefix_is_found_again(hybrids: Hybrids, name: str) -> None:
     for _ in range(3):  # the second time finds where prompts part
         done = engine.generate(hybrids.prompts(name), SamplingParams(max_new_tokens=12, ignore_eos=True))
         assert [item.token_ids for item in done] == hybrids.greedy(name, 12)
-    assert engine.record().metrics["cached_tokens"]
+    record = engine.record()
+    assert record.metrics["cached_tokens"]
+    assert (record.config["prefix_cache"], record.caps["prefix_cache"]) == (True, "on")
+
+
+def test_no_room_for_states_of_prefixes_is_said(hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the record, too: there is no prefix cache then."""
+    plan = hybrids.engine("qwen3.5", prefix_cache=False).plan
+    few = 2 * (plan.weights + plan.workspace + plan.states + 40 * plan.page_bytes)
+    monkeypatch.setattr("specbatch.build.available_memory", lambda device: few)
+    lines: list[str] = []
+    engine = hybrids.engine("qwen3.5", memory_fraction=0.5, log=lines.append)
+    done = engine.generate(hybrids.prompts("qwen3.5"), SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert [item.token_ids for item in done] == hybrids.greedy("qwen3.5", 5)
+    record = engine.record()
+    assert (record.config["prefix_cache"], record.caps["prefix_cache"]) == (False, "off")
+    assert record.caps["state_checkpoints"] == record.metrics["cached_tokens"] == 0
+    assert any(line.startswith("prefix cache: off") for line in lines)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +34,7 @@ DRAFTERS = {
     "tree-whole": {**_SELF, "draft_steps": 2, "draft_topk": 3, "draft_tokens": 12},
     "tree-flat": {"algorithm": "standalone", "draft": "toy-2", "draft_steps": 1, "draft_topk": 4, "draft_tokens": 3},
 }
+SCHEDULES = ["v1", "v2", "v2-late"]
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "crowded": {"kv_pages": 30, "max_model_len": 75, "page_size": 4},
@@ -44,7 +46,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["v1", "v2", "v2-late"])
+@pytest.fixture(params=SCHEDULES)
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """v2-late: the device is never done when the host asks, as a GPU is."""
     if request.param == "v2-late":
@@ -121,15 +123,12 @@ def check(toy: Any, engine: Engine, prompts: list[list[int]], params: list[Sampl
 
 
 @pytest.mark.parametrize(
-    ("drafter", "arrangement"),
+    ("drafter", "arrangement", "schedule"),
     [
-        *((drafter, arrangement) for drafter in DRAFTERS for arrangement in ("plain", "crowded")),
-        *(
-            (drafter, arrangement)
-            for drafter in ("ngram-7-1", "self", "tree", "block")
-            for arrangement in list(ARRANGEMENTS)[2:]
-        ),
+        *crossed(DRAFTERS, ["plain", "crowded"], SCHEDULES),
+        *crossed(["ngram-7-1", "self", "tree", "block"], list(ARRANGEMENTS)[2:], SCHEDULES),
     ],
+    indirect=["schedule"],
 )
 def test_greedy_tokens_are_those_of_plain_decoding(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str, arrangement: str

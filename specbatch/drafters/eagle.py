@@ -43,4 +43,4 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Eagle(layer, read, files.shapes, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
-    return head_plan(build, layer, parameters(files.shapes), config)
+    return head_plan(build, layer, config, parameters=parameters(files.shapes))

@@ -56,7 +56,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return drafter
 
     behind = tuple(boundary - 1 for boundary in aux)
-    return head_plan(build, layer, parameters(files.shapes), config, behind)
+    return head_plan(build, layer, config, parameters=parameters(files.shapes), aux=behind)
 
 
 def _aux(

@@ -234,16 +234,20 @@ class FeatureTree(FeatureChain):
 def head_plan(
     build: Callable[[Decoder, Loader], FeatureChain],
     layer: ModelConfig,
-    parameters: int,
     config: EngineConfig,
+    *,
+    weights: ModelConfig | None = None,
+    parameters: int = 0,
     aux: tuple[int, ...] = (),
 ) -> DraftPlan:
-    """What a head of one `layer` takes. Of a request that ends, the pairs of the newest verify still wait."""
+    """What a head of one `layer` takes; weights, parameters and aux as in `DraftPlan`. Of a request that ends, the
+    pairs of the newest verify still wait."""
     shape = config.speculation.shape
     return DraftPlan(
         build,
         layer,
         kv_layers=1,
+        weights=weights,
         parameters=parameters,
         every=True,
         aux=aux,

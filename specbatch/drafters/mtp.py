@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
-from specbatch.drafters.heads import parameters
 from specbatch.errors import refuse
 from specbatch.models.decoder import Decoder
 from specbatch.models.loader import Loader
-from specbatch.models.mtp import PREFIX, Mtp, mtp_config, mtp_shapes
-from specbatch.weights.drafts import dummy_draft
+from specbatch.models.mtp import PREFIX, Mtp, mtp_config
+from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.folder import check_tensors
 
 if TYPE_CHECKING:
@@ -23,28 +22,31 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The tensors `mtp.*` of the target. Raises SpecbatchError where there are none, or others than those of one layer
     in the layout of Qwen3-Next."""
     _check_layers(target)
-    if config.load_format == "dummy":
-        layer = mtp_config(target.config)
-        wanted = mtp_shapes(layer)
-        read = dummy_draft({}, wanted, config.seed + 1).tensor
+    is_dummy = config.load_format == "dummy"
+    if is_dummy:
+        layer = mtp_config(target.config).stacked()
     else:
-        found, read = target.mtp, target.tensor
-        if not found:
+        if not target.mtp:
             works = f"{target.name} holds no tensors {PREFIX}*; use a target that does, or 'eagle3'"
             raise refuse("algorithm", config.speculation.algorithm, works)
-        layer = mtp_config(target.config, found)
-        wanted = mtp_shapes(layer)
-        check_tensors(wanted, found, f"{target.name}, {PREFIX}*")
+        layer = mtp_config(target.config, target.mtp)
+        check_tensors(layer.tensor_shapes(), target.mtp, f"{target.name}, {PREFIX}*")
     mlp = f"{layer.mixture.experts} experts" if layer.mixture else "a dense MLP"
+    stored = ", float8" if len(layer.tensor_shapes()) > len(layer.weight_shapes()) else ""
     log(
-        f"draft: the MTP head of {target.name}, {parameters(wanted) / 1e6:.1f} M parameters; {layer.num_heads} heads "
-        f"({layer.num_kv_heads} KV) of {layer.head_dim}, {mlp}; the target's embedding and output matrix; {layer.rope}"
+        f"draft: the MTP head of {target.name}, {layer.parameter_count() / 1e6:.1f} M parameters{stored}; "
+        f"{layer.num_heads} heads ({layer.num_kv_heads} KV) of {layer.head_dim}, {mlp}; the target's embedding and "
+        f"output matrix; {layer.rope}"
     )
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:
+        read = target.tensor
+        if is_dummy:  # made where it is used, as the target's are
+            device = str(model.device)
+            read = DummyCheckpoint(layer, name="mtp", seed=config.seed + 1, tokenizer=None, device=device).tensor
         return feature_chain(Mtp(layer, read, model, loader.max_positions), loader, config, target.config.vocab_size)
 
-    return head_plan(build, layer, parameters(wanted), config)
+    return head_plan(build, layer, config, weights=layer)
 
 
 def _check_layers(target: Checkpoint) -> None:

@@ -95,6 +95,7 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         import torch
 
+        torch.cuda.empty_cache()  # what an engine before needed while it was made is free, too
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
 

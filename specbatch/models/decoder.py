@@ -191,8 +191,10 @@ def rope_tables(
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Most that one token's activations take at a time in a forward pass: the residual stream twice, its norm, and
-    the MLP's products or the attention's."""
-    mlp = 3 * config.intermediate_size
-    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return (3 * config.hidden_size + max(mlp, attention)) * dtype.itemsize
+    """The most that a token's activations take at a time in a forward pass by kernels: the residual stream, what a
+    layer has projected and what came out of its context, and what it or the next product takes beside them; its place
+    in six tables."""
+    projected, mixed = config.mixer_widths
+    held = (config.hidden_size + projected + mixed) * dtype.itemsize
+    following = (config.hidden_size + projected) * dtype.itemsize
+    return held + max(config.mixing_bytes(dtype), config.mlp_bytes(dtype), following) + 6 * torch.int64.itemsize

@@ -18,7 +18,8 @@ from specbatch.context import Mask
 from specbatch.errors import refuse
 from specbatch.kernels.context_kv import ContextHeads
 from specbatch.kernels.linear import Linear
-from specbatch.models.config import ModelConfig, count_of, table_of
+from specbatch.models.config import ModelConfig
+from specbatch.models.config_values import count_of, table_of
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention, Reader
 

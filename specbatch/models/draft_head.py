@@ -15,7 +15,9 @@ import torch.nn.functional as F
 
 from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
-from specbatch.kernels.linear import Linear, Norm
+from specbatch.kernels.linear import Norm
+from specbatch.kernels.scaled_linear import linear
+from specbatch.kernels.weight import Weight, halves
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.layers import Reader
@@ -27,12 +29,11 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 class Joined:
     """[a ; b] @ weight.T + bias for a and b [T, H], weight [out, 2H], bias [out]: a product for each half, so that
-    nothing is put side by side and each half's norm rides along."""
+    nothing is put side by side and each half's norm rides along. H is a multiple of 128 if the weight has scales."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        first, second = weight.chunk(2, 1)
-        self._first = Linear(first.contiguous(), bias)
-        self._second = Linear(second.contiguous())
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        first, second = halves(weight)
+        self._first, self._second = linear(first, bias), linear(second)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None, b_norm: Norm | None) -> torch.Tensor:
         return self._second(b, norm=b_norm, residual=self._first(a, norm=a_norm))

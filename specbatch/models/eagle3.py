@@ -14,7 +14,9 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.kernels.norm import rms_norm
-from specbatch.models.config import ModelConfig, count_of, table_of
+from specbatch.kernels.weight import Weight
+from specbatch.models.config import ModelConfig
+from specbatch.models.config_values import count_of, table_of
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import (
     EMBEDDING,
@@ -163,7 +165,7 @@ class Eagle3(LlamaHead):
         attention = f"{LAYER}.self_attn"
         self._width = count * described.target_hidden
         self._qkv = Joined(
-            read(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
+            Weight(read(*(f"{attention}.{part}_proj.weight" for part in "qkv"))),
             read(*(f"{attention}.{part}_proj.bias" for part in "qkv")) if config.qkv_bias else None,
         )
         self._fc = read.linear("fc", bias="fc.bias" in names)

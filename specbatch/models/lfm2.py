@@ -9,10 +9,11 @@ from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Norm
 from specbatch.memory.recurrent import StateShape
-from specbatch.models.config import Ends, ModelConfig, Rope, attending
+from specbatch.models.config import Ends, ModelConfig, attending
 from specbatch.models.layers import Attention, Layer, Mixer, Reader, SwiGlu, Tables
 from specbatch.models.moe import Shapes
 from specbatch.models.recurrent import ShortConv, window_shapes
+from specbatch.models.rope import Rope
 
 _THETA = 1e6  # where a config does not say
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.experts import Activation, Experts, shared_slices
+from specbatch.kernels.experts import Activation, Experts, shared_slices, token_bytes
 from specbatch.kernels.linear import Norm
 from specbatch.kernels.routing import Routing
 from specbatch.kernels.weight import SIDE, Weight, behind
@@ -29,6 +29,10 @@ class Mixture:
     normalise: bool = True
     shared: int = 0
     fused: bool = False
+
+    def token_bytes(self, hidden: int, dtype: torch.dtype) -> int:
+        """The most that a token takes in it."""
+        return token_bytes(self.experts, self.top_k + -(-self.shared // self.inner), self.inner, hidden, dtype)
 
     def shapes(self, stem: str, hidden: int) -> Shapes:
         """Name -> shape of the tensors behind `stem`."""

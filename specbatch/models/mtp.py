@@ -8,11 +8,12 @@ centred on zero: they multiply by 1 + weight.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 
 from specbatch.kernels.norm import rms_norm
+from specbatch.kernels.weight import Weight
 from specbatch.models import qwen3_next
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, rope_tables
@@ -22,19 +23,33 @@ from specbatch.models.moe import Shapes
 from specbatch.models.qwen3_next import Qwen3NextConfig, centred
 
 PREFIX = "mtp."
+FC = f"{PREFIX}fc.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(Qwen3NextConfig):
+    """The head as a model of one layer, with neither embedding nor output matrix."""
+
+    def weight_shapes(self) -> Shapes:
+        hidden, shapes = self.hidden_size, super().weight_shapes()
+        for name in (self.names.embedding, self.names.head):
+            del shapes[name]  # they are the target's
+        norms = {f"{PREFIX}pre_fc_norm_{part}.weight": (hidden,) for part in ("embedding", "hidden")}
+        return {FC: (hidden, 2 * hidden), **norms, **shapes}
 
 
 class Mtp(DraftHead):
-    def __init__(
-        self, config: Qwen3NextConfig, read: Callable[[str], torch.Tensor], target: Decoder, positions: int
-    ) -> None:
-        """config: of its layer (`mtp_config`); positions: how many there are to rotate to."""
+    def __init__(self, config: MtpConfig, read: Callable[[str], torch.Tensor], target: Decoder, positions: int) -> None:
+        """positions: how many there are to rotate to."""
         reader = Reader(config, read, target.dtype, target.device, of_draft=True)
         layer = qwen3_next.layer(reader, 0, rope_tables(config, positions, target.dtype, target.device))
         assert isinstance(layer.mixer, Attention)
         super().__init__(config, layer.mixer.heads, target)
         self._layer = layer
-        self._fc = Joined(reader(f"{PREFIX}fc.weight"))
+        fc = reader.weight(FC)
+        if config.widens(FC, fc.values.shape):  # its halves would cut a block of scales
+            fc = Weight(reader.widen(FC, fc))
+        self._fc = Joined(fc)
         self._token_norm = centred(reader, f"{PREFIX}pre_fc_norm_embedding")
         self._hidden_norm = centred(reader, f"{PREFIX}pre_fc_norm_hidden")
         self._norm = centred(reader, f"{PREFIX}norm")
@@ -47,15 +62,16 @@ class Mtp(DraftHead):
         return rms_norm(self._layer.leave(x, attended), *self._norm)
 
 
-def mtp_config(target: ModelConfig, found: Shapes | None = None) -> Qwen3NextConfig:
-    """The head's layer: gated attention of the target's sizes and rope, without biases, and a mixture of experts like
-    the target's own, unless the tensors `found` say that it is a dense MLP."""
+def mtp_config(target: ModelConfig, found: Shapes | None = None) -> MtpConfig:
+    """The head beside a target: gated attention of the target's sizes and rope, without biases, and a mixture of
+    experts like the target's own, unless the tensors `found` say that it is a dense MLP. They also say which of them
+    are float8; without them it is as the target's config has it."""
     mixture = target.mixture if isinstance(target, Qwen3NextConfig) else None
     if found is not None and f"{PREFIX}layers.0.mlp.gate.weight" not in found:
         mixture = None
-    own = {"num_layers": 1, "tie_embeddings": True, "qk_norm": True}
-    own |= dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), False)
-    config = Qwen3NextConfig(
+    own = {"num_layers": 1, "qk_norm": True}
+    own |= dict.fromkeys(("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias"), False)
+    config = MtpConfig(
         **{field.name: getattr(target, field.name) for field in fields(ModelConfig)} | own,
         attends=(True,),
         delta=None,
@@ -63,13 +79,4 @@ def mtp_config(target: ModelConfig, found: Shapes | None = None) -> Qwen3NextCon
         sparse=(mixture is not None,),
         prefix=PREFIX,
     )
-    return config.fit(found or {})
-
-
-def mtp_shapes(config: Qwen3NextConfig) -> Shapes:
-    """Name -> shape of the tensors of a head with this layer."""
-    hidden = config.hidden_size
-    shapes = config.tensor_shapes()
-    del shapes[config.names.embedding]  # it is the target's
-    norms = {f"{PREFIX}pre_fc_norm_{part}.weight": (hidden,) for part in ("embedding", "hidden")}
-    return {f"{PREFIX}fc.weight": (hidden, 2 * hidden), **norms, **shapes}
+    return config if found is None else config.fit(found)

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.experts import Experts
+from specbatch.kernels.experts import Experts, token_bytes
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.mamba2 import SsdHeads
 from specbatch.kernels.routing import Routing
 from specbatch.memory.recurrent import StateShape
-from specbatch.models.config import Ends, ModelConfig, Rope, count_of
+from specbatch.models.config import Ends, ModelConfig
+from specbatch.models.config_values import count_of
 from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables
 from specbatch.models.moe import MoeMlp, Shapes, with_shared
 from specbatch.models.recurrent import Mamba2
+from specbatch.models.rope import Rope
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 _KINDS = {
@@ -65,6 +67,11 @@ class Relu2Mixture:
     scale: float
     groups: int
     top_groups: int
+
+    def token_bytes(self, hidden: int, dtype: torch.dtype) -> int:
+        """The most that a token takes in it."""
+        width = self.top_k + -(-self.shared // self.inner)
+        return 4 * hidden + token_bytes(self.experts, width, self.inner, hidden, dtype)  # the router is float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +135,14 @@ class NemotronHConfig(ModelConfig):
     def mixer_widths(self) -> tuple[int, int]:
         mamba, (projected, mixed) = self.mamba, super().mixer_widths
         return max(projected, mamba.inner + mamba.channels + mamba.count), max(mixed, mamba.inner)
+
+    def mixing_bytes(self, dtype: torch.dtype) -> int:
+        return max(super().mixing_bytes(dtype), self.mamba.channels * dtype.itemsize)
+
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        mixture, hidden = self.mixture, self.hidden_size
+        dense = (hidden + self.intermediate_size) * dtype.itemsize
+        return dense if mixture is None else max(dense, mixture.token_bytes(hidden, dtype))
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:

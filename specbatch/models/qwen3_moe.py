@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from specbatch.models import llama
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Layer, Reader, Tables
@@ -26,6 +28,10 @@ class Qwen3MoeConfig(ModelConfig):
     @property
     def module(self) -> str:
         return __name__
+
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        dense = 0 if all(self.sparse) else super().mlp_bytes(dtype)
+        return max(dense, self.mixture.token_bytes(self.hidden_size, dtype))
 
     def weight_shapes(self) -> Shapes:
         stems = [f"model.layers.{index}.mlp." for index, sparse in enumerate(self.sparse) if sparse]

@@ -8,18 +8,19 @@ heads (`paired`), and their products stay what they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.gated_delta import DeltaHeads
+from specbatch.kernels.gated_delta import DeltaHeads, chunk_bytes
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.scaled_linear import SideBySide, linear
 from specbatch.kernels.weight import SIDE, Weight, below
 from specbatch.memory.recurrent import StateShape
-from specbatch.models.config import Ends, ModelConfig, attending, count_of
+from specbatch.models.config import Ends, ModelConfig, attending
+from specbatch.models.config_values import count_of
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
 from specbatch.models.recurrent import GatedDelta
@@ -132,6 +133,15 @@ class Qwen3NextConfig(ModelConfig):
         inner = delta.values * delta.value_dim
         return max(projected, delta.channels + inner + 2 * delta.values), max(mixed, inner)
 
+    def mixing_bytes(self, dtype: torch.dtype) -> int:
+        gate, delta = 2 * self.num_heads * self.head_dim * dtype.itemsize, self.delta
+        recurrent = 0 if delta is None else delta.channels * dtype.itemsize + delta.values * chunk_bytes(dtype)
+        return max(super().mixing_bytes(dtype), gate, recurrent)
+
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        dense = 0 if all(self.sparse) else super().mlp_bytes(dtype)
+        return max(dense, self.mixture.token_bytes(self.hidden_size, dtype) if self.mixture else 0)
+
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         delta = self.delta
@@ -168,7 +178,7 @@ class Qwen3NextConfig(ModelConfig):
     def is_spare(self, name: str) -> bool:
         return name.startswith("model.visual.")
 
-    def fit(self, found: Shapes) -> Qwen3NextConfig:
+    def fit(self, found: Shapes) -> Self:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
         mixture = self.mixture and replace(self.mixture, fused=fused)
         return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), mixture=mixture)
@@ -177,7 +187,7 @@ class Qwen3NextConfig(ModelConfig):
         """Rows of queries and keys change places; values lie in the same matrix."""
         return super().widens(name, shape) or name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
 
-    def stacked(self) -> Qwen3NextConfig:
+    def stacked(self) -> Self:
         return replace(self, mixture=self.mixture and replace(self.mixture, fused=True))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specbatch.models.config import DEFAULT_THETA, ModelConfig, Rope
+from specbatch.models.config import ModelConfig
+from specbatch.models.rope import DEFAULT_THETA, Rope
 from specbatch.training.chain import ChainHead, Memory
 from specbatch.training.head import Layer
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialise

@@ -18,7 +18,6 @@ REFUSED = [
     ("eval t --dtype int3", [], "dtype='int3': use one of"),
     ("eval t --device tpu", [], "device='tpu':"),
     ("eval t --limit 0", [], "limit=0:"),
-    ("eval no_such_task", [], "no_such_task"),
     ("eval t --output {in}", [GOOD], "output="),
     ("eval t --output {tmp}", [GOOD], "this folder is not empty"),
     ("sweep --concurrency 0", [], "concurrency=0:"),
@@ -103,6 +102,15 @@ def test_refused_before_an_engine_exists(run, engine, jsonl, tmp_path, command, 
     assert says in line
     assert engine.built == []
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())  # nothing is littered
+
+
+@pytest.mark.slow  # all tasks of lm-eval are read
+def test_a_task_that_is_not_known(run, engine):
+    result = run("eval", "no_such_task")
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert "no_such_task" in result.stderr
+    assert engine.built == []
 
 
 def test_a_concurrency_that_the_kv_pool_cannot_hold(run, engine, tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 pytest.importorskip("triton")
 
@@ -77,9 +78,7 @@ class Case:
 SHAPES = [(1, 1, 5), (1, 5, 37), (4, 1, 8193), (5, 3, 4096), (3, 7, 4097), (2, 16, 10_000), (1, 64, 3)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "n", "vocabulary"), SHAPES)
-@pytest.mark.parametrize("simulate", [None, 1.0, 2.4])
+@pytest.mark.parametrize(("batch", "n", "vocabulary", "simulate", "dtype"), crossed(SHAPES, [None, 1.0, 2.4], DTYPES))
 def test_greedy_accept(
     batch: int, n: int, vocabulary: int, simulate: float | None, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -116,8 +115,7 @@ def test_commit_of_chosen_tokens(batch: int, n: int, vocabulary: int, rule: str,
     case.check(packed, expected)
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
-@pytest.mark.parametrize("place", [0, 4095, 4096, 9000])
+@pytest.mark.parametrize(("place", "bad"), crossed([0, 4095, 4096, 9000], [math.nan, -math.nan, math.inf]))
 def test_logits_that_are_not_finite_are_flagged(bad: float, place: int, device: torch.device) -> None:
     case = Case(3, 4, 9001, device, torch.float32)
     case.logits[6, place] = bad  # the second sequence

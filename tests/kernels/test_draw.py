@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from crossed import crossed, slow_but
 
 pytest.importorskip("triton")
 
@@ -69,7 +70,7 @@ KINDS = ["flat", "peaked", "ties", "all equal", "impossible"]
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [*((kind, dtype) for dtype in (torch.float16, torch.bfloat16) for kind in KINDS), ("peaked", torch.float32)],
+    [*crossed(KINDS, [torch.float16, torch.bfloat16]), ("peaked", torch.float32)],
 )
 def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     rows = len(SETTINGS)
@@ -82,7 +83,10 @@ def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, d
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize(("kind", "n", "truncated"), [("flat", 2, True), ("peaked", 1, True), ("ties", 1, False)])
+@pytest.mark.parametrize(
+    ("kind", "n", "truncated"),
+    slow_but([("peaked", 1, True), ("ties", 1, False)], [("flat", 2, True), ("peaked", 1, True), ("ties", 1, False)]),
+)
 def test_a_seed_draws_what_the_reference_draws(kind: str, n: int, truncated: bool, device: torch.device) -> None:
     batch = len(SETTINGS)
     logits = logits_of(kind, batch * n, 100, torch.float16, device)
@@ -98,7 +102,7 @@ def test_a_seed_draws_what_the_reference_draws(kind: str, n: int, truncated: boo
     assert sound.all()
 
 
-@pytest.mark.parametrize(("kind", "drafted"), [("peaked", None), ("flat", 1)])
+@pytest.mark.parametrize(("kind", "drafted"), slow_but([("flat", 1)], [("peaked", None), ("flat", 1)]))
 def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None:
     """The first draft's law is the target's own, so that p - q is nothing."""
     batch, n, vocabulary = 7, 3, 100
@@ -129,8 +133,7 @@ def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None
         assert 0 < accepted.sum() < batch * (n - 1)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("bad", "temperature"), crossed([math.nan, math.inf], [0.0, 0.8]))
 def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float, device: torch.device) -> None:
     logits = logits_of("flat", 4, 90, torch.float16, device)
     logits[2, 85] = bad
@@ -148,7 +151,7 @@ def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float, 
         assert ((tokens >= 0) & (tokens < 90)).all()
 
 
-@pytest.mark.parametrize("kind", ["peaked", "flat"])
+@pytest.mark.parametrize("kind", slow_but(["flat"], ["peaked", "flat"]))
 def test_a_block_of_real_size(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows on a GPU; what is near a cut may fall on either side of it."""
     monkeypatch.setattr(law_module, "_BLOCK", 8192)

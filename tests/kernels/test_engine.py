@@ -5,12 +5,13 @@ That the kernels are right is the other files' matter; here tokens must be those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from crossed import slow_but
 from hybrid_targets import Hybrids
 
 from specbatch.config import Graphs, Speculation
@@ -51,10 +52,6 @@ SPECULATIONS = {
     "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
     "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=3, draft_topk=2, draft_tokens=4),
 }
-
-
-def marked(names: Iterable[str], slow: set[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 @pytest.fixture
@@ -104,7 +101,7 @@ def kernel_engine(toy_engine: Callable[..., Any], kernels: set[str]) -> tuple[Ca
     return toy_engine, kernels
 
 
-@pytest.mark.parametrize("name", marked(SPECULATIONS, slow={"none", "self", "block", "self-tree"}))
+@pytest.mark.parametrize("name", slow_but(["ngram", "mtp-tree"], SPECULATIONS))
 def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str) -> None:
     prompts, params = [list(prompt) for prompt in toy.prompts()[4:6]], SamplingParams(max_new_tokens=5, ignore_eos=True)
     plain = toy_engine(speculation=SPECULATIONS[name]).generate(prompts, params)
@@ -150,6 +147,7 @@ def test_greedy_tokens_of_hybrids(hybrids: Hybrids, request: pytest.FixtureReque
     assert called >= HYBRIDS[name, algorithm]
 
 
+@pytest.mark.slow
 def test_no_drafts_before_and_after_some(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,9 +165,7 @@ def test_no_drafts_before_and_after_some(
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize(
-    "name", marked(("none", "ngram", "eagle3", "block", "self-tree"), slow={"none", "block", "self-tree", "eagle3"})
-)
+@pytest.mark.parametrize("name", slow_but(["none"], ["none", "ngram", "eagle3", "block", "self-tree"]))
 def test_sampled_tokens_of_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
 ) -> None:
@@ -189,6 +185,7 @@ def test_sampled_tokens_of_a_seed(
     assert "greedy_accept" not in called
 
 
+@pytest.mark.slow
 def test_a_simulated_accept_length(toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]]) -> None:
     build, _ = kernel_engine
     speculation = Speculation("ngram", draft_tokens=3, ngram_min=1, simulate_accept_length=1.0)
@@ -211,6 +208,7 @@ class Recorder:
         return program
 
 
+@pytest.mark.slow
 def test_padding_rows_and_pieces(
     toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

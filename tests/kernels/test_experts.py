@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import crossed
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels import dispatch, experts_triton, linear
@@ -125,8 +126,10 @@ def test_against_every_expert_on_every_token(
     assert torch.equal(case.run(case.residual), y)
 
 
-@pytest.mark.parametrize(("hidden", "inner", "activation"), [(64, 32, "swiglu"), (72, 17, "swiglu"), (33, 40, "relu2")])
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner", "activation"),
+    crossed([16, 32, 64, 128], [(64, 32, "swiglu"), (72, 17, "swiglu"), (33, 40, "relu2")]),
+)
 def test_blocks_of_every_size(
     rows: int, hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -150,6 +153,19 @@ def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
     case.up[[0, 1, 2, 4]] = case.down[[0, 1, 2, 4]] = torch.nan
     check(case.run(), expected, torch.float32)
     check(case.reference(), expected, torch.float32)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_a_nan_comes_through(activation: Activation, device: torch.device) -> None:
+    """Of a token, or of a weight; a maximum with 0 would hide it."""
+    case = Case(Routing(4, 2), 6, device, activation=activation)
+    case.x[3, 5] = torch.nan
+    assert case.run().isnan().any(1).tolist() == [row == 3 for row in range(6)]
+    assert case.run()[3].isnan().all()
+    case.x[3, 5], case.up[2, 1, 0] = 0.0, torch.nan
+    hit = (case.experts == 2).any(1)
+    assert hit.any()
+    assert torch.equal(case.run().isnan().all(1), hit)
 
 
 def test_a_row_is_the_same_whatever_rows_are_with_it(dtype: torch.dtype, device: torch.device) -> None:

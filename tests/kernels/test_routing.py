@@ -163,6 +163,23 @@ def test_garbage_chooses_valid_experts(device: torch.device) -> None:
         assert sorted(plan.order.tolist()) == list(range(3 * rule.width))
 
 
+@pytest.mark.parametrize("tokens", [4, 20])
+@pytest.mark.parametrize("name", ["softmax", "groups", "sigmoid-plain"])
+def test_a_nan_comes_through(name: str, tokens: int, device: torch.device) -> None:
+    """One logit that is no number: its expert is chosen, from whatever group, and has no number for a weight."""
+    rule, logits = on(RULES[name], device), torch.randn(tokens, RULES[name].logits, device=device)
+    broken = [(token, (5 * token + 3) % rule.experts) for token in range(0, tokens, 2)]
+    for token, expert in broken:
+        logits[token, expert] = torch.nan
+    weights, experts, _ = route(logits, rule, 16)
+    expected, chosen = route_ref(logits, rule)
+    assert torch.equal(experts, chosen)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for token, expert in broken:
+        assert weights[token][experts[token] == expert].isnan().all()
+        assert expert in experts[token]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import crossed
 
 from specbatch.kernels import skinny_gemm
 from specbatch.kernels.gemm_configs import Tile
@@ -44,8 +45,7 @@ def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias-residual"])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 5, 17, 65])
+@pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 5, 17, 65]))
 def test_linear(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(rows, k, seed=1, **kind), numbers(n, k, seed=2, **kind) / k**0.5
@@ -59,8 +59,7 @@ def test_linear(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, devic
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias"])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 33]))
 def test_gated(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(rows, k, seed=1, **kind), numbers(2 * n, k, seed=2, **kind) / k**0.5

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed, slow_but
 
 from specbatch.kernels import elementwise
 from specbatch.kernels.attention_tiles import Tile
@@ -130,8 +131,7 @@ def test_tree(device: torch.device, n: int) -> None:
     case.check(2, ancestors=words, positions=(case.lengths[:, None] + depths).flatten())
 
 
-@pytest.mark.parametrize(("first", "n"), [(1, 3), (4, 3), (7, 10), (61, 3), (63, 1)])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("first", "n", "splits"), crossed([(1, 3), (4, 3), (7, 10), (61, 3), (63, 1)], [1, 3]))
 def test_tree_in_several_passes(device: torch.device, first: int, n: int, splits: int) -> None:
     """Nodes of earlier passes lie in the cache, and some of them are not seen."""
     case = Case(device, torch.float32, [first + 90, first, first + 17], n)
@@ -148,8 +148,7 @@ def test_block(device: torch.device, n: int) -> None:
     Case(device, torch.float32, [30, 0], n).check(2, causal=False)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 40, 1000])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("window", "causal"), crossed([1, 2, 5, 40, 1000], [True, False]))
 def test_window(device: torch.device, window: int, causal: bool) -> None:
     Case(device, torch.float32, [0, 3, 90], 5).check(3, window=window, causal=causal)
 
@@ -179,15 +178,17 @@ def test_tiles_of_query_rows(device: torch.device) -> None:
     Case(device, torch.float32, [50], 64, count=8, kv=1).check(2)
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 64, 4, 3, 128), Tile(32, 32, 4, 3, 168), Tile(64, 32, 4, 3, 168)])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("tile", "splits"),
+    crossed([Tile(16, 64, 4, 3, 128), Tile(32, 32, 4, 3, 168), Tile(64, 32, 4, 3, 168)], [1, 4]),
+)
 def test_tiles(device: torch.device, tile: Tile, splits: int) -> None:
     case = Case(device, DTYPES[-1], [0, 1, 65, 140], 6, count=8, kv=2, dim=32, page_size=16)
     case.check(splits, tile=tile)
     case.check(splits, tile=tile, window=70)
 
 
-@pytest.mark.parametrize("keys", [15, 16, 31, 32, 33, 64, 96, 97])
+@pytest.mark.parametrize("keys", slow_but([15, 32, 97], [15, 16, 31, 32, 33, 64, 96, 97]))
 def test_edges_of_steps_and_splits(device: torch.device, keys: int) -> None:
     case = Case(device, torch.float32, [keys], 2)
     for splits in (1, 2, 3, 6, 7):  # the last of them has old keys or none, and others may be empty

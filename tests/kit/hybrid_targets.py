@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from specbatch.memory.recurrent import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle import eagle_shapes
-from specbatch.models.mtp import mtp_config, mtp_shapes
+from specbatch.models.mtp import mtp_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -131,7 +132,7 @@ class HybridCheckpoint:
         self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
         self.mtp: dict[str, tuple[int, ...]] = {}
         if name in MTP:
-            self.mtp = mtp_shapes(mtp_config(self.config))
+            self.mtp = mtp_config(self.config).tensor_shapes()
             self.tensors |= head_weights(self.mtp, "mtp.fc.weight", -1.0)
 
     def names(self) -> list[str]:
@@ -229,6 +230,7 @@ class Hybrids:
         algorithm: str = "none",
         schedule: str = "v2",
         more: dict[str, Any] | None = None,
+        log: Callable[[str], None] | None = None,
         **changes: Any,
     ) -> Engine:
         """algorithm: one of SPECULATIONS; more: of its settings; changes: settings of EngineConfig."""
@@ -244,7 +246,7 @@ class Hybrids:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("specbatch.weights.open_checkpoint", opened)
-            return Engine(EngineConfig(model=name, **config))
+            return Engine(EngineConfig(model=name, **config), log=log)
 
     @cache  # noqa: B019
     def _eagle(self, name: str) -> str:

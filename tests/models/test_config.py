@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specbatch.errors import SpecbatchError
-from specbatch.models.config import ModelConfig, Rope
+from specbatch.models.config import ModelConfig
 
 FAMILIES = {
     "llama": (LlamaConfig, "LlamaForCausalLM"),
@@ -26,85 +23,11 @@ SIZES = {
     "max_position_embeddings": 16384,
     "rms_norm_eps": 1e-5,
 }
-SCALINGS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.5,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
-    "yarn, ratio of mscales, no rounding": {
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "beta_fast": 16.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-        "truncate": False,
-    },
-    "yarn, own attention factor": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3},
-}
 
 
 def old_spelling(family: str = "llama", **changes: Any) -> dict[str, Any]:
     model_type, architecture = family, FAMILIES[family][1]
     return {"architectures": [architecture], "model_type": model_type, **SIZES, "rope_theta": 5e5, **changes}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_both_spellings_give_the_frequencies_of_transformers(family: str, scaling: str) -> None:
-    config_class, architecture = FAMILIES[family]
-    head_dim = {} if family == "qwen2" else {"head_dim": 64}
-    sizes = {**SIZES, "hidden_size": 256, **head_dim}
-    reference = config_class(**sizes, rope_parameters={"rope_theta": 5e5, "rope_type": "default", **SCALINGS[scaling]})
-    new = {**reference.to_dict(), "architectures": [architecture]}
-    old = {**old_spelling(family), **sizes, "rope_scaling": SCALINGS[scaling] or None}
-    assert "rope_theta" not in new
-    assert "rope_parameters" not in old
-
-    rotary = LlamaRotaryEmbedding(copy.deepcopy(reference))
-    for spelling in (new, old):
-        rope = ModelConfig.from_dict(spelling).rope
-        assert torch.equal(rope.inverse_frequencies(), rotary.inv_freq)
-        assert rope.inverse_frequencies().dtype == torch.float32
-        assert rope.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
-        assert rope.theta == 5e5
-    assert ModelConfig.from_dict(old).rope.source == "rope_theta"
-    assert ModelConfig.from_dict(new).rope.source == "rope_parameters"
-
-
-def test_where_theta_is_read() -> None:
-    legacy = {"type": "linear", "factor": 2.0}
-    assert ModelConfig.from_dict(old_spelling(rope_scaling=legacy)).rope.kind == "linear"
-    assert ModelConfig.from_dict(old_spelling(rope_scaling=legacy)).rope.source == "rope_theta"
-    inside = ModelConfig.from_dict(old_spelling(rope_scaling={**legacy, "rope_theta": 7e4})).rope
-    assert (inside.theta, inside.source) == (7e4, "rope_scaling")
-    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
-    config = old_spelling(rope_parameters=nested)
-    del config["rope_theta"]
-    assert ModelConfig.from_dict(config).rope.theta == 1e6
-    del config["rope_parameters"]
-    silent = ModelConfig.from_dict(config).rope
-    assert (silent.theta, silent.source) == (10000.0, "class default")
-
-
-def test_yarn_lengthens_the_context_and_takes_its_missing_original_from_it() -> None:
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    config = ModelConfig.from_dict(old_spelling(rope_scaling=scaling, max_position_embeddings=32768))
-    assert config.max_position == 131072
-    without = ModelConfig.from_dict(old_spelling(rope_scaling={"type": "yarn", "factor": 4.0}))
-    assert without.rope.original_max_position == 16384
-
-
-def test_divisors_divide_each_frequency() -> None:
-    plain = Rope(theta=5e5, rotary_dim=8)
-    divided = Rope(theta=5e5, rotary_dim=8, kind="divisors", divisors=(1.0, 1.0, 2.0, 8.0), source="gguf")
-    ratio = plain.inverse_frequencies() / divided.inverse_frequencies()
-    assert torch.allclose(ratio, torch.tensor([1.0, 1.0, 2.0, 8.0]))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from specbatch.config import EngineConfig, Speculation
 from specbatch.context import Prefill, Span
+from specbatch.drafters import mtp
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.backends import prefill_backend
 from specbatch.kernels.experts import Experts
@@ -20,8 +24,11 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.layers import Reader
 from specbatch.models.loader import weight_bytes
+from specbatch.models.mtp import Mtp, MtpConfig, mtp_config
 from specbatch.weights import open_checkpoint
+from specbatch.weights.dummy import DummyCheckpoint
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -188,6 +195,100 @@ def test_it_computes_what_its_weights_stand_for(
     assert model.widened == (widened if keeps else set())
     assert (products(model) & {ScaledLinear, SideBySide} != set()) is keeps
     assert (logits(model) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def write_head(folder: Path, wide: set[str]) -> tuple[MtpConfig, dict[str, torch.Tensor]]:
+    """An MTP head beside the model in this folder, float8 but for `wide`: its config in the types of the activations,
+    and what its weights stand for."""
+    target = open_checkpoint(str(folder)).config
+    stored, meant = load_file(folder / "model.safetensors"), {}
+    config = replace(mtp_config(target), float8=None, mixture=target.mixture and replace(target.mixture, fused=False))
+    generator = torch.Generator().manual_seed(5)
+    for name, shape in config.weight_shapes().items():
+        stored[name] = meant[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        if len(shape) > 1 and name not in wide and not name.endswith("gate.weight"):
+            stored[name], stored[f"{name}_scale_inv"], meant[name] = quantised(meant[name])
+    save_file(stored, folder / "model.safetensors")
+    return config, meant
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
+@pytest.mark.parametrize(
+    ("case", "changes", "wide", "joined"),
+    [
+        ("next", {}, {"mtp.fc.weight"}, False),  # as it is published
+        ("next", {"hidden_size": 256}, set(), True),
+        ("qwen3.5", {}, set(), False),  # halves of 160 columns
+        ("qwen3.5", {}, {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}, False),
+    ],
+)
+def test_an_mtp_head_computes_what_its_weights_stand_for(
+    case: str,
+    changes: dict[str, Any],
+    wide: set[str],
+    joined: bool,
+    keeps: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described, plain, fused, _ = CASES[case]
+    write(tmp_path, described | changes, plain, fused)
+    config, meant = write_head(tmp_path, wide)
+    monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
+    checkpoint = open_checkpoint(str(tmp_path))
+    target = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
+    lines: list[str] = []
+    asked = EngineConfig(model=str(tmp_path), speculation=Speculation("mtp"))
+    layer = mtp.plan(checkpoint, asked, lines.append).weights
+    assert isinstance(layer, MtpConfig)
+    assert "M parameters, float8; 4 heads" in lines[0]
+    found = []
+    for head in (Mtp(config, meant.__getitem__, target, 64), Mtp(layer, checkpoint.tensor, target, 64)):
+        generator = torch.Generator().manual_seed(6)
+        embedded, hidden = torch.randn(2, 7, config.hidden_size, generator=generator)
+        x, qkv = head.enter(embedded, hidden)
+        found.append(head.leave(x, qkv[:, : config.num_heads * config.head_dim]))
+    expected, ours = found
+    assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
+    types = {type(part) for part in vars(head._fc).values()}
+    assert types == ({ScaledLinear} if joined and keeps else {Linear})
+    assert (head._layer.mlps[0].experts.up.scales is not None) is keeps
+
+
+def test_an_mtp_head_in_float8_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described, plain, fused, _ = CASES["next"]
+    write(tmp_path, {**described, "hidden_size": 256}, plain, fused)
+    config, meant = write_head(tmp_path, {"mtp.fc.weight"})
+    found = mtp_config(open_checkpoint(str(tmp_path)).config, open_checkpoint(str(tmp_path)).mtp)
+    count = sum(item.numel() for item in meant.values())
+    assert weight_bytes(found, torch.bfloat16, CPU) == weight_bytes(config, torch.bfloat16, CPU) == 2 * count
+    monkeypatch.setattr("specbatch.models.loader.keeps_float8", lambda device: True)
+    small = [256 * 256, *[128 * 256] * 9, *[384 * 256] * 3]  # o_proj, experts, shared
+    scales = 4 * sum(item // 128**2 for item in small)
+    assert weight_bytes(found, torch.bfloat16, CPU) == 2 * count - sum(small) + scales
+
+
+def test_a_random_mtp_head_is_made_where_its_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its type and with a layer's experts in one tensor: 512 experts in float32 on a CPU take minutes."""
+    made: dict[str, tuple[str, torch.dtype]] = {}
+
+    def random(name: str, shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+        made[name] = device, dtype
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    monkeypatch.setattr("specbatch.weights.dummy.random_tensor", random)
+    monkeypatch.setattr("specbatch.drafters.mtp.feature_chain", lambda head, *_: head)
+    monkeypatch.setattr(Reader, "_sound", lambda self, name, values: values)  # nothing has a value here
+    config = ModelConfig.from_dict(NEXT | {"dtype": "bfloat16"})
+    checkpoint = DummyCheckpoint(config, name="next", seed=1, tokenizer=None, device="meta")
+    sizes = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_positions": 64}
+    target = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
+    of_target = set(made.values())
+    made.clear()
+    asked = EngineConfig(model="next", load_format="dummy", speculation=Speculation("mtp"))
+    mtp.plan(checkpoint, asked, print).build(target, SimpleNamespace(max_positions=64))
+    assert set(made.values()) == of_target == {("meta", torch.bfloat16)}
+    assert {"mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"} <= set(made)
 
 
 @pytest.mark.gpu

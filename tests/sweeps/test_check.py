@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from typer.testing import CliRunner, Result
 
 from specbatch import EngineConfig, SpecbatchError, Speculation, verification
@@ -67,8 +68,7 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is equal ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize(("name", "schedule"), crossed(SPECULATIONS, ["v1", "v2"]))
 def test_every_algorithm_is_equal_under_both_schedules(toy: Any, check: Any, name: str, schedule: str) -> None:
     report = check(replace(SPECULATIONS[name], schedule=schedule), margin=0.0)
     assert report.counts() == {"prompts": 12, "equal": 12, "near_ties": 0, "differing": 0}

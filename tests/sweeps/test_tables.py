@@ -76,6 +76,13 @@ def test_rows_are_ordered_by_concurrency_then_as_run(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_prefix_cache_that_only_some_have_is_said_by_name():
+    records = [record("baseline", 1, 10.0), record("v1", 1, 20.0)]
+    assert "* prefix cache: on\n" in markdown(records, table(records))
+    records[1].config["prefix_cache"] = False  # the states of a draft took its place
+    assert "* prefix cache: baseline: on; v1: off\n" in markdown(records, table(records))
+
+
 @pytest.mark.parametrize(
     ("change", "note"),
     [

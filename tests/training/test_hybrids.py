@@ -9,7 +9,7 @@ from hybrid_targets import HYBRIDS
 
 from specbatch.kernels.heads import split_heads_ref
 from specbatch.models.decoder import Decoder
-from specbatch.models.mtp import Mtp, mtp_config, mtp_shapes
+from specbatch.models.mtp import Mtp, mtp_config
 from specbatch.training.chain import Memory, ahead
 from specbatch.training.data import Batch, Example
 from specbatch.training.mtp import MtpHead
@@ -54,7 +54,7 @@ def test_the_engine_runs_the_mtp_head_that_was_trained(hybrids, name):
     tensors = head.tensors()
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     config = mtp_config(checkpoint.config, found)
-    assert found == mtp_shapes(config)
+    assert found == config.tensor_shapes()
     model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=LENGTH)
     ours = Mtp(config, tensors.__getitem__, model, LENGTH)
     x, qkv = ours.enter(embedded[0], last[0])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch import SamplingParams, Speculation
 from specbatch.config import Graphs
@@ -76,11 +77,12 @@ class Watch:
         self.compared += int(clear.sum())
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"prefill_chunk": 7, "page_size": 3}, {"prefix_cache": False, "max_running": 3}, {"graphs": "both"}],
-    ids=["plain", "chunks", "no prefix cache", "graphs"],
+    ("settings", "schedule"),
+    crossed(
+        [{}, {"prefill_chunk": 7, "page_size": 3}, {"prefix_cache": False, "max_running": 3}, {"graphs": "both"}],
+        ["v1", "v2"],
+    ),
 )
 def test_an_engine_drafts_what_the_equations_say(
     toy: Any,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
@@ -177,8 +178,9 @@ def test_a_head_that_knows_has_every_draft_accepted(
         assert record.metrics["graph_coverage"] == 1.0
 
 
-@pytest.mark.parametrize(("schedule", "setting"), [("v1", "few pages"), ("v2", "plain"), ("v2", "graphs")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "schedule", "setting"), crossed(KINDS, [("v1", "few pages"), ("v2", "plain"), ("v2", "graphs")])
+)
 def test_however_many_it_is_asked_for(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:

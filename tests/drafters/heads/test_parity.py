@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling import DRAFT, draw_ref, uniform_ref
@@ -117,8 +118,10 @@ def test_eagle3(kit: Any, write: Any, start: Any, count: int, chunk: int) -> Non
 NESTED = [([1, 3, 5], (2, 4, 6)), ([2, 3, 5], (2, 3, 5)), ([], (2, 4, 5))]
 
 
-@pytest.mark.parametrize(("listed", "boundaries"), NESTED)
-@pytest.mark.parametrize("rope", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}])
+@pytest.mark.parametrize(
+    ("listed", "boundaries", "rope"),
+    crossed(NESTED, [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}]),
+)
 def test_eagle3_as_specforge_writes_it(
     kit: Any, write: Any, start: Any, rope: Any, listed: list[int], boundaries: tuple[int, ...]
 ) -> None:
@@ -132,9 +135,12 @@ def test_eagle3_as_specforge_writes_it(
     check(kit, run, kit.RefEagle3(tensors, stub, theta=500.0), boundaries)
 
 
-@pytest.mark.parametrize("before", [True, False, None])
 @pytest.mark.parametrize(
-    "rope", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}]
+    ("before", "rope"),
+    crossed(
+        [True, False, None],
+        [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}],
+    ),
 )
 def test_eagle3_as_speculators_writes_it(kit: Any, write: Any, start: Any, rope: Any, before: bool | None) -> None:
     """A Qwen3 layer, described in a table of its own; layers at the top are inputs, 6 of 6 that of the final norm."""
@@ -190,8 +196,7 @@ def test_layers_that_are_asked_for_win(kit: Any, write: Any, start: Any) -> None
 # -- MTP ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "chunk"), [(1, 1000), (3, 3), (4, 7), (2, 1)])
-@pytest.mark.parametrize("turning", [8, 4, 2])
+@pytest.mark.parametrize(("count", "chunk", "turning"), crossed([(1, 1000), (3, 3), (4, 7), (2, 1)], [8, 4, 2]))
 def test_mtp(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None:
     """The rope is the target's; here a part of each head may turn in the head alone."""
     tensors = kit.mtp()

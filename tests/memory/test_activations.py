@@ -1,0 +1,77 @@
+"""What a pass takes in memory is what the plan keeps for it: counted where kernels go, which compute nothing here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hybrid_targets import HYBRIDS, MTP, SIZES, Hybrids
+from peak_memory import as_on_a_device, peak_of
+
+from specbatch.context import Prefill, Span
+from specbatch.kernels.backends import _Triton
+from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.plan import MemoryPlan, plan_memory
+from specbatch.memory.recurrent import States, state_types
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, token_bytes
+from specbatch.weights.shapes import SHAPES
+
+CPU = torch.device("cpu")
+TOKENS = 512
+WIDE = {"intermediate_size": 400, "hidden_size": 96, "moe_intermediate_size": 72}  # MLPs are what takes most
+WIDE |= {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 100}
+FAMILIES: dict[str, dict[str, Any]] = {**HYBRIDS, "llama": {"architectures": ["LlamaForCausalLM"]}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [{}, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_takes_what_is_planned(
+    family: str, sizes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_device(monkeypatch)
+    known = SIZES | FAMILIES[family]
+    config = ModelConfig.from_dict(known | {key: value for key, value in sizes.items() if key in known})
+    shapes = config.tensor_shapes()
+    model = Decoder(config, lambda name: torch.zeros(shapes[name]), dtype=dtype, device=CPU, max_positions=TOKENS)
+    states = States(config.state_shapes, max(model.recurrent_layers, 1), 2, 1, state_types(dtype, "fp32"), CPU)
+    cache = KVCache(config, model.attention_layers, TOKENS // 4 + 2, 4, dtype, CPU, _Triton(), states)
+    shape = Prefill(torch.zeros(2, TOKENS // 4, dtype=torch.int64), [Span(1, 0, TOKENS)], 4)
+    tokens = torch.zeros(TOKENS, dtype=torch.int64)
+    taken = peak_of(lambda: model.forward(tokens, shape.positions, shape.on(cache), shape.last))
+    assert taken <= TOKENS * token_bytes(config, dtype) <= 1.25 * taken
+
+
+@pytest.mark.parametrize("algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "tree"])
+@pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_what_drafts_takes_no_more_than_is_planned(
+    hybrids: Hybrids, name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole pass of a prompt, with the features that a draft reads and its own keys and values."""
+    if algorithm == "mtp" and name not in MTP:
+        return
+    planned: list[int] = []
+
+    def plan(*args: Any, **numbers: Any) -> MemoryPlan:
+        planned.append(numbers["token_bytes"])
+        return plan_memory(*args, **numbers)
+
+    as_on_a_device(monkeypatch)
+    monkeypatch.setattr("specbatch.build.prefill_backend", lambda *_: _Triton())
+    monkeypatch.setattr("specbatch.build.plan_memory", plan)
+    engine = hybrids.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
+    runner = engine._runner
+    taken = peak_of(lambda: runner._prompt_pass.warm(runner._batch, 256))
+    assert taken <= 256 * planned[0] <= 1.25 * taken
+
+
+def test_a_published_mixture_by_hand() -> None:
+    """8 experts and the shared one, on 2048 columns; gated delta nets of 16 and 32 heads of 128, chunks of 64."""
+    config = ModelConfig.from_dict(SHAPES["qwen3.5-35b-a3b"])
+    projected, mixed = 8192 + 4096 + 2 * 32, 4096
+    pairs = 9 * (512 + 2048)
+    mixture = 2 * (2 * 2048 + pairs) + 6 * 256 + 12 * 9
+    assert mixture > 2 * 8192 + 32 * (2 * 64 * 2 + 4)  # convolved columns, chunks
+    assert token_bytes(config, torch.bfloat16) == 2 * (2048 + projected + mixed) + mixture + 48
