@@ -84,7 +84,12 @@ class BatchJob:
             "chat_template": chat_template,
         }
         seed = config.seed if params.seed is None else params.seed
-        kept = PartialRows(output.with_name(f"{output.name}.partial"), header, anew="pass --overwrite")
+        kept = PartialRows(
+            output.with_name(f"{output.name}.partial"),
+            header,
+            lambda row: row["index"] in range(len(prompts)) and "token_ids" in row,
+            anew="pass --overwrite",
+        )
         job = cls(output, prompts, params, chat_template, seed, kept, overwrite, replaces)
         if replaces and not overwrite and not job.partial.exists():
             raise job._exists()

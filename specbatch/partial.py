@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,29 +24,47 @@ class PartialRows:
     rows: by index, those that an earlier run left among them once they are loaded.
     """
 
-    def __init__(self, path: Path, header: Row, *, anew: str) -> None:
-        """anew: what a user does to begin from the start."""
+    def __init__(
+        self, path: Path, header: Row, is_row: Callable[[Row], bool], *, anew: str, told: Collection[str] = ()
+    ) -> None:
+        """is_row: may this row be one of the job? It need not expect the right keys and types. anew: what a user does
+        to begin from the start. told: what the header says for people alone, and may differ."""
         self.path = path
         self.header: Row = json.loads(json.dumps(header))
         self.rows: dict[int, Row] = {}
+        self._is_row = is_row
         self._anew = anew
+        self._told = told
 
     def load(self) -> None:
-        """Take over the file's whole lines. Refused: rows of a job with another header."""
-        whole = _whole_lines(self.path.read_text(encoding="utf-8"))
-        if not whole:
-            return
+        """Take over the file's whole lines. Refused: rows of a job with another header, and what is no such file."""
         try:
-            header, *rows = [json.loads(line) for line in whole.splitlines()]
-            differs = [name for name in self.header if header.get(name) != self.header[name]]
-            found = {row["index"]: row for row in rows}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise refuse("output", str(self.path), f"is not a partial output; {self._anew} to start anew") from error
-        if differs and found:
+            text = self.path.read_bytes()
+        except OSError as error:
+            works = f"cannot be read ({error.strerror}); name another output or {self._anew}"
+            raise refuse("output", str(self.path), works) from error
+        if _line(self.header).encode().startswith(text):
+            return  # nothing but a header, which a crash may have cut short
+        lines = text.split(b"\n")[:-1]
+        header = parsed(lines[0]) if lines else None
+        if not isinstance(header, dict) or not self.header.keys() <= header.keys():
+            works = f"has no header that says what it was made from; name another output or {self._anew}"
+            raise refuse("output", str(self.path), works)
+        differs = [name for name in self.header if header[name] != self.header[name]]
+        if set(differs) - set(self._told) and len(lines) > 1:
             other = difference(header, self.header, differs)
             works = f"was made with another {other}; finish that job, name another output or {self._anew}"
             raise refuse("output", str(self.path), works)
-        self.rows = found
+        for number, line in enumerate(lines[1:], start=2):
+            row = parsed(line)
+            try:
+                valid = self._is_row(row)
+            except (KeyError, TypeError):
+                valid = False
+            if not valid:
+                works = f"is no row of this job; mend that line, name another output or {self._anew}"
+                raise refuse("output", f"{self.path}:{number}", works)
+            self.rows[row["index"]] = row
 
     @contextmanager
     def claim(self) -> Iterator[Callable[[Row], None]]:
@@ -63,7 +81,7 @@ class PartialRows:
             synced = time.monotonic()
 
             def write(row: Row) -> None:
-                file.write(json.dumps(row) + "\n")
+                file.write(_line(row))
                 file.flush()
 
             def keep(row: Row) -> None:
@@ -88,12 +106,24 @@ def row_seed(seed: int, index: int) -> int:
     return random.Random(f"{seed}/{index}").getrandbits(31)
 
 
+def parsed(line: bytes) -> Any:
+    """What a line of JSON holds, None where it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row) + "\n"
+
+
 def _whole_lines(text: str) -> str:
     """Without a last line that a crash cut short."""
     return text[: text.rfind("\n") + 1]
 
 
-def difference(old: Row, new: Row, names: Iterable[str]) -> str:
+def difference(old: Row, new: Row, names: Collection[str]) -> str:
     """What two headers differ in, for a person: temperature (0.7 there, 0.0 now), input file."""
     parts = []
     for name in names:
@@ -101,7 +131,9 @@ def difference(old: Row, new: Row, names: Iterable[str]) -> str:
         if isinstance(before, dict) and isinstance(after, dict):
             parts.append(difference(before, after, [key for key in after if before.get(key) != after[key]]))
         elif name.endswith("_sha256"):
-            parts.append(name.removesuffix("_sha256").replace("input", "input file"))
+            hashed = name.removesuffix("_sha256")
+            if hashed not in names:  # which says more
+                parts.append(hashed.replace("input", "input file"))
         else:
             parts.append(f"{name} ({before!r} there, {after!r} now)")
     return ", ".join(parts)

@@ -56,7 +56,7 @@ def run_bench(
     `base`: model, device, type, page size, prefill chunk and who drafts; the rest of an engine follows from its points.
     `folder` exists; `peers` is a CSV to show beside. On an error or Ctrl-C the table of what is finished is written
     first. A point that fails leaves a record that says why, and the others go on. Refused: a shape that no engine can
-    be made for, a draft that does not fit, and default sizes alone that do not fit the model.
+    be made for, a draft that does not fit, and sizes that do not fit the model, if they were asked for or all are.
     """
     plan = plan_engines(base, options, log)
     total = options.repeats * (sum(len(point.names) for point in plan.points) + ("machine" in options.sections))
@@ -96,7 +96,7 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
         yield from measured
         for point in plan.points:
             names, load = point.names, point.load
-            broken = {name: why for name in names if (why := point.refused or errors.get(name))}
+            broken = {name: errors[name] for name in names if name in errors}
             for name in names:
                 if name not in broken:
                     with _noting(broken, name):
@@ -132,16 +132,13 @@ def _machine(base: EngineConfig, repeat: int) -> RunRecord:
 def _engines(
     plan: Plan, stack: ExitStack, log: Log | None, errors: dict[str, str]
 ) -> tuple[dict[str, Engine], dict[str, float]]:
-    """Every engine that a point needs and that can be made, and the seconds that took; the first loads the weights.
+    """Every engine that can be made, and the seconds that took; the first loads the weights.
 
     Why the others cannot be made goes into `errors`. Refused: none can.
     """
     engines: dict[str, Engine] = {}
     seconds: dict[str, float] = {}
-    needed = {name for point in plan.points if not point.refused for name in point.names}
     for name, config in plan.engines.items():
-        if name not in needed:
-            continue
         first = next(iter(engines.values()), None)
         start = time.perf_counter()
         with _noting(errors, name):

@@ -1,7 +1,7 @@
 """What `specbatch bench` measures: its options, the points that follow from them, and engines that hold these points.
 
-Lengths decide what fits: a point that its user made too long for the model fails, one that is too long by defaults
-alone is left out.
+Lengths decide what fits: a point that its user made too long for the model is refused, one that is too long by
+defaults alone is left out.
 
 Where the engine asked for drafts, it is measured beside a baseline that does not.
 """
@@ -53,8 +53,8 @@ class Load:
 class BenchOptions:
     """Which points are measured, `repeats` times each. None: what the device can.
 
-    asked: those of `LENGTHS`, and "sections", that the user gave. A point that they make too long for the model fails;
-    one that is too long by defaults alone is left out.
+    asked: those of `LENGTHS`, and "sections", that the user gave. A point that they make too long for the model is
+    refused; one that is too long by defaults alone is left out.
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -112,13 +112,12 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Point:
-    """A section at a size, and the engines that it compares. `refused`: why it cannot be run."""
+    """A section at a size, and the engines that it compares."""
 
     section: str
     size: int
     load: Load
     names: list[str]
-    refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,8 @@ class Plan:
 def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = None) -> Plan:
     """What the sections need: each engine has the places and pages of its largest point, all have the same length.
 
-    `log` hears of what is left out. Refused: nothing is left, or a draft that does not fit.
+    `log` hears of what is left out. Refused: nothing is left, a draft that does not fit, or a length that was asked for
+    and does not.
     """
     from specbatch.build import find_device, prepare
 
@@ -143,7 +143,7 @@ def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = No
         found = prepare(base, log or (lambda line: None))
         base, most = found.config, min(found.target.config.max_position, found.draft.config.max_position)
     points = _points_that_fit(base, options, _compared(options, drafting, on_cuda), most, log)
-    longest = max((point.load.longest for point in points if not point.refused), default=2)
+    longest = max((point.load.longest for point in points), default=2)
     engines = {}
     for name in dict.fromkeys(name for point in points for name in point.names):
         schedule, prefill = CONFIGS.get(name, ("v2", "off"))
@@ -154,7 +154,7 @@ def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = No
         elif name == VERIFY:
             drafts = Speculation("ngram", schedule, draft_tokens=VERIFY_ROWS - 1, simulate_accept_length=1.0)
             asked = replace(base, speculation=drafts)
-        loads = [point.load for point in points if name in point.names and not point.refused]
+        loads = [point.load for point in points if name in point.names]
         slots = _slots(asked.speculation)
 
         def pages(tokens: int, slots: int = slots) -> int:
@@ -217,11 +217,16 @@ def _points_that_fit(
     for section in sections:
         for size in options.sizes(section):
             load = options.load(section, size, drafting)
-            refused = _too_long(section, load, most)
-            if refused and not options.asked & set(LENGTHS[section]):
-                left_out.append(refused)
-            else:
-                points.append(Point(section, size, load, compared[section], refused))
+            if load.longest <= most:
+                points.append(Point(section, size, load, compared[section]))
+                continue
+            lengths = LENGTHS[section]
+            works = f"with {max(load.new_tokens)} new tokens that is more than the model's {most}"
+            refused = refuse(lengths[0], load.prompt_tokens, works)
+            if options.asked & set(lengths):
+                lower = " or ".join(f"--{name.replace('_', '-')}" for name in lengths)
+                raise SpecbatchError(f"{refused}; lower {lower}")
+            left_out.append(str(refused))
     if left_out:
         line = f"left out: {'; '.join(dict.fromkeys(left_out))}"
         if not points and "machine" not in options.sections:
@@ -229,11 +234,3 @@ def _points_that_fit(
         if log is not None:
             log(line)
     return points
-
-
-def _too_long(section: str, load: Load, most: int) -> str | None:
-    """Why requests of this length do not fit a model made for `most` tokens."""
-    if load.longest <= most:
-        return None
-    works = f"with {max(load.new_tokens)} new tokens that is more than the model's {most}"
-    return str(refuse(LENGTHS[section][0], load.prompt_tokens, works))

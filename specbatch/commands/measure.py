@@ -198,7 +198,8 @@ def bench(
     With --algorithm or --draft a baseline without drafts is compared with v1, v2 and v2+piecewise, which draft;
     section verify is left out.
 
-    Exit status 1 if a point failed; the table says why. Default sizes too long for the model are left out.
+    Exit status 1 if a point failed; the table says why. Default sizes too long for the model are left out, others are
+    refused.
     """
     from specbatch.sweeps.bench import run_bench
     from specbatch.sweeps.bench_plan import LENGTHS, BenchOptions

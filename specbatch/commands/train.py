@@ -11,6 +11,7 @@ from typer import Option
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, say, show
 from specbatch.progress import progress
+from specbatch.training.recipe import ANSWER_TOKENS
 
 # Of the engine's options those that matter to who answers and who is trained for.
 _KEPT = (
@@ -40,7 +41,7 @@ def train_draft(
         Option(help="In place of --data: the answers.jsonl of an earlier run for this model.", rich_help_panel=_DATA),
     ] = None,
     limit: Annotated[int | None, Option(help="Only the first N prompts.", rich_help_panel=_DATA)] = None,
-    max_new_tokens: Annotated[int, Option(help="Longest answer.", rich_help_panel=_DATA)] = 512,
+    max_new_tokens: Annotated[int, Option(help="Longest answer.", rich_help_panel=_DATA)] = ANSWER_TOKENS,
     temperature: Annotated[float, Option(help="Of the answers; 0 is greedy.", rich_help_panel=_DATA)] = 0.0,
     top_p: Annotated[float, Option(help="Of the answers; 1 is off.", rich_help_panel=_DATA)] = 1.0,
     chat_template: Annotated[
@@ -88,10 +89,11 @@ def train_draft(
 
     Prompts like those that will be drafted for, in the same form, matter more than steps. The folder of mtp is the
     model itself with its head; use it as --model. Ctrl-C keeps the head as it is, and before that the finished answers:
-    the same command with the same --out goes on from them.
+    the same command with the same --out goes on from them, as it does behind a crash.
     """
     from specbatch.request import SamplingParams
     from specbatch.training.answers import ANSWERS
+    from specbatch.training.files import UNFINISHED
     from specbatch.training.recipe import Recipe
     from specbatch.training.run import Source
     from specbatch.training.run import train_draft as run
@@ -112,7 +114,8 @@ def train_draft(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     source = Source(data, answers, params, chat_template, limit)
     config = replace(engine, max_model_len=max_len).config()
-    with fresh_folder(output, "train-draft", resumes=ANSWERS) as folder:
+    resumes = "*" if output is not None and (output / UNFINISHED).is_dir() else ANSWERS
+    with fresh_folder(output, "train-draft", resumes=resumes) as folder:
         record = run(config, source, recipe, folder, open_engine=open_engine, progress=progress, log=say)
     text = f"{_table(record['history']['measured'])}\n\nhead: {folder}"
     show(text, {**record, "output": str(folder)}, as_json=as_json)

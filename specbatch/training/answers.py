@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specbatch.errors import refuse
-from specbatch.partial import PartialRows, row_seed
+from specbatch.partial import PartialRows, Row, difference, parsed, row_seed
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
 from specbatch.training.data import LEAST_OUTPUT, Example
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers.jsonl"
 _WEIGHTS = "weights_sha256"
+_TOLD = ("model", "origin")  # names and places are no evidence: a model may be moved, and another one put where it was
 Header = dict[str, Any]
 
 
@@ -49,6 +50,15 @@ def with_room(prompts: Iterable[list[int]], max_len: int) -> list[list[int]]:
     if not fitting:
         raise refuse("max_len", max_len, "no prompt of the data leaves room for an answer; raise it")
     return fitting
+
+
+def partial_answers(path: Path, header: Header, prompts: Sequence[list[int]], vocabulary: int) -> PartialRows:
+    """Answers to these prompts, of which an earlier run may have left some in `path`. vocabulary: of the model."""
+
+    def is_row(row: Row) -> bool:
+        return _is_answer(row, len(prompts), vocabulary) and row["prompt_token_ids"] == prompts[row["index"]]
+
+    return PartialRows(path, header, is_row, anew="remove it", told=_TOLD)
 
 
 def answer(
@@ -104,32 +114,30 @@ def read_answers(
     Refused: a line that is no such row, with its number; the answers of another model than `target`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise refuse("answers", str(path), f"cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise refuse("answers", str(path), "is not UTF-8 text; name the answers.jsonl of an earlier run") from error
-    header = _header(lines)
+    header = _header(lines[0])
     if header is not None:
         _same_model(path, header, target)
-        if not lines[-1].endswith("\n"):
-            lines.pop()  # a crash cut it short
+    if header is not None or not lines[-1]:
+        lines.pop()  # empty, or a crash cut it short
     rows: dict[int, Example] = {}
+    count = math.inf if header is None else header["prompts"]
     for number, line in list(enumerate(lines, start=1))[header is not None :]:
-        try:
-            row = json.loads(line)
-            prompt, output, place = row["prompt_token_ids"], row["token_ids"], row.get("index", number)
-            valid = all(type(token) is int and 0 <= token < target.config.vocab_size for token in (*prompt, *output))
-        except (ValueError, TypeError, KeyError):
-            valid = False
-        if not valid or not prompt or type(place) is not int:
-            works = f"a row has prompt_token_ids and token_ids below {target.config.vocab_size}"
+        row = parsed(line)
+        if header is None and isinstance(row, dict):
+            row = {"index": number} | row
+        if not _is_answer(row, count, target.config.vocab_size):
+            index = "" if header is None else f"an index below {count}, "
+            works = f"a row has {index}prompt_token_ids and token_ids below {target.config.vocab_size}"
             raise refuse("answers", f"{path}:{number}", f"{works}, as train-draft writes them")
-        rows[place] = Example((*prompt, *output)[:max_len], len(prompt))
+        prompt = row["prompt_token_ids"]
+        rows[row["index"]] = Example((*prompt, *row["token_ids"])[:max_len], len(prompt))
     if header is None:
         log(f"answers: {path} does not say which model answered; taken as those of {target.name}")
-    elif len(rows) < header["prompts"]:
-        log(f"answers: {len(rows)} of {header['prompts']}, as the run that wrote {path} was cut short")
+    elif len(rows) < count:
+        log(f"answers: {len(rows)} of {count}, as the run that wrote {path} was cut short")
     return _long_enough(rows), header
 
 
@@ -138,38 +146,60 @@ def _long_enough(rows: Mapping[int, Example]) -> list[Example]:
     return [item for _, item in sorted(rows.items()) if len(item.tokens) - item.prompt >= LEAST_OUTPUT]
 
 
-def _header(lines: Sequence[str]) -> Header | None:
-    try:
-        first = json.loads(lines[0])
-    except (IndexError, ValueError):
-        return None
+def _is_answer(row: Any, prompts: float, vocabulary: int) -> bool:
+    """To one of so many prompts, in tokens of a vocabulary of that size."""
+    if not isinstance(row, dict) or type(row.get("index")) is not int or not 0 <= row["index"] < prompts:
+        return False
+    texts = [row.get(name) for name in ("prompt_token_ids", "token_ids")]
+    return bool(texts[0]) and all(
+        isinstance(text, list) and all(type(token) is int and 0 <= token < vocabulary for token in text)
+        for text in texts
+    )
+
+
+def _header(line: bytes) -> Header | None:
+    first = parsed(line)
     return first if isinstance(first, dict) and _WEIGHTS in first else None
 
 
 def _same_model(path: Path, header: Header, target: Checkpoint) -> None:
-    """Names and places are no evidence: a model may be moved, and another one put where it was."""
     now = _identity(target)
-    if any(header.get(name) != now[name] for name in ("vocabulary", _WEIGHTS)):
-        there, here = (
-            f"{{model}} ({{origin}}; {{vocabulary}} tokens, weights {{{_WEIGHTS}:.8}})".format_map(who)
-            for who in (header, now)
-        )
-        works = f"{there} answered, and the target is {here}; use that model, or --data to have this one answer"
-        raise refuse("answers", str(path), works)
+    if not now.keys() <= header.keys() or type(header.get("prompts")) is not int:
+        works = "the header lacks what train-draft writes; name the answers.jsonl of an earlier run"
+        raise refuse("answers", f"{path}:1", works)
+    differs = [name for name in now if name not in _TOLD and header[name] != now[name]]
+    if differs:
+        there, here = ("{model} ({origin})".format_map(who) for who in (header, now))
+        works = f"{there} answered, and the target is {here}, with another {difference(header, now, differs)}"
+        raise refuse("answers", str(path), f"{works}; use that model, or --data to have this one answer")
 
 
 def _identity(target: Checkpoint) -> Header:
-    """Of the weights those of the last layer: any training moves them, and the others need not be read."""
-    layers = {name: int(found[1]) for name in target.names() if (found := re.search(r"layers\.(\d+)\.", name))}
-    last = max(layers.values())
-    digest = hashlib.sha256()
-    for name in sorted(name for name, layer in layers.items() if layer == last):
-        tensor = target.tensor(name).cpu().contiguous()
-        digest.update(f"{name}{list(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return {
+    """Who answers: everything of the model, and of the tokenizer's choices, that answers follow from."""
+    config = asdict(target.config)
+    del config["mtp_layers"], config["rope"]["source"]  # a head beside the model, and how its theta was spelled
+    tokenizer = target.tokenizer()
+    described = {
         "model": target.name,
         "origin": target.origin,
         "vocabulary": target.config.vocab_size,
-        _WEIGHTS: digest.hexdigest(),
+        "vocabulary_sha256": hashlib.sha256(json.dumps(tokenizer.vocabulary()).encode()).hexdigest(),
+        "end_tokens": sorted(tokenizer.eos_ids),
+        "config": config,
+        _WEIGHTS: _weights_hash(target),
     }
+    found: Header = json.loads(json.dumps(described, default=sorted))  # of sets
+    return found
+
+
+def _weights_hash(target: Checkpoint) -> str:
+    """Of a sample of every tensor that holds a value of each row, as any training and any merge moves rows; all of a
+    vector. Reading all values of a large model would take longer than opening it."""
+    digest = hashlib.sha256()
+    for name in sorted(target.names()):
+        tensor = target.tensor(name)
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        step = max(1, tensor.shape[-1] - 1) if tensor.dim() > 1 else 1  # less than a row: the column moves on
+        sample = tensor.reshape(-1)[::step].cpu().contiguous()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

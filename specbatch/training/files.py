@@ -1,10 +1,12 @@
-"""A trained head in its published format. Every file appears whole or not at all, config.json as the last one."""
+"""A trained head in its published format. Its files appear once all of them are written, config.json as the last."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +19,21 @@ from specbatch.weights.folder import FolderCheckpoint
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MTP_WEIGHTS = "model-mtp.safetensors"
+UNFINISHED = ".unfinished"  # where it lies, a crash has cut the writing of a head short
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A folder inside `folder`, whose files are moved there once all are written; what a crash left in it goes."""
+    stage = folder / UNFINISHED
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir()
+    try:
+        yield stage
+        for path in sorted(stage.iterdir(), key=lambda path: path.name == CONFIG):
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(stage)
 
 
 def write_head(folder: Path, head: Head, dtype: torch.dtype) -> None:

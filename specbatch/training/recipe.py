@@ -15,6 +15,7 @@ _OWN: dict[
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8},
 }
+ANSWER_TOKENS = 512  # of the longest answer, where nothing else is asked for
 USUAL_VOCABULARY = 32000  # tokens that published EAGLE-3 heads draft
 
 

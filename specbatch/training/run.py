@@ -17,14 +17,13 @@ from specbatch.build import find_device, find_dtype, type_name
 from specbatch.config import EngineConfig
 from specbatch.errors import at_least, refuse
 from specbatch.metrics import hardware, versions, write_atomic
-from specbatch.partial import PartialRows
 from specbatch.progress import Report
 from specbatch.prompts import read_prompts
 from specbatch.request import SamplingParams
 from specbatch.training import files
-from specbatch.training.answers import ANSWERS, answer, header_of, read_answers, with_room
+from specbatch.training.answers import ANSWERS, answer, header_of, partial_answers, read_answers, with_room
 from specbatch.training.data import Example, answers_hash, split
-from specbatch.training.recipe import Recipe
+from specbatch.training.recipe import ANSWER_TOKENS, Recipe
 from specbatch.training.target import Target
 from specbatch.training.trainer import History, make_head, train
 from specbatch.transfer import on_device
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
 
 RECORD = "record.json"
+USUAL = SamplingParams(max_new_tokens=ANSWER_TOKENS)
 OpenEngine = Callable[[EngineConfig], AbstractContextManager["Engine"]]
 Progress = Callable[[str], AbstractContextManager[Report]]
 
@@ -46,7 +46,7 @@ class Source:
 
     data: Path | None
     answers: Path | None
-    params: SamplingParams
+    params: SamplingParams = USUAL
     chat_template: bool = True
     limit: int | None = None
 
@@ -56,9 +56,11 @@ class Source:
             raise refuse("data", found, "give either --data (prompts) or --answers (of an earlier run)")
         if self.limit is not None:
             at_least("limit", self.limit, 1)
-        if self.answers is not None and (self.params.temperature or self.params.top_p < 1 or not self.chat_template):
-            works = "with --answers nothing is answered: leave out what says how (temperature, top-p, chat template)"
-            raise refuse("answers", str(self.answers), works)
+        if self.answers is not None and (self.params != USUAL or not self.chat_template):
+            how = "temperature, top-p, max-new-tokens, chat template"
+            raise refuse(
+                "answers", str(self.answers), f"nothing is answered beside it: leave out what says how ({how})"
+            )
 
 
 def train_draft(
@@ -72,7 +74,7 @@ def train_draft(
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train a head for `config.model` and write it to `folder`, which exists and is empty, or holds answers to the same
-    prompts, which are not made again; returns the record.
+    prompts, which are not made again, or a head whose writing was cut short; returns the record.
 
     Raises SpecbatchError for what cannot be trained. An interruption of the training itself writes the head as it is,
     one of the answering leaves the finished answers; both then go on their way as KeyboardInterrupt.
@@ -99,12 +101,13 @@ def train_draft(
         count = sum(parameter.numel() for parameter in head.parameters())
         log(f"head: {recipe.algorithm}, {count / 1e6:.1f} M parameters, for {checkpoint.name} in {type_name(dtype)}")
         history = train(head, target, kept, held_out, recipe, log=log, report=report)
-        if beside is None:
-            files.write_head(folder, head, dtype)
-        else:
-            files.write_beside(folder, head, dtype, beside)
-    record = _record(config, recipe, described, history, checkpoint, count)
-    write_atomic(folder / RECORD, json.dumps(record, indent=2) + "\n")
+        record = _record(config, recipe, described, history, checkpoint, count)
+        with files.staged(folder) as stage:
+            if beside is None:
+                files.write_head(stage, head, dtype)
+            else:
+                files.write_beside(stage, head, dtype, beside)
+            write_atomic(stage / RECORD, json.dumps(record, indent=2) + "\n")
     if history.interrupted:
         raise KeyboardInterrupt(f"the head as it was after {history.steps} of {recipe.steps} steps is in {folder}")
     return record
@@ -138,7 +141,7 @@ def _examples(
         params = replace(source.params, seed=config.seed)
         settings = {"chat_template": template, "max_len": recipe.max_len, "dtype": type_name(dtype)}
         header = header_of(checkpoint, encoded, params, **settings)
-        kept = PartialRows(folder / ANSWERS, header, anew="remove it")
+        kept = partial_answers(folder / ANSWERS, header, encoded, checkpoint.config.vocab_size)
         if kept.path.exists():
             kept.load()
             log(f"answers: {len(kept.rows)} of {len(encoded)} are finished in {kept.path}")

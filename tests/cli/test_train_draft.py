@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
+from specbatch.training import files
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu")
-SMALL = ("--steps", "4", "--max-len", "48", "--batch-tokens", "100", "--held-out", "2", "--max-new-tokens", "12")
+TRAINED = ("--steps", "4", "--max-len", "48", "--batch-tokens", "100", "--held-out", "2")
+SMALL = (*TRAINED, "--max-new-tokens", "12")
 REFUSED = [
     ("--algorithm magic --data {in}", "algorithm='magic': heads that can be trained are eagle3, dflash, mtp"),
     ("--algorithm eagle3", "data=None: give either --data (prompts) or --answers"),
@@ -35,6 +37,7 @@ REFUSED = [
     ("--algorithm eagle3 --data {in} --lr 0", "lr=0.0: use a number above 0"),
     ("--algorithm eagle3 --data {in} --lr 3", "lr=3.0:"),
     ("--algorithm eagle3 --data {in} --limit 0", "limit=0:"),
+    ("--algorithm eagle3 --answers {in} --max-new-tokens 3", "in.jsonl': nothing is answered beside it: leave out"),
     ("--algorithm eagle3 --data {in} --temperature -1", "temperature=-1.0:"),
     ("--algorithm eagle3 --data {in} --batch-tokens 100", "batch_tokens=100: use at least max_len=1024"),
     ("--algorithm eagle3 --data {in} --max-len 9000000 --batch-tokens 9000000", "positions; use at most that"),
@@ -78,7 +81,8 @@ def test_from_prompts_to_a_head_and_from_its_answers_to_another(source, tmp_path
     assert sorted(path.name for path in out.iterdir()) == names
     assert load_file(out / "model.safetensors")["fc.weight"].dtype == torch.float32
 
-    again = call("--algorithm", "dflash", "--answers", out / "answers.jsonl", "--out", tmp_path / "b", *SMALL, "--json")
+    beside = tmp_path / "b"
+    again = call("--algorithm", "dflash", "--answers", out / "answers.jsonl", "--out", beside, *TRAINED, "--json")
     assert again.exit_code == 0, again.output
     record = json.loads(again.stdout)
     assert record["recipe"]["block_size"] == 8
@@ -95,6 +99,23 @@ def test_weights_are_stored_in_the_type_that_they_run_in(source, tmp_path):
     assert tensors["fc.weight"].dtype == torch.bfloat16
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_a_crash_while_the_head_is_written_is_gone_on_from(source, tmp_path, monkeypatch):
+    out, seen = tmp_path / "head", []
+    command = ("--algorithm", "eagle3", "--data", source, "--out", out, *SMALL)
+    write = files.write_atomic
+    monkeypatch.setattr(files, "write_atomic", lambda *what: (seen.extend(out.iterdir()), write(*what)))
+    assert call(*command).exit_code == 0
+    assert sorted(path.name for path in seen) == [".unfinished", "answers.jsonl"]
+    whole = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "record.json"}
+    (out / ".unfinished").mkdir()
+    for name in ("config.json", "record.json"):  # as it is where the weights alone have been moved
+        (out / name).rename(out / ".unfinished" / name)
+    again = call(*command)
+    assert again.exit_code == 0, again.output
+    assert "answers: 6 of 6 are finished" in again.stderr
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != "record.json"} == whole
 
 
 def test_a_learning_rate_that_is_too_high_is_said_so_and_costs_no_answers(source, tmp_path, monkeypatch):

@@ -318,31 +318,37 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(run):
     assert row["sheet_percent"] == pytest.approx(row["read_percent"] * 4.0 / 4.8)
 
 
-def test_a_size_that_the_user_made_too_long_fails_and_the_others_run(run):
-    result = run(sections="ttft", ttft_tokens="5,5000", repeats=1)
-    assert result.exit_code == 1
-    rows = {(row["size"], row["configuration"]): row for row in rows_of()}
-    assert len(rows) == 4
-    assert rows["5", "v1"]["median_ttft_ms"]
-    for name in ("v1", "v2"):
-        assert rows["5000", name]["failed"] == "ttft_tokens=5000: with 8 new tokens that is more than the model's 2048"
-    assert "nothing drafted, schedule v1; graphs: decode off, prefill off; max_running 1" in result.stdout
-    assert run(sections="decode", decode_tokens=2040, output="of_all").exit_code == 1
-    assert {row["failed"] for row in rows_of("of_all")} == {
-        "decode_tokens=2040: with 9 new tokens that is more than the model's 2048"
-    }
+@pytest.mark.parametrize(
+    ("changes", "says", "lower"),
+    [
+        ({"sections": "ttft", "ttft_tokens": "5,5000"}, "ttft_tokens=5000: with 8 new", "lower --ttft-tokens"),
+        (
+            {"sections": "decode", "decode_tokens": 2040},
+            "decode_tokens=2040: with 9 new",
+            "--decode-tokens or --new-tokens",
+        ),
+    ],
+)
+def test_a_size_that_the_user_made_too_long_is_refused_before_anything_is_loaded(run, changes, says, lower):
+    result = run(**changes)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert f"error: {says} tokens that is more than the model's 2048; " in line
+    assert line.endswith(lower)
+    assert not Path("out").exists()
 
 
 def test_default_sizes_that_the_model_cannot_hold_are_left_out(run):
     result = run(without=("--ttft-tokens",), sections="ttft,decode", batch="1", repeats=1)
     assert result.exit_code == 0, result.output
     assert {row["size"] for row in rows_of() if row["section"] == "ttft"} == {"128", "1024"}
+    assert "nothing drafted, schedule v1; graphs: decode off, prefill off; max_running 1" in result.stdout
     (line,) = (line for line in result.stderr.splitlines() if "left out" in line)
     assert line == "left out: ttft_tokens=8192: with 8 new tokens that is more than the model's 2048"
 
 
-def test_a_default_size_fails_where_the_user_gave_it(run):
-    assert run(sections="ttft", ttft_tokens="5,8192", repeats=1).exit_code == 1
+def test_a_default_size_is_refused_where_the_user_gave_it(run):
+    assert run(sections="ttft", ttft_tokens="5,8192", repeats=1).exit_code == 2
 
 
 def test_defaults_that_leave_nothing_are_refused(tmp_path):

@@ -96,15 +96,25 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
         log: Callable[[str], None] = lambda line: None,
         report: Callable[[int, int], None] = lambda done, total: None,
         temperature: float = 0.0,
+        model: Path = target_folder,
+        tokenizer: str | None = None,
+        limit: int | None = None,
         **settings: Any,
     ) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"steps": 60, "batch_tokens": 200, "max_len": MAX_LEN, "lr": 5e-3, "held_out": 10} | settings
         recipe = Recipe(algorithm=algorithm, **RECIPES.get(algorithm, {}) | settings)
         config = EngineConfig(
-            model=str(target_folder), device="cpu", max_model_len=MAX_LEN, max_running=8, page_size=4, seed=recipe.seed
+            model=str(model),
+            tokenizer=tokenizer,
+            device="cpu",
+            max_model_len=MAX_LEN,
+            max_running=8,
+            page_size=4,
+            seed=recipe.seed,
         )
-        source = Source(data, answers, SamplingParams(temperature=temperature, max_new_tokens=30))
+        params = SamplingParams(temperature=temperature, max_new_tokens=30)
+        source = Source(data, None, params, limit=limit) if answers is None else Source(None, answers, limit=limit)
         return train_draft(
             config,
             source,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from specbatch import weights
 from specbatch.errors import SpecbatchError
 from specbatch.training import run
-from specbatch.training.answers import read_answers
+from specbatch.training.answers import _weights_hash, partial_answers, read_answers
 from specbatch.training.data import Batch, Example
 
 from .conftest import CPU, MAX_LEN, VOCABULARY
@@ -73,25 +76,90 @@ def test_the_file_says_who_answered_what(answers_file, checkpoint, train, tmp_pa
     assert not any(line.startswith("answers:") for line in said)
 
 
-def test_answers_of_another_model_are_refused(train, answers_file, target_folder, tmp_path):
-    """Whose name and vocabulary are the same: one matrix of the last layer is not."""
-    other = tmp_path / "other" / target_folder.name
-    shutil.copytree(target_folder, other)
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.layers.8.mlp.down_proj.weight"][3, 5] += 0.1
-    save_file(tensors, other / "model.safetensors")
+def moved_by(name, change):
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors[name])
+        save_file(tensors, folder / "model.safetensors")
+
+    return edit
+
+
+def described_by(name, **changes):
+    def edit(folder):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+OTHERS = {
+    "one vector": (moved_by("model.layers.8.input_layernorm.weight", lambda x: x[7:8].add_(0.1)), "weights"),
+    "a merge in the middle": (
+        moved_by("model.layers.3.mlp.up_proj.weight", lambda x: x.add_(x[:, :1] @ x[:1] / 8)),
+        "weights",
+    ),
+    "one new word": (moved_by("model.embed_tokens.weight", lambda x: x[VOCABULARY - 2].mul_(1.1)), "weights"),
+    "one row of the head": (moved_by("lm_head.weight", lambda x: x[5].mul_(1.1)), "weights"),
+    "another theta": (described_by("config.json", rope_theta=501.0), "theta (500.0 there, 501.0 now)"),
+    "another end": (described_by("generation_config.json", eos_token_id=[7]), "end_tokens ([2] there, [2, 7] now)"),
+}
+
+
+@pytest.fixture
+def other_model(target_folder, tmp_path):
+    """A copy of the target, under its name."""
+    folder = shutil.copytree(target_folder, tmp_path / "other" / target_folder.name)
+    (folder / "generation_config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(("edit", "named"), OTHERS.values(), ids=OTHERS)
+def test_answers_of_another_model_are_refused(
+    train, answers_file, prompts_file, target_folder, other_model, tmp_path, edit, named
+):
+    """Whose name and vocabulary are the same, by --answers and by --out."""
+    edit(other_model)
     with pytest.raises(SpecbatchError) as caught:
-        read_answers(answers_file, weights.open_checkpoint(str(other)), MAX_LEN, print)
+        read_answers(answers_file, weights.open_checkpoint(str(other_model)), MAX_LEN, print)
     says = str(caught.value)
     assert says.startswith(f"answers='{answers_file}': ")
-    for part in (str(target_folder), str(other), "use that model, or --data"):
+    for part in (str(target_folder), str(other_model), named, "use that model, or --data"):
         assert part in says
+    (tmp_path / "head").mkdir()
+    shutil.copy(answers_file, tmp_path / "head")
+    with pytest.raises(SpecbatchError, match="was made with another") as caught:
+        train(tmp_path / "head", "eagle3", data=prompts_file, model=other_model)
+    assert named in str(caught.value)
+    assert lines(tmp_path / "head") == lines(answers_file.parent)
 
 
-def test_a_model_may_be_moved(answers_file, examples, target_folder, tmp_path):
-    shutil.copytree(target_folder, tmp_path / "moved")
-    moved = weights.open_checkpoint(str(tmp_path / "moved"))
+def test_answers_of_another_vocabulary_are_refused(train, answers_file, prompts_file, other_model, tmp_path):
+    words = {f"w{index}": index ^ 1 for index in range(VOCABULARY - 2)}
+    Tokenizer(models.WordLevel(words, unk_token="w1")).save(str(other_model / "tokenizer.json"))
+    with pytest.raises(SpecbatchError, match="with another vocabulary; use that model"):
+        train(tmp_path / "head", "eagle3", answers=answers_file, tokenizer=str(other_model))
+
+
+def test_a_model_may_be_moved(train, answers_file, examples, prompts_file, target_folder, tmp_path):
+    folder = shutil.copytree(target_folder, tmp_path / "moved")
+    described_by("config.json", rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 500.0})(folder)
+    moved = weights.open_checkpoint(str(folder))
     assert read_answers(answers_file, moved, MAX_LEN, print)[0] == examples
+    (tmp_path / "head").mkdir()
+    shutil.copy(answers_file, tmp_path / "head")
+    said: list[str] = []
+    train(tmp_path / "head", "eagle3", data=prompts_file, model=folder, steps=1, log=said.append)
+    assert any("70 of 70 are finished" in line for line in said)
+
+
+def test_a_sample_of_the_weights_holds_a_value_of_every_row():
+    matrix = torch.zeros(50, 7)
+    target = SimpleNamespace(names=lambda: ["x"], tensor=lambda name: matrix)
+    zeros = _weights_hash(target)
+    for row in range(50):
+        matrix.zero_()[row] = 1
+        assert _weights_hash(target) != zeros
 
 
 def test_an_older_file_is_read_and_said_to_name_nobody(old_file, checkpoint):
@@ -124,6 +192,61 @@ def test_other_lines_are_refused_with_their_number(old_file, checkpoint, line):
         file.write(line + "\n")
     with pytest.raises(SpecbatchError, match=r"old\.jsonl:4': a row has"):
         read_answers(old_file, checkpoint, 64, print)
+
+
+DAMAGED = [
+    (b'{"index": 900, "prompt_token_ids": [3, 4], "token_ids": [1, 2, 3]}', "an index below 70"),
+    (b'{"index": "a", "prompt_token_ids": [3, 4], "token_ids": [1, 2, 3]}', "an index below 70"),
+    (b'{"index": 9}', "prompt_token_ids"),
+    (b'{"index": 9, "prompt_token_ids": 3, "token_ids": [1, 2, 3]}', "prompt_token_ids"),
+    (b"\xff\xfe", "prompt_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("line", "named"), DAMAGED)
+def test_damaged_answers_are_refused_with_their_line(answers_file, checkpoint, prompts_file, tmp_path, line, named):
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(b"".join(answers_file.read_bytes().splitlines(keepends=True)[:3]) + line + b"\n")
+    with pytest.raises(SpecbatchError, match=rf"answers\.jsonl:4': a row has.*{named}"):
+        read_answers(path, checkpoint, MAX_LEN, print)
+    prompts = [json.loads(line)["prompt_token_ids"] for line in prompts_file.read_text().splitlines()]
+    kept = partial_answers(path, json.loads(lines(answers_file.parent)[0]), prompts, VOCABULARY)
+    with pytest.raises(SpecbatchError, match=r"answers\.jsonl:4': is no row of this job"):
+        kept.load()
+
+
+@pytest.mark.parametrize("change", ["model", "prompts", "weights_sha256"])
+def test_a_damaged_header_is_refused(answers_file, checkpoint, tmp_path, change):
+    header, *rows = lines(answers_file.parent)
+    described = json.loads(header)
+    described[change] = None
+    if change == "model":
+        del described[change]
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(described) + "\n" + "".join(rows))
+    with pytest.raises(
+        SpecbatchError, match="weights;" if change == "weights_sha256" else "answers.jsonl:1': the header"
+    ):
+        read_answers(path, checkpoint, MAX_LEN, print)
+
+
+def test_answers_to_other_prompts_are_not_gone_on_with(train, answers_file, prompts_file, tmp_path):
+    shutil.copy(answers_file, tmp_path)
+    with pytest.raises(SpecbatchError, match=r"made with another prompts \(70 there, 30 now\); finish"):
+        train(tmp_path, "eagle3", data=prompts_file, limit=30)
+    other = tmp_path / "other.jsonl"
+    other.write_text(prompts_file.read_text().replace("[", "[3, ", 1))
+    with pytest.raises(SpecbatchError, match="made with another prompts; finish"):
+        train(tmp_path, "eagle3", data=other)
+
+
+def test_a_users_own_answers_are_not_overwritten(train, prompts_file, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    for text in (json.dumps({"index": 0} | OLD[0]) + "\n", "my notes", "my notes\n", "[]\n"):
+        path.write_text(text)
+        with pytest.raises(SpecbatchError, match="has no header that says what it was made from; name another output"):
+            train(tmp_path, "eagle3", data=prompts_file)
+        assert path.read_text() == text
 
 
 def test_an_interruption_keeps_the_answers_and_the_same_run_goes_on(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def run(target_folder, trained, hungry, prompts_file, monkeypatch):
 
 def shares(line):
     drafted, own, layers, others = LOOK.search(line).groups()
-    beside = {part.split("% with ")[1]: float(part.split("%")[0]) for part in others.split("; ")}
+    beside = {part.split("% with ")[1].split(" ")[0]: float(part.split("%")[0]) for part in others.split("; ")}
     return int(drafted), {layers: float(own)} | beside
 
 
@@ -72,6 +73,18 @@ def test_shares_are_those_of_the_first_drafts_of_runs_with_these_layers(run):
         assert all(share == said[layers][layers] for layers, share in found.items() if layers in said)
     assert list(said["2,4,6"]) == ["2,4,6", "1,3,5", "3,5,7"]
     assert list(said["1,3,5"]) == ["1,3,5", "2,4,6"]  # 0 is no boundary
+
+
+@pytest.mark.parametrize(
+    ("own", "beside", "chance"), [(5, 6, True), (0, 0, True), (0, 1, True), (10, 19, True), (10, 30, False)]
+)
+def test_a_share_that_may_be_chance_is_said_to_be_no_difference(monkeypatch, own, beside, chance):
+    found = iter([own, beside, 140])
+    monkeypatch.setattr(conventions, "_counts", lambda *_: [(next(found), 152)])
+    model = SimpleNamespace(aux=(1, 3), layers=range(9), with_aux=lambda layers: None)
+    line = conventions.compare_layers(model, None, [])
+    assert (f"{beside / 152:.1%} with 1,3 (no difference: chance); " in line) == chance
+    assert line.count("chance") == chance
 
 
 def test_a_boundary_behind_the_last_layer_is_one(run):
