@@ -13,6 +13,7 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.metrics import write_atomic
+from specbatch.training.answers import ANSWERS
 from specbatch.training.head import Head
 from specbatch.weights import Checkpoint, read_config
 from specbatch.weights.folder import FolderCheckpoint
@@ -49,7 +50,7 @@ def write_beside(folder: Path, head: Head, dtype: torch.dtype, target: FolderChe
     tensors = _stored(head, dtype)
     source = target.folder
     for path in source.iterdir():
-        if path.is_file() and path.name not in (CONFIG, INDEX):
+        if path.is_file() and path.name not in (CONFIG, INDEX, ANSWERS):
             _link(path, folder / path.name)
     _write_tensors(folder / MTP_WEIGHTS, tensors)
     index = read_config(source / INDEX) if (source / INDEX).is_file() else {"metadata": {}}

@@ -213,6 +213,12 @@ def test_damaged_answers_are_refused_with_their_line(answers_file, checkpoint, p
     kept = partial_answers(path, json.loads(lines(answers_file.parent)[0]), prompts, VOCABULARY)
     with pytest.raises(SpecbatchError, match=r"answers\.jsonl:4': is no row of this job"):
         kept.load()
+    moved = {"index": 9, "prompt_token_ids": [*prompts[9], 4], "token_ids": [1, 2, 3]}
+    path.write_text(lines(answers_file.parent)[0] + json.dumps(moved))
+    kept.load()  # cut short
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(SpecbatchError, match=r"answers\.jsonl:2': is no row of this job"):
+        kept.load()
 
 
 @pytest.mark.parametrize("change", ["model", "prompts", "weights_sha256"])

@@ -6,11 +6,15 @@ import os
 
 import pytest
 
+from specbatch.training import files
 from specbatch.training.files import staged
 
 
-def test_files_appear_once_all_are_written(tmp_path):
-    """Over what a crash has left: links to the same file, and half of another."""
+def test_files_appear_once_all_are_written(tmp_path, monkeypatch):
+    """Over what a crash has left, links to the same file and half of another; config.json as the last one."""
+    order: list[str] = []
+    move = os.replace
+    monkeypatch.setattr(files.os, "replace", lambda path, place: (order.append(place.name), move(path, place)))
     folder, source = tmp_path / "head", tmp_path / "source"
     (folder / ".unfinished").mkdir(parents=True)
     (folder / ".unfinished" / ".part7").touch()
@@ -18,9 +22,11 @@ def test_files_appear_once_all_are_written(tmp_path):
     os.link(source, folder / "link")
     with staged(folder) as stage:
         os.link(source, stage / "link")
-        (stage / "config.json").touch()
-        assert not (folder / "config.json").exists()
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "link"]
+        for name in ("a", "config.json", "z"):
+            (stage / name).touch()
+        assert [path.name for path in folder.iterdir() if path != stage] == ["link"]
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "config.json", "link", "z"]
+    assert order[-1] == "config.json"
 
 
 def test_an_error_leaves_nothing(tmp_path):
