@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 INK = "#101418"  # what becomes the colour of the page's text
 GRID = 0.25  # opacity
 BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
-WIDTH = 5.0  # inches, at 72 points each: 360
+WIDTH = 4.6  # inches, at 72 points each: 331
 DARK = "svg{color:#101418}@media (prefers-color-scheme:dark){svg{color:#e6e8ea}}"
 
 
@@ -73,6 +73,7 @@ def style() -> Iterator[None]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
+        "axes.axisbelow": True,
         "grid.alpha": GRID,
         "lines.linewidth": 1.8,
         "lines.markersize": 6,
@@ -103,7 +104,7 @@ def legend(figure: Figure) -> None:
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         own = dict(zip(labels, handles, strict=True)) | own
-    columns = 2 if max(map(len, own)) < 26 else 1
+    columns = 2 if max(map(len, own)) < 22 else 1
     figure.legend(list(own.values()), list(own), loc="outside lower center", ncols=columns)
 
 

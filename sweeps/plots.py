@@ -85,7 +85,9 @@ def _throughput(points: Points, own: Looks) -> Plot:
     if not places:
         return Plot(name, title, caption, None, "The records have no throughput.")
     figure, (axes,) = panels(1, 3.6)
-    axes.plot(*_columns(pareto(places.values())), color=INK, linestyle="--", linewidth=1, alpha=0.7, label="Pareto line")
+    axes.plot(
+        *_columns(pareto(places.values())), color=INK, linestyle="--", linewidth=1, alpha=0.7, label="Pareto line"
+    )
     for configuration in own:
         line = [place for (_, which), place in places.items() if which == configuration]
         if line:
@@ -105,7 +107,7 @@ def _throughput(points: Points, own: Looks) -> Plot:
 
 def _latency(points: Points, own: Looks, which: str, what: str) -> Plot:
     caption = (
-        f"Marker: the median request ({which.upper()}), all repeats together. Bar: {LOW}th to {HIGH}th percentile of the "
+        f"Marker: the median request ({which.upper()}), all repeats together. Bar: {LOW}th to {HIGH}th percentile of "
         "requests. Small dots: the median of each repeat, where there are several."
     )
     title = f"{what} by concurrency"
@@ -145,7 +147,9 @@ def _latency(points: Points, own: Looks, which: str, what: str) -> Plot:
 
 
 def _accept_lengths(points: Points, own: Looks) -> Plot:
-    caption = "Share of verifies that left so many tokens, bonus included, all repeats together: one panel a concurrency."
+    caption = (
+        "Share of verifies that left so many tokens, bonus included, all repeats together: one panel a concurrency."
+    )
 
     def panel(axes: Axes, place: int, count: int, counters: list[dict[str, Any]], look: dict[str, Any]) -> None:
         left = summed(one["emitted_histogram"] for one in counters)
@@ -161,14 +165,16 @@ def _accept_lengths(points: Points, own: Looks) -> Plot:
 
 def _acceptance(points: Points, own: Looks) -> Plot:
     caption = (
-        "Solid: how often a draft was accepted where all before it were. Dotted: how often of all verifies that drafted "
-        "it. All repeats together: one panel a concurrency."
+        "Solid: how often a draft was accepted where all before it were. Dotted: how often of all verifies that "
+        "drafted it. All repeats together: one panel a concurrency."
     )
 
     def panel(axes: Axes, place: int, count: int, counters: list[dict[str, Any]], look: dict[str, Any]) -> None:
         names = ("drafted", "tried", "accepted")
         drafted, tried, accepted = (summed(one["acceptance"][name] for one in counters) for name in names)
-        spots = [draft + _offset(place, count) / 3 for draft in range(1, len(drafted) + 1)]  # equal lines show side by side
+        spots = [
+            draft + _offset(place, count) / 3 for draft in range(1, len(drafted) + 1)
+        ]  # equal lines show side by side
         axes.plot(spots, [_percent(*pair) for pair in zip(accepted, tried, strict=True)], **look)
         reached = [_percent(*pair) for pair in zip(accepted, drafted, strict=True)]
         axes.plot(spots, reached, linestyle=":", **_without(look, "label"))
@@ -186,7 +192,9 @@ def _by_concurrency(points: Points, own: Looks, draw_panel: Callable[..., None],
     """A panel for each concurrency at which anything was drafted, all with the same axis; None if there is none."""
     drafting: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for (concurrency, configuration), found in points.items():
-        counters = [record.counters for record in found if any(record.counters.get("acceptance", {}).get("drafted", ()))]
+        counters = [
+            record.counters for record in found if any(record.counters.get("acceptance", {}).get("drafted", ()))
+        ]
         if counters:
             drafting[concurrency, configuration] = counters
     concurrencies = list(dict.fromkeys(concurrency for concurrency, _ in drafting))
@@ -212,7 +220,7 @@ def _by_concurrency(points: Points, own: Looks, draw_panel: Callable[..., None],
 def _steps(points: Points, own: Looks) -> Plot:
     caption = (
         "Mean time of an iteration that follows another one. Full: the device works. Hatched: it waits for the next. "
-        "Records do not split an iteration further; `specbatch trace` shows its kernels."
+        "Records do not split an iteration further; specbatch trace shows its kernels."
     )
     host = [place for place, found in points.items() if _median(found, "device_step_s") is None]
     bars = {}
@@ -225,9 +233,8 @@ def _steps(points: Points, own: Looks) -> Plot:
         return Plot("steps", "Time of a step", caption, None, "The records hold no step times.")
     remark = ""
     if unsplit := [place for place in host if place in bars]:
-        remark = (
-            f"Without device clocks (no CUDA device), so the host's time to launch and wait, not split: {_names(unsplit)}."
-        )
+        of = "all points" if len(unsplit) == len(bars) else _names(unsplit)
+        remark = f"Not split, for want of device clocks (no CUDA device): the host's time to launch and wait, of {of}."
     figure = _stacked(bars, own, ("an iteration works", "the device waits"), "step (ms)")
     return Plot("steps", "Time of a step", caption, figure, remark)
 
@@ -266,7 +273,11 @@ def _stacked(bars: dict[tuple[Any, ...], list[float]], own: Looks, parts: tuple[
     from matplotlib.patches import Patch
 
     figure, (axes,) = panels(1, 0.6 + 0.26 * len(bars))
-    faces: tuple[dict[str, Any], ...] = ({"alpha": 0.85}, {"alpha": 0.85, "fill": False, "hatch": "////"}, {"fill": False})
+    faces: tuple[dict[str, Any], ...] = (
+        {"alpha": 0.85},
+        {"alpha": 0.85, "fill": False, "hatch": "////"},
+        {"fill": False},
+    )
     for row, ((_, name), values) in enumerate(bars.items()):
         begin = 0.0
         for value, face in zip(values, faces, strict=False):
@@ -281,7 +292,8 @@ def _stacked(bars: dict[tuple[Any, ...], list[float]], own: Looks, parts: tuple[
     axes.set_ylabel("configuration, concurrency")
     handles = [
         Patch(label=part, **face, **({"color": INK} if face.get("fill", True) else {"edgecolor": INK}))
-        for part, face in zip(parts, faces, strict=False)
+        for place, (part, face) in enumerate(zip(parts, faces, strict=False))
+        if any(values[place] for values in bars.values())
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
@@ -329,7 +341,7 @@ def _names(places: Sequence[tuple[Any, ...]]) -> str:
 
 def _scale(axes: Axes, axis: str, values: Iterable[float]) -> None:
     """Logarithmic for a wide range, with plain numbers; else from zero."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     found = [value for value in values if value > 0]
     of_axis = axes.xaxis if axis == "x" else axes.yaxis
@@ -339,4 +351,5 @@ def _scale(axes: Axes, axis: str, values: Iterable[float]) -> None:
         of_axis.set_minor_formatter(NullFormatter())
     else:
         (axes.set_xlim if axis == "x" else axes.set_ylim)(0, 1.15 * max(found, default=1))
+        of_axis.set_major_locator(MaxNLocator(5))
     of_axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))

@@ -82,8 +82,9 @@ def write_report(folder: Path, output: Path | None = None) -> list[Path]:
     """
     records = load_records(folder)
     target = output or folder
-    files = _files(records, command_of(folder, output))
     try:
+        target.mkdir(parents=True, exist_ok=True)  # a place that is none is found before the work
+        files = _files(records, command_of(folder, output))
         for name, content in files.items():
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ def page(records: list[RunRecord], pictures: list[Picture], serving: list[Row], 
         warnings=warnings_of(records),
         notes=[note for note in notes(records, rows) if not note.startswith(WARNINGS)],
         pictures=pictures,
-        comparison=shown(rows),
+        comparison=_named(*shown(rows)),
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
         blocks={name_of(row): block(row) for row in serving},
@@ -178,9 +179,10 @@ def _low_acceptance(records: list[RunRecord]) -> Iterable[str]:
         counts = [record.counters.get("acceptance", {}) for record in found]
         drafted, accepted = (sum((count.get(which) or [0])[0] for count in counts) for which in ("drafted", "accepted"))
         if drafted >= acceptance.ENOUGH and accepted < LOW * drafted:
-            yield f"{name} at concurrency {concurrency}: of {drafted} first drafts {accepted / drafted:.1%} were accepted."
+            share = f"of {drafted} first drafts {accepted / drafted:.1%} were accepted"
+            yield f"{name} at concurrency {concurrency}: {share}."
     if losses := losses_of(records):
-        yield losses.removeprefix("low acceptance: ")
+        yield losses.removeprefix("low acceptance: ").replace("\n  ", "; ")
 
 
 def _made_from(records: list[RunRecord]) -> dict[str, str]:
@@ -192,7 +194,12 @@ def _acceptance(records: list[RunRecord]) -> Cells | None:
     """Where drafts were accepted; None where none were made."""
     found = {place: acceptance.cells(one.counters for one in runs) for place, runs in points_of(records).items()}
     body = [[*map(str, place), *cells] for place, cells in found.items() if cells]
-    return (["concurrency", "configuration", *acceptance.TITLES], body) if body else None
+    return _named(["concurrency", "configuration", *acceptance.TITLES], body) if body else None
+
+
+def _named(titles: list[str], body: list[list[str]]) -> Cells:
+    """Concurrency and configuration as one name: the first column stays in view where a table is scrolled."""
+    return ["configuration, concurrency", *titles[2:]], [[f"{row[1]}, {row[0]}", *row[2:]] for row in body]
 
 
 def _definitions() -> list[str]:

@@ -33,9 +33,7 @@ class Line:
 
 
 def _times(title: str, name: str, *parts: str) -> tuple[Line, ...]:
-    return tuple(
-        Line(f"{part.title()} {title} (ms)", f"{part}_{name}_ms", f"{part}_{name}_s", 1000) for part in parts
-    )
+    return tuple(Line(f"{part.title()} {title} (ms)", f"{part}_{name}_ms", f"{part}_{name}_s", 1000) for part in parts)
 
 
 BLOCK: dict[str, tuple[Line, ...]] = {
