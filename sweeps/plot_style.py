@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -63,7 +63,7 @@ def style() -> Iterator[None]:
     """Settings of matplotlib, whatever the user's own are; figures are drawn and saved inside."""
     import matplotlib
 
-    settings = {
+    settings: Any = {  # matplotlib's own type of a key is one of 300 literals, and new with 3.11
         "font.family": "sans-serif",
         "font.size": 11,
         "axes.titlesize": 11,

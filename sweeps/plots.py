@@ -273,30 +273,27 @@ def _stacked(bars: dict[tuple[Any, ...], list[float]], own: Looks, parts: tuple[
     from matplotlib.patches import Patch
 
     figure, (axes,) = panels(1, 0.6 + 0.26 * len(bars))
-    faces: tuple[dict[str, Any], ...] = (
-        {"alpha": 0.85},
-        {"alpha": 0.85, "fill": False, "hatch": "////"},
-        {"fill": False},
-    )
     for row, ((_, name), values) in enumerate(bars.items()):
         begin = 0.0
-        for value, face in zip(values, faces, strict=False):
+        for place, value in enumerate(values):
             if value:
-                colour = {"color": own[name]["color"]} if face.get("fill", True) else {"edgecolor": own[name]["color"]}
-                axes.barh(row, value, left=begin, height=0.7, **face, **colour)
+                axes.barh(row, value, left=begin, height=0.7, **_face(place, own[name]["color"]))
             begin += value
     axes.set_yticks(range(len(bars)), [f"{name}, {concurrency}" for concurrency, name in bars])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(across)
     axes.set_ylabel("configuration, concurrency")
-    handles = [
-        Patch(label=part, **face, **({"color": INK} if face.get("fill", True) else {"edgecolor": INK}))
-        for place, (part, face) in enumerate(zip(parts, faces, strict=False))
-        if any(values[place] for values in bars.values())
-    ]
+    found = (place for place in range(len(parts)) if any(values[place] for values in bars.values()))
+    handles = [Patch(label=parts[place], **_face(place, INK)) for place in found]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
+
+
+def _face(place: int, colour: str) -> dict[str, Any]:
+    """Of the parts of a bar: full, hatched, empty."""
+    inside: tuple[dict[str, Any], ...] = ({"facecolor": colour}, {"fill": False, "hatch": "////"}, {"fill": False})
+    return inside[place] | {"edgecolor": colour, "alpha": 0.85}
 
 
 # -- small helpers ----------------------------------------------------------------------------------------------------

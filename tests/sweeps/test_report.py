@@ -233,7 +233,8 @@ BROWSER = next(
 PROBE = """<!DOCTYPE html><body><iframe width="{width}" height="700" style="border:0" srcdoc="{page}"></iframe><script>
 onload = () => {{
   const w = document.querySelector("iframe").contentWindow, d = w.document, wide = e => e.scrollWidth > e.clientWidth;
-  const scale = m => Math.hypot(m.a, m.b), size = t => parseFloat(w.getComputedStyle(t).fontSize) * scale(t.getScreenCTM());
+  const scale = m => Math.hypot(m.a, m.b);
+  const size = t => parseFloat(w.getComputedStyle(t).fontSize) * scale(t.getScreenCTM());
   d.querySelectorAll("details").forEach(e => e.open = true);
   document.title = JSON.stringify({{
     width: w.innerWidth, page: d.documentElement.scrollWidth,
