@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ KNOWN = {
 }
 # For all others: every pair of a colour and a marker that has no name, neighbours in both different.
 _OTHERS = [
-    Mark((PURPLE, INK, BLUE, VERMILLION, GREEN)[place % 5], ("P", "v", "X", "<", "*", ">", "h")[place % 7])
+    Mark((PURPLE, BLUE, VERMILLION, GREEN, INK)[place % 5], ("P", "v", "X", "<", "*", ">", "h")[place % 7])
     for place in range(35)
 ]
 
@@ -78,6 +79,7 @@ def style() -> Iterator[None]:
         "lines.linewidth": 1.8,
         "lines.markersize": 6,
         "figure.constrained_layout.use": True,
+        "text.parse_math": False,  # a name may hold dollars
         "svg.fonttype": "none",  # text stays text: small, and to be searched
         "svg.hashsalt": "specbatch",  # the same figure gives the same bytes
         **dict.fromkeys(
@@ -94,18 +96,21 @@ def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
     """A figure of `count` panels below each other, `height` inches each."""
     from matplotlib.figure import Figure  # not pyplot: no window system, no global state
 
-    figure = Figure(figsize=(WIDTH, 0.5 + count * height))
+    figure = Figure(figsize=(WIDTH, count * height))
     return figure, list(figure.subplots(count, 1, squeeze=False)[:, 0])
 
 
-def legend(figure: Figure) -> None:
-    """What the lines of all panels are, each once, below them."""
-    own: dict[str, Artist] = {}
+def legend(figure: Figure, *others: Artist) -> None:
+    """What the lines of all panels are, each once, below them, and then what `others` stand for."""
+    own = {str(other.get_label()): other for other in others}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
-        own = dict(zip(labels, handles, strict=True)) | own
+        own = dict(zip(labels, handles, strict=True)) | own  # the panels' before the others
     columns = 2 if max(map(len, own)) < 22 else 1
-    figure.legend(list(own.values()), list(own), loc="outside lower center", ncols=columns)
+    names = [fill(name, 42) for name in own]
+    lines = sum(1 + name.count("\n") for name in names) / columns
+    figure.set_figheight(figure.get_figheight() + 0.2 * lines)  # the panels keep their size
+    figure.legend(list(own.values()), names, loc="outside lower center", ncols=columns)
 
 
 def svg(figure: Figure, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,9 @@ def draw(records: list[RunRecord]) -> list[Plot]:
 
 
 def label(name: str, record: RunRecord) -> str:
-    """Of a configuration in a legend."""
-    return name if simulated(record) is None else f"{name} (simulated)"
+    """Of a configuration in a legend, from which matplotlib leaves out what begins with an underscore."""
+    shown = f" {name}" if name.startswith("_") else name
+    return shown if simulated(record) is None else f"{shown} (simulated)"
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -84,7 +85,7 @@ def _throughput(points: Points, own: Looks) -> Plot:
             places[concurrency, configuration] = (user, total)
     if not places:
         return Plot(name, title, caption, None, "The records have no throughput.")
-    figure, (axes,) = panels(1, 3.6)
+    figure, (axes,) = panels(1, 3.2)
     axes.plot(
         *_columns(pareto(places.values())), color=INK, linestyle="--", linewidth=1, alpha=0.7, label="Pareto line"
     )
@@ -112,7 +113,7 @@ def _latency(points: Points, own: Looks, which: str, what: str) -> Plot:
     )
     title = f"{what} by concurrency"
     metric = f"{which}_s"
-    figure, (axes,) = panels(1, 3.0)
+    figure, (axes,) = panels(1, 2.8)
     concurrencies = _concurrencies(points)
     drawn: list[float] = []
     for place, configuration in enumerate(own):
@@ -272,22 +273,35 @@ def _stacked(bars: dict[tuple[Any, ...], list[float]], own: Looks, parts: tuple[
     """A horizontal bar for each point: full, hatched, empty."""
     from matplotlib.patches import Patch
 
-    figure, (axes,) = panels(1, 0.6 + 0.26 * len(bars))
-    for row, ((_, name), values) in enumerate(bars.items()):
-        begin = 0.0
+    concurrencies = _concurrencies(bars)
+    figure, (axes,) = panels(1, 0.6 + 0.24 * (len(bars) + len(concurrencies)))
+    rows = dict(zip(bars, _grouped(bars), strict=True))
+    for (concurrency, name), values in bars.items():
+        row, begin = rows[concurrency, name], 0.0
         for place, value in enumerate(values):
             if value:
-                axes.barh(row, value, left=begin, height=0.7, **_face(place, own[name]["color"]))
+                axes.barh(row, value, left=begin, height=0.8, **_face(place, own[name]["color"]))
             begin += value
-    axes.set_yticks(range(len(bars)), [f"{name}, {concurrency}" for concurrency, name in bars])
+        axes.plot(0, row, linestyle="none", clip_on=False, **own[name])
+    middles = [median(row for place, row in rows.items() if place[0] == concurrency) for concurrency in concurrencies]
+    axes.set_yticks(middles, [str(concurrency) for concurrency in concurrencies])
     axes.invert_yaxis()
+    axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(across)
-    axes.set_ylabel("configuration, concurrency")
+    axes.set_ylabel("concurrency (requests)")
     found = (place for place in range(len(parts)) if any(values[place] for values in bars.values()))
-    handles = [Patch(label=parts[place], **_face(place, INK)) for place in found]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    legend(figure, *(Patch(label=parts[place], **_face(place, INK)) for place in found))
     return figure
+
+
+def _grouped(places: Iterable[tuple[Any, ...]]) -> Iterator[int]:
+    """A row for each, and an empty one where the concurrency changes."""
+    row, before = -1, None
+    for concurrency, _ in places:
+        row += 1 if before in (None, concurrency) else 2
+        before = concurrency
+        yield row
 
 
 def _face(place: int, colour: str) -> dict[str, Any]:
@@ -310,7 +324,7 @@ def _of_requests(record: RunRecord, metric: str) -> list[float]:
     return [value for row in rows if (value := row.get(metric)) is not None]
 
 
-def _concurrencies(points: Points) -> list[int]:
+def _concurrencies(points: Iterable[tuple[Any, ...]]) -> list[int]:
     return list(dict.fromkeys(concurrency for concurrency, _ in points))
 
 

@@ -16,7 +16,7 @@ import io
 import json
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from specbatch.sweeps.serving import (
     summary_tables,
 )
 from specbatch.sweeps.tables import (
-    WARNINGS,
     about,
     as_json,
     load_records,
@@ -47,6 +46,7 @@ from specbatch.sweeps.tables import (
     points_of,
     shown,
     table,
+    warning,
 )
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -65,14 +65,6 @@ class Picture:
     @property
     def inline(self) -> str:
         return plot_style.inline(self.svg, f"{self.plot.title}. {self.plot.caption}")
-
-
-@dataclass(frozen=True)
-class Warnings:
-    """All warnings of a kind: the capitals that they begin with, and what each says."""
-
-    kind: str
-    texts: list[str] = field(default_factory=list)
 
 
 def write_report(folder: Path, output: Path | None = None) -> list[Path]:
@@ -148,7 +140,7 @@ def page(records: list[RunRecord], pictures: list[Picture], serving: list[Row], 
         title=f"Sweep of {what['model']} on {what['device']}",
         about=what | _made_from(records),
         warnings=warnings_of(records),
-        notes=[note for note in notes(records, rows) if not note.startswith(WARNINGS)],
+        notes=[note for note in notes(records, rows) if not warning(note)],
         pictures=pictures,
         comparison=_named(*shown(rows)),
         summaries=summary_tables(serving),
@@ -159,18 +151,13 @@ def page(records: list[RunRecord], pictures: list[Picture], serving: list[Row], 
     )
 
 
-def warnings_of(records: list[RunRecord]) -> list[Warnings]:
-    """What a reader must know before believing a number, by kind; the kinds in the order of `WARNINGS`."""
-    found: dict[str, Warnings] = {kind: Warnings(kind) for kind in (*WARNINGS, _LOW)}
-    for note in notes(records, table(records)):
-        for kind in WARNINGS:
-            if note.startswith(kind):
-                found[kind].texts.append(note.removeprefix(kind).removeprefix(": ").strip())
-    found[_LOW].texts.extend(_low_acceptance(records))
-    return [one for one in found.values() if one.texts]
-
-
-_LOW = "LOW ACCEPTANCE"
+def warnings_of(records: list[RunRecord]) -> dict[str, list[str]]:
+    """What a reader must know before believing a number, by kind: first what is simulated."""
+    found: dict[str, list[str]] = {"SIMULATED": []}
+    for kind, text in filter(None, map(warning, notes(records, table(records)))):
+        found.setdefault(kind, []).append(text)
+    found["LOW ACCEPTANCE"] = list(_low_acceptance(records))
+    return {kind: texts for kind, texts in found.items() if texts}
 
 
 def _low_acceptance(records: list[RunRecord]) -> Iterable[str]:

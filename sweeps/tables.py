@@ -8,6 +8,7 @@ in the same repeat, too.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,15 +55,17 @@ COLUMNS = {
     "graph_coverage_percent": ("graph_coverage", 100, 0, "graph coverage (%)"),
 }
 _POINT = ["concurrency", "configuration"]
-# How notes begin that a reader must not miss.
-WARNINGS = ("SIMULATED", "NO REPLAYS", "NO DRAFTS", "TOKENS DIFFER", "INCOMPLETE", "NOT BY STEPS ALONE")
+_WARNING = re.compile(r"(?!CACHED)([A-Z]+(?: [A-Z]+)*)(?:: (?=\S)| (?=between ))")  # as notes that warn begin
 
 
 def load_records(folder: Path) -> list[RunRecord]:
     """The records of a sweep, ordered by concurrency, repeat and place in the round."""
     records = [_load(folder, path.parent) for path in folder.glob("*/c*/r*/record.json")]
     if not records:
-        raise refuse("folder", str(folder), "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)")
+        several = sorted({str(path.parents[3].name) for path in folder.glob("*/*/c*/r*/record.json")})
+        works = f"holds a sweep of each of several models; name the folder of one: {', '.join(several)}"
+        none = "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)"
+        raise refuse("folder", str(folder), works if several else none)
     return sorted(records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")])
 
 
@@ -165,10 +168,16 @@ def shown(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def notes(records: list[RunRecord], rows: pd.DataFrame) -> list[str]:
-    """What a reader must know; those that begin with one of `WARNINGS` before believing anything."""
+    """What a reader must know; what `warning` finds in them before believing anything."""
     remarks = [BREAK_EVEN] if rows.break_even.notna().any() else []
     remarks += filter(None, map(_disagreement, rows.itertuples()))
     return [*_notes(records), *_lengths(records), *remarks]
+
+
+def warning(note: str) -> tuple[str, str] | None:
+    """The capitals that a note begins with which warns, and what it says; None of one that only tells."""
+    found = _WARNING.match(note)
+    return (found[1], note[found.end() :]) if found else None
 
 
 def as_json(rows: pd.DataFrame) -> list[dict[str, Any]]:

@@ -138,14 +138,17 @@ def test_drafts_that_were_never_tried_leave_a_gap():
 
 
 def widths(axes, row):
-    return [bar.get_width() for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+    return [bar.get_width() for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2, 3) == row]
 
 
 def test_steps_are_split_where_the_device_was_clocked(drawn):
     (axes,) = drawn["steps"].figure.axes
     assert drawn["steps"].remark == ""
     assert widths(axes, 0) == pytest.approx([9, 3])
-    assert [text.get_text() for text in axes.get_yticklabels()][:3] == ["baseline, 1", "v1, 1", "v2, 1"]
+    marked = {(line.get_label(), line.get_ydata()[0]) for line in axes.get_lines()}
+    assert marked == {(name, row) for start in (0, 4, 8) for row, name in enumerate(NAMES, start)}
+    ticks = zip(axes.get_yticks(), (text.get_text() for text in axes.get_yticklabels()), strict=True)
+    assert list(ticks) == [(1, "1"), (5, "4"), (9, "9")]
     with plot_style.style():
         host = {plot.name: plot for plot in plots.draw([swept("baseline"), swept("v1", device=False)])}
     assert widths(host["steps"].figure.axes[0], 1) == pytest.approx([12])
@@ -182,17 +185,29 @@ def test_points_that_are_missing_leave_the_others():
 def test_simulated_acceptance_is_said_in_the_legend():
     with plot_style.style():
         found = plots.draw([swept("baseline"), swept("v1", simulate=2.4)])
-    for plot in found[:5]:
+    for plot in found:
         texts = [text.get_text() for text in plot.figure.legends[0].get_texts()]
         assert "v1 (simulated)" in texts
         assert "v1" not in texts
+
+
+def test_every_configuration_is_in_every_legend():
+    names = ["baseline", "_mine", "$a$ b", "long " * 12]
+    with plot_style.style():
+        found = plots.draw([swept(name) for name in names])
+    for plot in found:
+        texts = [" ".join(text.get_text().split()) for text in plot.figure.legends[0].get_texts()]
+        drafting = plot.name in ("accept_length", "acceptance")
+        assert [text for text in texts if text in [name.strip() for name in names]] == [
+            name.strip() for name in names[1 if drafting else 0 :]
+        ]
 
 
 # -- how they look ----------------------------------------------------------------------------------------------------
 
 
 def test_a_configuration_has_one_colour_and_marker_in_all_plots(drawn):
-    for plot in list(drawn.values())[:5]:
+    for plot in drawn.values():
         for axes in plot.figure.axes:
             for name, mark in marks(NAMES).items():
                 for line in lines(axes, name):
@@ -303,15 +318,15 @@ def test_a_png_is_on_white_and_sharp(drawn):
 
 
 def test_settings_of_the_user_are_left_alone():
-    before = dict(rcParams)
-    rcParams["font.size"] = 33
+    own = {"font.size": 33, "axes.facecolor": "red"}
+    before = {name: rcParams[name] for name in own}
+    rcParams.update(own)
     try:
         with plot_style.style():
-            assert rcParams["font.size"] == 11
-        assert rcParams["font.size"] == 33
+            assert (rcParams["font.size"], rcParams["axes.facecolor"]) == (11, "white")
+        assert {name: rcParams[name] for name in own} == own
     finally:
-        rcParams.update({"font.size": before["font.size"]})
-    assert dict(rcParams) == before
+        rcParams.update(before)
 
 
 def test_no_window_system_is_asked_for_and_nothing_is_loaded_early():

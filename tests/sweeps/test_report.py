@@ -17,7 +17,7 @@ from swept import saved, swept
 from specbatch.errors import SpecbatchError
 from specbatch.sweeps.report import command_of, draw_all, page, warnings_of, write_report
 from specbatch.sweeps.serving import serving_rows
-from specbatch.sweeps.tables import WARNINGS, about, load_records, write_summary
+from specbatch.sweeps.tables import about, load_records, warning, write_summary
 
 NAMES = ("baseline", "v1", "v2+piecewise")
 RECORDS = [swept(name, concurrency, repeat) for concurrency in (1, 4) for name in NAMES for repeat in (1, 2)]
@@ -136,17 +136,35 @@ def test_warnings_stand_before_everything_else():
     sections = list(tree.iter("section"))
     assert sections[0].get("class") == "warnings"
     kinds = [node.text for node in sections[0].iter("strong")]
-    assert kinds == ["SIMULATED", "NO REPLAYS", "TOKENS DIFFER", "INCOMPLETE"]
+    assert kinds == ["SIMULATED", "NO REPLAYS", "INCOMPLETE", "TOKENS DIFFER"]
     said = sections[0].text_content()
     assert "v1: an accept length of 2.4 was drawn by a coin" in said
     assert "v2 at concurrency 4, repeat 1: 3 of 8 prompts finished." in said
     notes = sections[-2].text_content()
-    assert not any(kind in notes for kind in WARNINGS)
+    assert not any(kind in notes for kind in kinds)
     assert "Medians over repeats" in notes
 
 
+@pytest.mark.parametrize(
+    ("note", "kind"),
+    [
+        ("NO REPLAYS: v1 at concurrency 4: none", "NO REPLAYS"),
+        ("TOKENS DIFFER between configurations", "TOKENS DIFFER"),
+        ("INCOMPLETE: x", "INCOMPLETE"),
+        ("CACHED: v1: 3 input tokens", None),
+        ("EAGLE at concurrency 4, drafted 2", None),  # a configuration's name
+        ("Break-even: the accept length", None),
+        ("All configurations produced the same", None),
+    ],
+)
+def test_notes_in_capitals_warn(note, kind):
+    found = warning(note)
+    assert (found and found[0]) == kind
+    assert found is None or not found[1].startswith((":", " "))
+
+
 def test_without_a_warning_there_is_no_box(document):
-    assert warnings_of(RECORDS) == []
+    assert warnings_of(RECORDS) == {}
     assert document.find(".//section").get("class") is None
 
 
@@ -163,8 +181,7 @@ def test_many_warnings_of_a_kind_are_folded():
 def test_first_drafts_that_are_hardly_accepted_warn(right, said):
     made = swept("v1")
     made.counters["acceptance"] = {"drafted": [200], "tried": [200], "accepted": [right], "context": []}
-    found = {one.kind: one.texts for one in warnings_of([made])}
-    assert found == (
+    assert warnings_of([made]) == (
         {"LOW ACCEPTANCE": ["v1 at concurrency 4: of 200 first drafts 19.5% were accepted."]} if said else {}
     )
 
@@ -172,7 +189,7 @@ def test_first_drafts_that_are_hardly_accepted_warn(right, said):
 def test_points_at_which_drafting_loses_warn():
     records = [swept("baseline"), swept("v1")]
     records[1].counters["steps_by_rows"]["4"] = [40, 4.8]
-    (low,) = [one.texts for one in warnings_of(records) if one.kind == "LOW ACCEPTANCE"]
+    low = warnings_of(records)["LOW ACCEPTANCE"]
     assert low[0].startswith("below break-even: v1 at concurrency 4 (accept length")
     assert "\n" not in low[0]
 
@@ -216,6 +233,13 @@ def test_a_record_of_another_schema_is_refused(tmp_path):
     made.schema = 99
     with pytest.raises(SpecbatchError, match="schema 99, this version reads 1"):
         load_records(saved(tmp_path, made))
+
+
+def test_the_folder_of_a_sweep_over_several_models_names_theirs(tmp_path):
+    for model in ("small", "large"):
+        saved(tmp_path / model, swept("v1"))
+    with pytest.raises(SpecbatchError, match="several models; name the folder of one: large, small"):
+        load_records(tmp_path)
 
 
 def test_a_place_that_cannot_be_written_is_refused(folder, tmp_path):
