@@ -9,15 +9,15 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.errors import at_least, refuse
+from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.pages import held_at_once
 from specbatch.memory.plan import ALONE, Place
 from specbatch.metrics import RunRecord
@@ -92,7 +92,9 @@ def run_sweep(
             check_draft(configs.values(), log)
             for index, (name, config) in enumerate(configs.items()):
                 first, side = next(iter(engines.values()), None), Place(index, len(configs))
-                engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, place=side))
+                with _of_lengths(base, options.workload):
+                    engine = load_engine(name, config, log, weights_of=first, place=side)
+                engines[name] = stack.enter_context(engine)
             tokenizer = next(iter(engines.values())).tokenizer
             most = max(options.concurrency)
             every = options.workload.prompts(tokenizer, options.workload.count(most))
@@ -139,6 +141,20 @@ def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, Engin
             CONFIGURATIONS[name](base), max_model_len=base.max_model_len or options.workload.max_model_len
         )
     return configs
+
+
+@contextmanager
+def _of_lengths(base: EngineConfig, workload: Workload) -> Iterator[None]:
+    """What is refused of a max_model_len that nobody gave is of the lengths that it follows from."""
+    try:
+        yield
+    except SpecbatchError as error:
+        if error.setting != "max_model_len" or base.max_model_len is not None:
+            raise
+        lengths = {name: getattr(workload, name) for name in ("shared_len", "input_len", "output_len")}
+        name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
+        works = f"with {' and '.join(f'{other}={lengths[other]}' for other in others)} that is {error}"
+        raise refuse(name, lengths[name], works) from None
 
 
 def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | None) -> None:

@@ -23,8 +23,8 @@ class Features(NamedTuple):
     """What a forward pass over T tokens leaves for others.
 
     last [T, hidden_size], or [rows, hidden_size] where some were asked for: hidden states after the final norm; aux
-    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers, side by side, or None
-    without any.
+    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers (as they are published), side
+    by side, or None without any.
     """
 
     last: torch.Tensor
@@ -169,9 +169,13 @@ class Decoder:
 
     def _leave(self, index: int, x: torch.Tensor, mixed: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The residual stream behind layer `index`."""
-        x = self.layers[index].leave(x, mixed)
-        if aux is not None and index in self.aux:
-            aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(index)].copy_(x)
+        layer = self.layers[index]
+        if aux is None:
+            return layer.leave(x, mixed)
+        behind = self.config.published(index)  # the last ones of these streams
+        for place, x in enumerate(layer.streams(x, mixed), len(behind) - len(layer.mlps) - 1):  # noqa: B020
+            if place >= 0 and behind[place] in self.aux:
+                aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(behind[place])].copy_(x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -182,11 +186,12 @@ class Decoder:
 def rope_tables(
     config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [positions, head_dim] in the model's type; pairs of channels beyond rotary_dim stand still."""
+    """cos and sin [positions, head_dim] in the model's type; pairs of channels beyond rotary_dim stand still, and no
+    factor scales them."""
     rope = config.rope
-    still = (config.head_dim - rope.rotary_dim) // 2
-    assert not still or rope.attention_factor == 1, "channels that stand still are not scaled"
-    cos, sin = rope_table(F.pad(rope.inverse_frequencies(), (0, still)), positions, rope.attention_factor)
+    turning, still = rope.inverse_frequencies(), (config.head_dim - rope.rotary_dim) // 2
+    scale = F.pad(torch.full_like(turning, rope.attention_factor), (0, still), value=1.0)
+    cos, sin = rope_table(F.pad(turning, (0, still)), positions, scale)
     return cos.to(device=device, dtype=dtype), sin.to(device=device, dtype=dtype)
 
 
