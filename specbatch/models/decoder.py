@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.context import Context
+from specbatch.embeddings import Given, embed
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.norm import rms_norm
 from specbatch.kernels.rope import rope_table
@@ -23,7 +24,7 @@ class Features(NamedTuple):
     """What a forward pass over T tokens leaves for others.
 
     last [T, hidden_size], or [rows, hidden_size] where some were asked for: hidden states after the final norm; aux
-    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers (as they are published), side
+    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers, as they are published, side
     by side, or None without any.
     """
 
@@ -116,12 +117,17 @@ class Decoder:
         return view
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, context: Context, rows: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        rows: torch.Tensor | None = None,
+        given: Given | None = None,
     ) -> Features:
         """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last features are wanted, in their order;
-        None is all. With auxiliary layers all are."""
+        None is all. With auxiliary layers all are. given: embeddings of some of the tokens."""
         assert rows is None or not self.aux, "auxiliary features are those of all tokens"
-        x, projected = self.enter(tokens)
+        x, projected = self.enter(tokens, given=given)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
         last = len(self.layers) - 1
         for index in range(last):
@@ -134,9 +140,11 @@ class Decoder:
 
     # A forward pass in pieces, cut where layers look at the context: what lies between needs none.
 
-    def enter(self, tokens: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(
+        self, tokens: torch.Tensor, out: torch.Tensor | None = None, given: Given | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """tokens [T] -> residual stream [T, hidden_size] and what the first layer projects (in `out`, if given)."""
-        x = F.embedding(tokens, self.embedding)
+        x = embed(tokens, self.embedding, given)
         return x, self.layers[0].mixer.project(x, out=out)
 
     def advance(

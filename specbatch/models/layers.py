@@ -6,6 +6,7 @@ behind it another, and prompts are recorded in pieces from cut to cut.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -123,8 +124,7 @@ class Layer:
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """From what came out of the context to the residual stream behind the layer."""
-        for x in self.streams(x, mixed):  # noqa: B020
-            pass
+        [x] = deque(self.streams(x, mixed), maxlen=1)
         return x
 
     def streams(self, x: torch.Tensor, mixed: torch.Tensor) -> Iterator[torch.Tensor]:
