@@ -124,8 +124,8 @@ class PiecewiseGraphs:
             self.counters.fall_back("embeddings")
             return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows, given)
         bucket = bucket_of(self._buckets, count)
-        for static, given in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
-            static[:count].copy_(given)
+        for static, here in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
+            static[:count].copy_(here)
         self._slots[count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
         if bucket in self._wholes and spans.fresh and len(spans.counts) <= SHORT_SPANS:
             self._spans[bucket].load(spans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -232,7 +232,7 @@ class Runner:
             assert request.behind is not None
             assert request.slot is not None
             if count > 0:
-                spans.append(Span(request.slot, request.behind, request.behind + count, request.embeddings))
+                spans.append(Span(request.slot, request.behind, request.behind + count))
             request.behind = None
         self._catch_up(spans)
         return bool(spans)
@@ -349,11 +349,10 @@ def _in_passes(spans: list[Span], most: int) -> Iterator[list[Span]]:
     """Spans in prompt passes of up to `most` tokens; one that is longer than what is left is cut."""
     part: list[Span] = []
     left = most
-    for span in spans:
-        start = span.start
-        while start < span.end:
-            count = min(left, span.end - start)
-            part.append(replace(span, start=start, end=start + count))
+    for slot, start, end in ((span.slot, span.start, span.end) for span in spans):
+        while start < end:
+            count = min(left, end - start)
+            part.append(Span(slot, start, start + count))
             start, left = start + count, left - count
             if not left:
                 yield part
