@@ -40,7 +40,7 @@ def ssd_prefill(
         ROWS=rows, BLOCK_S=_padded(heads.state), CHUNK=32 if exact else CHUNK,
         num_warps=4, num_stages=1 if exact else 2, **pdl(xbc),
     )  # fmt: skip
-    return _finish_rows(y, z, heads)
+    return finish_rows(y, z, heads)
 
 
 def ssd_verify(
@@ -62,7 +62,7 @@ def ssd_verify(
             HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, HELD=most, N=n,
             ROWS=_CHAIN_ROWS, BLOCK_S=_padded(heads.state), num_warps=1, **pdl(xbc),
         )  # fmt: skip
-        return _finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
+        return finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
     rows, warps = _tile(xbc.dtype == torch.float32, max(old, new) > 16)
     _verify[(triton.cdiv(heads.dim, rows) * heads.count, len(fold.rows))](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias,
@@ -73,10 +73,10 @@ def ssd_verify(
         ROWS=rows, BLOCK_S=_padded(heads.state), OLD=old, NEW=new,
         num_warps=warps, **pdl(xbc),
     )  # fmt: skip
-    return _finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
+    return finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
 
 
-def _finish_rows(
+def finish_rows(
     y: torch.Tensor,
     z: torch.Tensor,
     heads: SsdHeads,

@@ -1,7 +1,7 @@
 """Decode steps of recurrent layers that write their state at once: what a state costs that cannot go back.
 
-For comparison (`specbatch.sweeps.state_speed`), not for the engine: equations are those of `gated_delta` and `mamba2`,
-without the norm and what a verify keeps. Sizes must be powers of two, or multiples of 8 for the rows of Mamba2.
+For comparison (`specbatch.sweeps.state_speed`), not for the engine: equations and norm are those of `gated_delta` and
+`mamba2`, and nothing is kept for a verify. Sizes must be powers of two, or multiples of 8 for the rows of Mamba2.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.gated_delta import DeltaHeads
-from specbatch.kernels.gated_delta_triton import decay_of
+from specbatch.kernels.gated_delta_triton import decay_of, normalise
 from specbatch.kernels.mamba2 import SsdHeads
+from specbatch.kernels.mamba2_triton import finish_rows
 
 
 def plain_delta(
-    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: DeltaHeads, state: torch.Tensor
+    qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: DeltaHeads, state: torch.Tensor
 ) -> torch.Tensor:
     """One token of each sequence, as `delta_verify` takes them; state float32 [B, values, key_dim, value_dim]."""
     out = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
@@ -24,17 +25,19 @@ def plain_delta(
         qkv, b, a, heads.a_log, heads.dt_bias, state, out,
         KEYS=heads.keys, VALUES=heads.values, DIM=heads.value_dim, num_warps=1,
     )  # fmt: skip
-    return out
+    return normalise(out, qkv, z, a, heads)
 
 
-def plain_mamba(xbc: torch.Tensor, dt: torch.Tensor, heads: SsdHeads, state: torch.Tensor) -> torch.Tensor:
+def plain_mamba(
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, state: torch.Tensor
+) -> torch.Tensor:
     """One token of each sequence, as `ssd_verify` takes them; state float32 [B, count, dim, state]."""
     out = xbc.new_empty(len(xbc), heads.columns[0])
     _mamba[(heads.dim // 8 * heads.count, len(xbc))](
         xbc, dt, out, state, heads.a_log, heads.d, heads.dt_bias,
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, num_warps=1,
     )  # fmt: skip
-    return out
+    return finish_rows(out, z, heads)
 
 
 @triton.jit

@@ -1,6 +1,4 @@
-"""`specbatch sweep`: configurations side by side in one process, repeats interleaved, one record per point.
-
-    folder/<configuration>/c<concurrency>/r<repeat>/record.json, requests.jsonl
+"""`specbatch sweep`: configurations of a model side by side in one process, repeats interleaved, one record per point.
 
 All engines stay loaded, on one copy of the weights, so that repeat 1 of A, B, C is followed by repeat 2 of A, B, C: a
 machine that slows down slows all of them down. Each configuration is warmed up at each concurrency; that is in no
@@ -9,20 +7,22 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.pages import held_at_once
 from specbatch.memory.plan import ALONE, Place
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
+from specbatch.sweeps.points import Point, check_plan, plan_of, points, save
 from specbatch.sweeps.tables import load_records, losses_of, write_summary
 from specbatch.sweeps.workloads import Workload, sha256_of
 
@@ -30,20 +30,6 @@ if TYPE_CHECKING:
     from specbatch.engine import Engine
 
 
-def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
-    return replace(config, speculation=replace(config.speculation, schedule=schedule))
-
-
-# name -> what it makes of the engine asked for. The baseline drafts nothing, under schedule v2.
-CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
-    "baseline": lambda asked: replace(
-        asked, speculation=Speculation(algorithm="none", schedule="v2"), draft_attention_backend="auto"
-    ),
-    "v1": lambda asked: _scheduled(asked, "v1"),
-    "v2": lambda asked: _scheduled(asked, "v2"),
-    "v2+piecewise": lambda asked: replace(_scheduled(asked, "v2"), graphs=replace(asked.graphs, prefill="piecewise")),
-}
-DEFAULT_CONFIGS = ("baseline", "v1", "v2")  # what runs on a CPU too
 WARM_UP_TOKENS = 16
 
 
@@ -52,7 +38,6 @@ class SweepOptions:
     """Which points are run: each configuration at each concurrency, `repeats` times."""
 
     concurrency: tuple[int, ...] = (1, 8, 32, 128)
-    configs: tuple[str, ...] = DEFAULT_CONFIGS
     repeats: int = 1
     workload: Workload = field(default_factory=Workload)
 
@@ -60,96 +45,92 @@ class SweepOptions:
         for number in self.concurrency:
             if number < 1:
                 raise refuse("concurrency", number, "use whole numbers of at least 1, for example 1,8,32,128")
-        for name in self.configs:
-            if name not in CONFIGURATIONS:
-                raise refuse("configs", name, f"use some of {', '.join(CONFIGURATIONS)}")
-        for setting in ("concurrency", "configs"):
-            values = getattr(self, setting)
-            if not values or len(set(values)) < len(values):
-                raise refuse(setting, ",".join(map(str, values)), "name at least one, and each only once")
+        if not self.concurrency or len(set(self.concurrency)) < len(self.concurrency):
+            listed = ",".join(map(str, self.concurrency))
+            raise refuse("concurrency", listed, "name at least one, and each only once")
         at_least("repeats", self.repeats, 1)
 
 
 def run_sweep(
-    base: EngineConfig,
+    configs: Mapping[str, EngineConfig],
     options: SweepOptions,
     folder: Path,
     *,
     log: Callable[[str], None] | None = None,
     report: Report | None = None,
 ) -> str:
-    """Run every point, write its record as soon as it is done, and return the Markdown summary.
+    """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
 
-    `base` is the engine with the speculation of v1 and v2; `folder` exists. On an error or Ctrl-C the
-    summary of what is finished is written first. Refused: a concurrency that an engine cannot hold.
+    `folder` exists; where it holds points of the same sweep, they stay as they are. On an error or Ctrl-C the summary
+    of what is finished is written first. Refused: a concurrency that an engine cannot hold.
     """
-    configs = engine_configs(base, options)
-    finished = 0
-    count = _counter(options, report)
+    configs = fitted(configs, options)
+    plan = plan_of(configs, options)
+    check_plan(folder, plan)
+    left = [point for point in points(configs, options) if not point.is_finished(folder)]
     try:
-        with ExitStack() as stack:
-            engines: dict[str, Engine] = {}
-            check_draft(configs.values(), log)
-            for index, (name, config) in enumerate(configs.items()):
-                first, side = next(iter(engines.values()), None), Place(index, len(configs))
-                with _of_lengths(base, options.workload):
-                    engine = load_engine(name, config, log, weights_of=first, place=side)
-                engines[name] = stack.enter_context(engine)
-            tokenizer = next(iter(engines.values())).tokenizer
-            most = max(options.concurrency)
-            every = options.workload.prompts(tokenizer, options.workload.count(most))
-            for name, engine in engines.items():
-                _check_concurrency(name, engine, most, [len(prompt) for prompt in every], options.workload)
-            for concurrency in options.concurrency:
-                prompts = every[: options.workload.count(concurrency)]
-                for engine in engines.values():
-                    _warm_up(engine, prompts[:concurrency], options.workload.params)
-                for repeat, (place, name) in product(range(1, options.repeats + 1), enumerate(engines)):
-                    record = _measure(engines[name], prompts, options.workload, concurrency, count)
-                    where = {
-                        "configuration": name,
-                        "place": place,
-                        "concurrency": concurrency,
-                        "repeat": repeat,
-                    }
-                    record.workload |= where
-                    point = folder / name / f"c{concurrency}" / f"r{repeat}"
-                    point.mkdir(parents=True)
-                    record.save(point)
-                    finished += 1
+        if left:
+            done = partial(save, folder, plan)
+            _run(configs, options, left, done, log, _counter(options, left, report))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}") from None
+        finished = sum(point.is_finished(folder) for point in points(configs, options))
+        works = "the same command with this --out goes on"
+        raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}; {works}") from None
     finally:
-        summary = write_summary(folder) if finished else ""
+        any_finished = any(point.is_finished(folder) for point in points(configs, options))
+        summary = write_summary(folder) if any_finished else ""
     if log is not None and (below := losses_of(load_records(folder))):
         log(below)
     return summary
 
 
-def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, EngineConfig]:
-    """The engine of each configuration. They live side by side."""
+def _run(
+    configs: Mapping[str, EngineConfig],
+    options: SweepOptions,
+    left: list[Point],
+    done: Callable[[Point, RunRecord], None],
+    log: Callable[[str], None] | None,
+    count: Callable[[Completion], None],
+) -> None:
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        check_draft(configs.values(), log)
+        for index, (name, config) in enumerate(configs.items()):
+            first, side = next(iter(engines.values()), None), Place(index, len(configs))
+            with of_lengths(config, options.workload):
+                engine = load_engine(name, config, log, weights_of=first, place=side)
+            engines[name] = stack.enter_context(engine)
+        tokenizer = next(iter(engines.values())).tokenizer
+        most = max(options.concurrency)
+        every = options.workload.prompts(tokenizer, options.workload.count(most))
+        for name, engine in engines.items():
+            _check_concurrency(name, engine, most, [len(prompt) for prompt in every], options.workload)
+        for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
+            now = list(ours)
+            prompts = every[: options.workload.count(concurrency)]
+            for name in dict.fromkeys(point.configuration for point in now):
+                _warm_up(engines[name], prompts[:concurrency], options.workload.params)
+            for point in now:
+                done(point, _measure(engines[point.configuration], prompts, options.workload, concurrency, count))
+
+
+def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[str, EngineConfig]:
+    """Engines as long as the workload's prompts and answers, unless they were asked to be longer."""
     most = max(options.concurrency)
-    if base.max_running < most:
-        raise refuse("max_running", base.max_running, f"concurrency {most} needs at least {most}")
-    if base.speculation.algorithm == "none" and set(options.configs) - {"baseline"}:
-        raise refuse(
-            "algorithm", "none", "only the configuration baseline drafts nothing; use ngram, or another with its draft"
-        )
-    configs = {}
-    for name in options.configs:
-        configs[name] = replace(
-            CONFIGURATIONS[name](base), max_model_len=base.max_model_len or options.workload.max_model_len
-        )
-    return configs
+    for config in configs.values():
+        if config.max_running < most:
+            raise refuse("max_running", config.max_running, f"concurrency {most} needs at least {most}")
+    length = options.workload.max_model_len
+    return {name: replace(config, max_model_len=config.max_model_len or length) for name, config in configs.items()}
 
 
 @contextmanager
-def _of_lengths(base: EngineConfig, workload: Workload) -> Iterator[None]:
-    """What is refused of a max_model_len that nobody gave is of the lengths that it follows from."""
+def of_lengths(config: EngineConfig, workload: Workload) -> Iterator[None]:
+    """What is refused of a max_model_len that follows from the workload's lengths is of these."""
     try:
         yield
     except SpecbatchError as error:
-        if error.setting != "max_model_len" or base.max_model_len is not None:
+        if error.setting != "max_model_len" or config.max_model_len != workload.max_model_len:
             raise
         lengths = {name: getattr(workload, name) for name in ("shared_len", "input_len", "output_len")}
         name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
@@ -222,10 +203,9 @@ def _measure(
     return engine.record(concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output})
 
 
-def _counter(options: SweepOptions, report: Report | None) -> Callable[[Completion], None]:
-    """Reports progress in requests over the whole sweep, so that the time left is known early."""
-    per_round = sum(options.workload.count(concurrency) for concurrency in options.concurrency)
-    total = per_round * options.repeats * len(options.configs)
+def _counter(options: SweepOptions, left: list[Point], report: Report | None) -> Callable[[Completion], None]:
+    """Reports progress in requests over all that is left, so that the time that takes is known early."""
+    total = sum(options.workload.count(point.concurrency) for point in left)
     done = 0
 
     def count(completion: Completion) -> None:

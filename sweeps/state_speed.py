@@ -58,8 +58,8 @@ class Delta:
         return delta_prefill(qkv, z, b, a, self.heads, self.state, spans)
 
     def plain(self) -> object:
-        qkv, _, b, a = self.inputs
-        return plain_delta(qkv, b, a, self.heads, self.state[1:])
+        qkv, z, b, a = self.inputs
+        return plain_delta(qkv, z, b, a, self.heads, self.state[1:])
 
 
 class Mamba:
@@ -87,8 +87,8 @@ class Mamba:
         return ssd_prefill(xbc, dt, z, self.heads, self.memory, spans)
 
     def plain(self) -> object:
-        xbc, dt, _ = self.inputs
-        return plain_mamba(xbc, dt, self.heads, self.state[1:])
+        xbc, dt, z = self.inputs
+        return plain_mamba(xbc, dt, z, self.heads, self.state[1:])
 
 
 Layer = Delta | Mamba
@@ -124,7 +124,6 @@ def verifies(kind: type[Layer]) -> Iterator[list[object]]:
         state = layers[0].state[1:]
         copies = torch.empty_like(state)
         whole = 2 * state.numel() * state.element_size()
-
         bare = timed(layers, lambda layer: layer.plain())
         copy = timed(layers, partial(_copied, copies))
         del copies
@@ -154,7 +153,7 @@ def prompts(kind: type[Layer]) -> Iterator[list[object]]:
 def main() -> None:
     require_cuda()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds a layer\n")
-    heads = ["layer", "batch", "N", "", "verify", "GB/s of states", "a copy of them", "cannot go back, no norm"]
+    heads = ["layer", "batch", "N", "", "verify", "GB/s of states", "a copy of them", "cannot go back"]
     rows = [row for kind in (Delta, Mamba) for row in verifies(kind)]
     print(tabulate(rows, headers=heads, tablefmt="github", floatfmt=".1f", missingval="-"), flush=True)
     rows = [row for kind in (Delta, Mamba) for row in prompts(kind)]

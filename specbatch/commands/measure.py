@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, say, show
-from specbatch.errors import at_least, refuse
+from specbatch.config import EngineConfig
+from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.progress import progress
+
+if TYPE_CHECKING:
+    from specbatch.sweeps.runner import SweepOptions
 
 # What `bench` decides itself, point by point.
 BENCH_SETS = (*("spec", "decode_graph", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache"),)
@@ -24,7 +29,9 @@ BENCH_SETS = (*("spec", "decode_graph", "prefill_graph", "max_running", "max_mod
 def sweep(
     engine: EngineOptions,
     concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
-    configs: Annotated[str, Option(help="Some of baseline, v1, v2, v2+piecewise.")] = ("baseline,v1,v2"),
+    configs: Annotated[
+        str, Option(help="Some of baseline, v1, v2, v2+piecewise; or a TOML or YAML file of configurations.")
+    ] = "baseline,v1,v2",
     dataset: Annotated[str, Option(help="random, gsp, gsm8k or FILE.jsonl.")] = "random",
     data: Annotated[Path | None, Option(help="The GSM8K file, for --dataset gsm8k.")] = None,
     input_len: Annotated[int, Option(help="Tokens per random prompt; with gsp its own.")] = 128,
@@ -40,8 +47,10 @@ def sweep(
     ] = 4,
     repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
     output: Annotated[
-        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/sweep-TIME.")
+        Path | None,
+        Option("--output", "--out", help="Folder: a new one, or that of the same sweep cut short. [out/sweep-TIME]"),
     ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would run and how long; load nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare configurations at several concurrencies, in one process, on the same prompts.
@@ -54,12 +63,29 @@ def sweep(
 
     specbatch sweep --dataset gsp --output-len 256 --request-rate 10 --concurrency 128
 
+    specbatch sweep --configs grid.toml --out sweeps/heads
+
     baseline drafts nothing (schedule v2); v1 and v2 draft with ngram, or with --draft;
     v2+piecewise also replays prompts in pieces. gsp is random prompts in groups that begin alike, in shuffled order;
     with it the prefix cache is on, and empty at the start of each point.
 
-    Each point leaves record.json and requests.jsonl; the summary is made from them.
+    In a file each table is a configuration, whose keys are options of this command; a list stands for one of each.
+
+    [baseline]
+    spec = "off"
+
+    [ngram]
+    algorithm = "ngram"
+    draft-tokens = [3, 7]
+
+    Ratios are over the configuration named baseline. Several models (model = ...) run one after the other, each in a
+    process and a folder of its own.
+
+    Each point leaves record.json and requests.jsonl; the summary is made from them. The same command with the --out of
+    a sweep that was cut short runs what is missing.
     """
+    from specbatch.sweeps.grid import by_model
+    from specbatch.sweeps.points import PLAN
     from specbatch.sweeps.runner import SweepOptions, run_sweep
     from specbatch.sweeps.workloads import Workload
 
@@ -76,15 +102,55 @@ def sweep(
         shared_len=shared_len,
         request_rate=request_rate,
     )
-    options = SweepOptions(steps, _names(configs), repeats, workload)
-    config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=workload.is_grouped)
-    with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
-        summary = run_sweep(config, options, folder, log=say, report=report)
-    show(
-        f"{summary}\nresults: {folder}",
-        {"output": str(folder), "rows": _summary_rows(folder)},
-        as_json=as_json,
-    )
+    options = SweepOptions(steps, repeats, workload)
+    engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=workload.is_grouped)
+    if dry_run:
+        from specbatch.sweeps.estimate import dry_run as planned
+
+        show(planned(engines, options, output), {"configurations": list(engines)}, as_json=as_json)
+        return
+    resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
+    with fresh_folder(output, "sweep", resumes=resumes) as folder:
+        models = by_model(engines)
+        if len(models) == 1:
+            with progress("sweep") as report:
+                summary, rows = run_sweep(engines, options, folder, log=say, report=report), _summary_rows(folder)
+        else:
+            summary, rows = "", []
+            for name, ours in models.items():
+                summary += _in_a_process(name, ours, options, folder / name)
+                rows += [{"model": name, **row} for row in _summary_rows(folder / name)]
+    show(f"{summary}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
+
+
+def _in_a_process(name: str, engines: dict[str, EngineConfig], options: SweepOptions, folder: Path) -> str:
+    """The sweep of one of several models: nothing of it is left behind for the next one."""
+    say(f"{name}:")
+    folder.mkdir(exist_ok=True)
+    process = get_context("spawn").Process(target=_one_model, args=(engines, options, folder))
+    process.start()
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.join()  # it has heard of it, too, and writes its summary
+        raise KeyboardInterrupt(f"what is finished is kept in {folder.parent}; the same command goes on") from None
+    if process.exitcode:
+        raise typer.Exit(process.exitcode if process.exitcode == 2 else 1)
+    return f"## {name}\n\n{(folder / 'summary.md').read_text(encoding='utf-8')}\n"
+
+
+def _one_model(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path) -> None:
+    from specbatch.sweeps.runner import run_sweep
+
+    try:
+        with progress("sweep") as report:
+            run_sweep(engines, options, folder, log=say, report=report)
+    except SpecbatchError as error:
+        say(f"error: {error}")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt as stop:
+        say(str(stop))
+        raise SystemExit(130) from None
 
 
 @takes_engine(without=BENCH_SETS)
@@ -206,6 +272,15 @@ def _summary_rows(folder: Path) -> list[dict[str, Any]]:
     rows = table(load_records(folder))
     clean = rows.astype(object).where(rows.notna(), None)
     return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
+
+
+def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
+    """Those of `configs`: names, or a file whose settings count in place of the command's."""
+    from specbatch.sweeps.grid import SUFFIXES, named, read_grid
+
+    if not configs.endswith(SUFFIXES):
+        return named(replace(asked, spec="v2").config(**settings), _names(configs))
+    return {name: asked.having(changes, name).config(**settings) for name, changes in read_grid(Path(configs)).items()}
 
 
 def _given(context: typer.Context, name: str) -> bool:

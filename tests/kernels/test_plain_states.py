@@ -28,10 +28,10 @@ def test_delta(device: torch.device) -> None:
     shapes = (1, 32), (2, 32), (2,)
     pending = Pending(*(torch.zeros(BATCH + 1, 1, *shape, device=device) for shape in shapes))
     rows = torch.cat([state[:1], state])  # device row 0 is padding
-    for fold in folds(device):
-        delta_verify_ref(qkv, z, b, a, heads, rows, pending, fold)
-    plain_delta(qkv, b, a, heads, state)
+    wanted, _ = (delta_verify_ref(qkv, z, b, a, heads, rows, pending, fold) for fold in folds(device))
+    y = plain_delta(qkv, z, b, a, heads, state)
     torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_mamba(device: torch.device) -> None:
@@ -41,7 +41,7 @@ def test_mamba(device: torch.device) -> None:
     state = torch.randn(BATCH, 4, 16, 16, device=device)
     rows = torch.cat([state[:1], state])
     memory = SsdMemory(rows, torch.zeros(BATCH + 1, 1, 64 + 32 + 4, device=device))
-    for fold in folds(device):
-        ssd_verify_ref(xbc, dt, z, heads, memory, fold)
-    plain_mamba(xbc, dt, heads, state)
+    wanted, _ = (ssd_verify_ref(xbc, dt, z, heads, memory, fold) for fold in folds(device))
+    y = plain_mamba(xbc, dt, z, heads, state)
     torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
