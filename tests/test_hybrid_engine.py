@@ -3,13 +3,15 @@ schedule, with prompts in chunks, a prefix in common, and retractions."""
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 from crossed import slow_but
-from hybrid_targets import HYBRIDS, MTP, SPECULATIONS, Hybrids
+from hybrid_targets import HYBRIDS, MTP, SIZES, SPECULATIONS, Hybrids
 
-from specbatch import SpecbatchError
+from specbatch import Engine, EngineConfig, SpecbatchError
 from specbatch.draft_length import DraftLength
 from specbatch.request import Request, SamplingParams
 from specbatch.runner import Runner
@@ -19,6 +21,8 @@ COUNTS = {"ngram-tree": 16, "tree": 25}  # these reserve so many slots ahead tha
 PAIRS = [(name, algorithm) for name in HYBRIDS for algorithm in SPECULATIONS if algorithm != "mtp" or name in MTP]
 # Mean tokens per verify: where drafts are about as often right as wrong, states take in parts of what was verified.
 LEAST = {"ngram": 1.05, "ngram-tree": 1.05, "eagle": 1.3, "mtp": 1.5, "tree": 1.4}
+
+NOWHERE = {"hybrid_override_pattern": "MM-", "vocab_size": 300}
 
 
 @pytest.fixture
@@ -80,6 +84,18 @@ def test_a_draft_whose_states_cannot_go_back_is_refused(hybrids: Hybrids, draft:
     target = "qwen3-moe" if draft == "lfm2" else "qwen3.5"
     with pytest.raises(SpecbatchError, match=f"draft='{draft}': it has 3 recurrent layers.* use a draft of attention"):
         hybrids.engine(target, "tree", more={"draft": draft})
+
+
+def test_heads_count_published_layers(hybrids: Hybrids) -> None:
+    lines: list[str] = []
+    hybrids.engine("nemotron-h", "eagle3", log=lines.append)
+    assert any("inputs of layers 1, 2, 3 of 6" in line for line in lines)
+
+
+def test_a_model_that_attends_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | HYBRIDS["nemotron-h"] | NOWHERE))
+    with pytest.raises(SpecbatchError, match="none of its layers attends"):
+        Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu"))
 
 
 @pytest.mark.parametrize("name", [*MTP, "nemotron-h"])

@@ -142,6 +142,15 @@ class ModelConfig:
         return Ends()
 
     @property
+    def depth(self) -> int:
+        """Layers as they are published, and as draft heads count them."""
+        return self.num_layers
+
+    def published(self, index: int) -> tuple[int, ...]:
+        """Which of those layer `index` is made of."""
+        return (index,)
+
+    @property
     def attention_layers(self) -> int:
         """Layers that keep keys and values; the others keep a state."""
         return self.num_layers

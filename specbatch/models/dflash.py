@@ -156,7 +156,7 @@ class DFlashConfig(ModelConfig):
 
     def differences(self, target: ModelConfig) -> list[str]:
         """What keeps the draft from reading this target."""
-        depth = target.num_layers
+        depth = target.depth
         pairs = (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("vocab_size", self.vocab_size, target.vocab_size),
@@ -253,7 +253,7 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         "hidden_size": target.hidden_size,
         "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": min(5, max(1, target.num_layers - 3)),
+        "num_hidden_layers": min(5, max(1, target.depth - 3)),
         "num_attention_heads": target.num_heads,
         "num_key_value_heads": target.num_kv_heads,
         "head_dim": target.head_dim,
@@ -261,7 +261,7 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": target.rms_norm_eps,
         "max_position_embeddings": target.max_position,
         "rope_theta": target.rope.theta,
-        "num_target_layers": target.num_layers,
+        "num_target_layers": target.depth,
         "block_size": 16,
         "dflash_config": {"mask_token_id": mask if mask < target.vocab_size else target.vocab_size - 1},
     }

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from specbatch.embeddings import Given, embed
 from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Norm
@@ -79,8 +79,8 @@ class DraftHead:
         """hidden [T, hidden_size] -> [T, V], or [T, Vd] of `vocabulary`."""
         return self._head(hidden)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.embedding)
+    def embed(self, tokens: torch.Tensor, given: Given | None = None) -> torch.Tensor:
+        return embed(tokens, self.embedding, given)
 
 
 class LlamaHead(DraftHead):

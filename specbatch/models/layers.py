@@ -6,7 +6,8 @@ behind it another, and prompts are recorded in pieces from cut to cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -123,10 +124,14 @@ class Layer:
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """From what came out of the context to the residual stream behind the layer."""
-        x = self.mixer.leave(x, mixed)
-        for mlp in self.mlps:
-            x = mlp(x)
+        [x] = deque(self.streams(x, mixed), maxlen=1)
         return x
+
+    def streams(self, x: torch.Tensor, mixed: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The residual stream behind the mixer, and then behind each MLP; each may use up the one before."""
+        yield (x := self.mixer.leave(x, mixed))
+        for mlp in self.mlps:
+            yield (x := mlp(x))
 
 
 class Reader:

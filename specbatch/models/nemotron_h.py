@@ -76,7 +76,7 @@ class Relu2Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(ModelConfig):
-    """pattern: the kind of every published layer; num_layers counts those that look at other tokens."""
+    """pattern: the kind of every published layer; num_layers counts those that look at other tokens, `depth` all."""
 
     pattern: str
     mamba: SsdSizes
@@ -126,6 +126,15 @@ class NemotronHConfig(ModelConfig):
     @property
     def names(self) -> Ends:
         return Ends("backbone.embeddings.weight", "backbone.norm_f")
+
+    @property
+    def depth(self) -> int:
+        return len(self.pattern)
+
+    def published(self, index: int) -> tuple[int, ...]:
+        """A mixer, and the MLPs up to the next one."""
+        mixers = [place for place, kind in enumerate(self.pattern) if kind in (MAMBA, ATTENTION)]
+        return tuple(range(mixers[index], [*mixers, self.depth][index + 1]))
 
     @property
     def attention_layers(self) -> int:
@@ -204,12 +213,10 @@ class Relu2:
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
     config = read.config
     assert isinstance(config, NemotronHConfig)
-    mixers = [place for place, kind in enumerate(config.pattern) if kind in (MAMBA, ATTENTION)]
-    place = mixers[index]
-    end = mixers[index + 1] if index + 1 < len(mixers) else len(config.pattern)
+    place, *behind = config.published(index)
     stem = f"backbone.layers.{place}"
     make = _mamba if config.pattern[place] == MAMBA else _attention
-    return Layer(make(read, stem, tables), tuple(_mlp(read, other) for other in range(place + 1, end)))
+    return Layer(make(read, stem, tables), tuple(_mlp(read, other) for other in behind))
 
 
 def final_norm(read: Reader, stem: str) -> Norm:

@@ -82,13 +82,16 @@ class Qwen3NextConfig(ModelConfig):
     def from_dict(cls, config: dict[str, Any]) -> Qwen3NextConfig:
         """Read a config.json of either family; of Qwen3.5's, which nests the model's text part, that part."""
         text = config.get("text_config")
-        tied = config.get("tie_word_embeddings", False)
-        inner = config if text is None else {"tie_word_embeddings": tied} | text
+        # Where both parts say it, the outer one is right: the text part's false is written by default.
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        inner = config if text is None else text | tied
         kind = str(inner.get("model_type", ""))
         if kind not in _KINDS:
             raise refuse("model_type", kind or None, f"these layers are those of {', '.join(_KINDS)}")
         if not inner.get("attn_output_gate", True):
             raise refuse("attn_output_gate", False, "these families' attention has an output gate")
+        if inner.get("output_gate_type", "silu") not in ("silu", "swish"):
+            raise refuse("output_gate_type", inner["output_gate_type"], "the delta net's norm is gated by 'silu' here")
         plain = ModelConfig.from_dict(_as_qwen3(inner))
         partial = _partial(inner)
         turning = int(plain.head_dim * partial)
