@@ -45,7 +45,7 @@ def count_of(
     config: dict[str, Any], key: str, default: int | None = None, *, least: int = 1, most: int = _COUNTS
 ) -> int:
     """The whole number under `key`, from `least` to `most`."""
-    value = config.get(key)
+    value: Any = config.get(key)
     if value is None and default is not None:
         return default
     if not _is_count(value, least, most):
@@ -58,7 +58,7 @@ def positive_of(
     config: dict[str, Any], key: str, default: float | None = None, *, most: float = _HUGE, where: str = ""
 ) -> float:
     """The positive number under `key`, up to `most`."""
-    value = config.get(key)
+    value: Any = config.get(key)
     if value is None and default is not None:
         return default
     if not _is_number(value, _TINY, most):

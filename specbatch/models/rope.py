@@ -135,8 +135,6 @@ def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
         theta, source = positive_of(config, "rope_theta"), "rope_theta"
     else:
         theta, source = DEFAULT_THETA, "class default"
-    if theta <= 1:
-        raise refuse("rope_theta", theta, "periods are its powers; it must be above 1")
     partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise refuse("partial_rotary_factor", partial, "these families turn whole heads; it must be 1")
@@ -150,7 +148,7 @@ def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
 
     factor = positive_of(values, "factor", where="rope")
     key = "original_max_position_embeddings"
-    rope = {"theta": theta, "rotary_dim": head_dim, "kind": kind, "source": source, "factor": factor}
+    rope: dict[str, Any] = {"theta": theta, "rotary_dim": head_dim, "kind": kind, "source": source, "factor": factor}
     if kind == "linear":
         return Rope(**rope)
     rope["original_max_position"] = count_of(config, key, count_of(values, key, max_position))
@@ -160,6 +158,8 @@ def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
         if low >= high:
             raise refuse("rope.low_freq_factor", low, f"it must be below high_freq_factor={high}")
         return Rope(**rope, low_freq_factor=low, high_freq_factor=high)
+    if theta <= 1:
+        raise refuse("rope_theta", theta, "yarn finds channels by their periods; it must be above 1")
     return Rope(
         **rope,
         attention_factor=_yarn_attention_factor(values, factor),
