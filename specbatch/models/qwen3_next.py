@@ -89,6 +89,8 @@ class Qwen3NextConfig(ModelConfig):
             raise refuse("model_type", kind or None, f"these layers are those of {', '.join(_KINDS)}")
         if not flag_of(inner, "attn_output_gate", True):
             raise refuse("attn_output_gate", False, "these families' attention has an output gate")
+        if flag_of(inner, "attention_bias"):
+            raise refuse("attention_bias", True, "these layers are run without biases")
         plain = ModelConfig.from_dict(_as_qwen3(inner))
         partial = _partial(inner)
         turning = int(plain.head_dim * partial)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from specbatch.kernels import short_conv, short_conv_triton
 from specbatch.kernels.recurrent import Fold
+from specbatch.kernels.short_conv import MOST_TAPS
 from specbatch.kernels.spans import RecordedSpans, Spans
 
 TWINS = {
@@ -144,6 +145,7 @@ def words_of(parents: list[int]) -> list[int]:
         (torch.float32, 130, 3, False, False, True),
         (torch.float32, 24, 2, True, True, False),
         (torch.float32, 40, 8, True, False, False),
+        (torch.float32, 20, MOST_TAPS, False, True, False),
         (torch.float16, 37, 3, True, True, True),
         (torch.bfloat16, 130, 4, False, True, False),
     ],

@@ -137,6 +137,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-next", {"linear_conv_kernel_dim": 18}, "linear_conv_kernel_dim=18: .* a whole number from 2 up to 17"),
     ("qwen3-next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0"),
     ("qwen3-next", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rope_parameters.partial_rotary_factor=1.5"),
+    ("qwen3.5", {"attention_bias": True}, "attention_bias=True: .* without biases"),
     ("qwen3.5-vl", {"text_config": [3]}, r"text_config=\[3\]: the config must give a table"),
     ("nemotron-h", {"n_groups": 3}, "n_groups=3: it must divide mamba_num_heads=4"),
     ("nemotron-h", {"conv_kernel": 1}, "conv_kernel=1: .* a whole number from 2 up to 17"),
