@@ -145,7 +145,6 @@ def words_of(parents: list[int]) -> list[int]:
         (torch.float32, 130, 3, False, False, True),
         (torch.float32, 24, 2, True, True, False),
         (torch.float32, 40, 8, True, False, False),
-        (torch.float32, 20, MOST_TAPS, False, True, False),
         (torch.float16, 37, 3, True, True, True),
         (torch.bfloat16, 130, 4, False, True, False),
     ],
@@ -159,6 +158,16 @@ def test_a_prompt_and_verifies(device, dtype, twin, channels, taps, bias, activa
     case.prompt([(3, 1)])
     case.verifies(5, False, 2)
     case.verifies(7, True, 2)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_as_many_taps_as_there_may_be(device: torch.device, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles in any order: those behind the first do not look into the window that it replaces."""
+    tiles = Spans.tiles
+    monkeypatch.setattr(Spans, "tiles", lambda spans, tokens: tiles(spans, tokens).flip(0))
+    case = Case(device, torch.float32, twin, 20, MOST_TAPS, False, True, False)
+    case.prompt([(3, 2), (5, 18)])
+    case.prompt([(3, 17)])
 
 
 @pytest.mark.parametrize("twin", TWINS)
