@@ -68,26 +68,7 @@ def test_every_key_is_read_as_what_it_is(name: str) -> None:
     """Each key that there is or could be, with values of every kind."""
     reader, sound = READERS[name]
     reader(sound)
-    values = [
-        None,
-        False,
-        True,
-        0,
-        1,
-        -1,
-        3,
-        10**400,
-        0.5,
-        float("nan"),
-        "false",
-        "",
-        [],
-        [3],
-        ["a"],
-        [[]],
-        {},
-        {"a": 1},
-    ]
+    values = [None, False, 0, 1, -1, 10**400, 0.5, float("nan"), "false", [], ["a"], [[]], {"a": 1}]
     for path in _tables(sound):
         for key in {*WORDS, *_at(sound, path)}:
             for value in values:
@@ -95,7 +76,7 @@ def test_every_key_is_read_as_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_whatever_a_config_holds_it_is_read_or_refused(name: str, data: st.DataObject) -> None:
     reader, sound = READERS[name]
@@ -158,6 +139,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"layer_types": None, "full_attn_idxs": 5}, "full_attn_idxs=5"),
     ("llama", {"rope_scaling": YARN | {"truncate": "no"}}, "truncate='no'"),
     ("llama", {"rope_scaling": YARN | {"rope_theta": 1.0}}, "rope_theta=1.0: .* above 1"),
+    ("llama", {"rms_norm_eps": True}, "rms_norm_eps=True"),
+    ("llama", {"num_key_value_heads": True}, "num_key_value_heads=True"),
     ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
     ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: .* up to 10000"),
     ("qwen2", {"quantization_config": ["x"]}, "quantization_config="),
