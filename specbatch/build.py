@@ -87,8 +87,6 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
         log=say,
         device=str(device),
     )
-    if not target.config.attention_layers:
-        raise refuse("model", target.name, "none of its layers attends to keys and values; use one with such a layer")
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):

@@ -172,7 +172,7 @@ def plan_memory(
             )
     else:
         limit = min(room, _CPU_KV_BYTES) if on_cpu else room
-        pages = min(wanted, limit // page_bytes)
+        pages = min(wanted, limit // page_bytes) if page_bytes else wanted  # without attention pages only count
     if pages * size < slack + 2:
         if config.kv_pages is not None:
             least = pages_for(slack + 2, size)

@@ -19,6 +19,7 @@ from specbatch.kernels.linear import Norm
 from specbatch.kernels.scaled_linear import linear
 from specbatch.kernels.weight import Weight, halves
 from specbatch.models.config import ModelConfig
+from specbatch.models.config_values import names_of
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.layers import Reader
 
@@ -110,10 +111,8 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     """The sizes of a head's layer from its config.json, which names the architecture that it was made from, marked as
     EAGLE. Of biases and q/k norms its tensors say more than its config, if they are given."""
     plain = dict(described)
-    names = plain.get("architectures")
+    names = names_of(plain, "architectures")
     if names:
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise refuse("architectures", names, "the config must list names")
         plain["architectures"] = [re.sub("Eagle3?", "", name) for name in names]
     config = ModelConfig.from_dict(plain)
     if config.float8 is not None:
