@@ -7,8 +7,8 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbatch.config import EngineConfig
-from specbatch.errors import at_least, refuse
+from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.pages import held_at_once
 from specbatch.memory.plan import ALONE, Place
 from specbatch.metrics import RunRecord
@@ -97,7 +97,9 @@ def _run(
         check_draft(configs.values(), log)
         for index, (name, config) in enumerate(configs.items()):
             first, side = next(iter(engines.values()), None), Place(index, len(configs))
-            engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, place=side))
+            with of_lengths(config, options.workload):
+                engine = load_engine(name, config, log, weights_of=first, place=side)
+            engines[name] = stack.enter_context(engine)
         tokenizer = next(iter(engines.values())).tokenizer
         most = max(options.concurrency)
         every = options.workload.prompts(tokenizer, options.workload.count(most))
@@ -120,6 +122,20 @@ def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[s
             raise refuse("max_running", config.max_running, f"concurrency {most} needs at least {most}")
     length = options.workload.max_model_len
     return {name: replace(config, max_model_len=config.max_model_len or length) for name, config in configs.items()}
+
+
+@contextmanager
+def of_lengths(config: EngineConfig, workload: Workload) -> Iterator[None]:
+    """What is refused of a max_model_len that follows from the workload's lengths is of these."""
+    try:
+        yield
+    except SpecbatchError as error:
+        if error.setting != "max_model_len" or config.max_model_len != workload.max_model_len:
+            raise
+        lengths = {name: getattr(workload, name) for name in ("shared_len", "input_len", "output_len")}
+        name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
+        works = f"with {' and '.join(f'{other}={lengths[other]}' for other in others)} that is {error}"
+        raise refuse(name, lengths[name], works) from None
 
 
 def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | None) -> None:

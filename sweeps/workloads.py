@@ -53,6 +53,9 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "prompts_per_concurrency", "groups", "group_prompts", "shared_len"):
             at_least(name, getattr(self, name), 1)
+        for name in ("groups", "group_prompts", "shared_len"):
+            if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
+                raise refuse(name, getattr(self, name), "goes with --dataset gsp; leave it out")
         if not self.request_rate > 0:
             raise refuse("request_rate", self.request_rate, "use requests per second above 0, or inf for a closed loop")
         if self.data is not None and self.dataset != "gsm8k":

@@ -5,6 +5,9 @@ from __future__ import annotations
 import types
 from itertools import pairwise
 
+import pytest
+
+from specbatch.errors import SpecbatchError
 from specbatch.sweeps.workloads import Workload
 
 TOKENIZER = types.SimpleNamespace(
@@ -65,6 +68,12 @@ def test_prompts_of_a_group_share_their_beginning_and_come_in_shuffled_order():
     assert len({tuple(prompt[30:]) for prompt in prompts}) == 20
     assert groups != sorted(groups, key=groups.index), "shuffled"
     assert prompts == workload.prompts(TOKENIZER, 20)
+
+
+def test_settings_of_groups_are_refused_where_there_are_none():
+    for name, value in (("groups", 3), ("group_prompts", 2), ("shared_len", 9)):
+        with pytest.raises(SpecbatchError, match=f"{name}={value}: goes with --dataset gsp"):
+            Workload(**{name: value})
 
 
 def test_arrivals_are_seeded_and_keep_to_their_rate():
