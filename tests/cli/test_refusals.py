@@ -132,7 +132,7 @@ def test_a_spoiled_partial_output(run, jsonl, tmp_path):
     (tmp_path / "o.jsonl.partial").write_text("hello\n")
     result = run("generate", jsonl(GOOD), "-o", tmp_path / "o.jsonl")
     assert result.exit_code == 2
-    assert "is not a partial output; pass --overwrite" in result.stderr
+    assert "has no header that says what it was made from; name another output or pass --overwrite" in result.stderr
 
 
 def test_gsm8k_without_data_or_hub_names_both_ways(run, engine, monkeypatch):

@@ -81,7 +81,7 @@ def test_shares_are_those_of_the_first_drafts_of_runs_with_these_layers(run):
 def test_a_share_that_may_be_chance_is_said_to_be_no_difference(monkeypatch, own, beside, chance):
     found = iter([own, beside, 140])
     monkeypatch.setattr(conventions, "_counts", lambda *_: [(next(found), 152)])
-    model = SimpleNamespace(aux=(1, 3), layers=range(9), with_aux=lambda layers: None)
+    model = SimpleNamespace(aux=(1, 3), config=SimpleNamespace(depth=9), with_aux=lambda layers: None)
     line = conventions.compare_layers(model, None, [])
     assert (f"{beside / 152:.1%} with 1,3 (no difference: chance); " in line) == chance
     assert line.count("chance") == chance
