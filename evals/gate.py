@@ -181,21 +181,21 @@ def _bounds(name: str, bound: Bound, point: str, after: Point, before: Point | N
     value = after.value(name)
     old = None if before is None else before.value(name)
     absolute = bound.at_least if higher else bound.at_most
-    limits: list[tuple[float | None, str]] = [] if absolute is None else [(absolute, "")]
+    limits: list[tuple[str, float | None, str]] = [] if absolute is None else [(name, absolute, "")]
     if (share := bound.worsens_at_most) is not None:
         limit = None if old is None else old * (1 - share if higher else 1 + share)
-        limits.append((limit, f" ({share:.1%} worse than the baseline)"))
+        limits.append((f"{name} against the baseline", limit, f" ({share:.1%} worse)"))
 
     def text(number: float | None) -> str:
         return "not measured" if number is None else f"{number:.6g}"
 
-    for limit, why in limits:
+    for title, limit, why in limits:
         sign = ">=" if higher else "<="
         passed = value is not None and limit is not None
         if value is not None and limit is not None:
             passed = (value > limit) == higher or math.isclose(value, limit, rel_tol=1e-9)
         kept = f"{sign} {text(limit)}{why}" if limit is not None else f"the baseline lacks {name}"
-        yield Check(name, point, passed, text(value), kept, "-" if before is None else text(old))
+        yield Check(title, point, passed, text(value), kept, "-" if before is None else text(old))
 
 
 def _accuracy(

@@ -202,7 +202,7 @@ def _reading(rows: list[Row], differs: dict[str, list[str]], pairs: Pairs) -> It
             "IN ONE RUN: intervals over prompts say what other prompts would change, and nothing of what changes from "
             "run to run (clock speed, neighbours); sweep --repeats 3 does."
         )
-    if any(row.over.endswith(" runs") for row in judged) and not _in_turns(pairs):
+    if any(row.over.endswith("runs") for row in judged) and not _in_turns(pairs):
         yield (
             "NOT IN TURNS: all runs of one side were made before those of the other, so that what the machine did "
             "meanwhile counts as a difference. Run them in turns into A/1 B/1 A/2 B/2, and compare A with B."

@@ -2,7 +2,9 @@
 
 Over prompts: the bootstrap (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993) by percentiles, prompts
 drawn with replacement, the same ones on both sides where the rows pair. Such an interval knows nothing of what changes
-from run to run. Over repeats: Welch's t interval of the difference of two means.
+from run to run. Over repeats: Welch's t interval of the difference of two means; where both points took part in the
+same rounds of one run (A B A B), the t interval of the mean difference within a round, which leaves out what the
+machine did to both.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def interval(name: str, measure: Measure, before: Point, after: Point) -> Interv
     if before.value(name) is None or after.value(name) is None:
         return Interval(None, None, "not measured")
     if measure.clock and min(len(before.records), len(after.records)) > 1:
-        return over_runs(*([record.metrics[name] or 0.0 for record in point.records] for point in (before, after)))
+        values = ([record.metrics[name] or 0.0 for record in point.records] for point in (before, after))
+        return over_runs(*values, paired=before.rounds == after.rounds)
     if measure.rows is None:
         return Interval(None, None, "needs two runs a side")
     samples = [sample(measure.rows, point.records) for point in (before, after)]
@@ -65,15 +68,18 @@ def interval(name: str, measure: Measure, before: Point, after: Point) -> Interv
     return replace(found, one_run=measure.clock)
 
 
-def over_runs(before: list[float], after: list[float]) -> Interval:
-    """Welch's t interval; two runs a side at least."""
+def over_runs(before: list[float], after: list[float], *, paired: bool = False) -> Interval:
+    """The t interval of the difference of the means; two runs a side at least. paired: run by run."""
     from scipy import stats
 
-    over = f"{len(before)} and {len(after)} runs"
-    old, new = np.array(before, float), np.array(after, float)
-    if not np.ptp(old) and not np.ptp(new):  # nothing varies: no variance to divide by
-        return Interval(float(new[0] - old[0]), float(new[0] - old[0]), over)
-    ends = stats.ttest_ind(new, old, equal_var=False).confidence_interval(CONFIDENCE)
+    old, new = np.array(before), np.array(after)
+    over = f"{len(old)} runs, paired by round" if paired else f"{len(old)} and {len(new)} runs"
+    parts = [new - old] if paired else [old, new]
+    if not any(np.ptp(part) for part in parts):  # nothing varies: no variance to divide by
+        delta = float(new.mean() - old.mean())
+        return Interval(delta, delta, over)
+    test = stats.ttest_rel(new, old) if paired else stats.ttest_ind(new, old, equal_var=False)
+    ends = test.confidence_interval(CONFIDENCE)
     return Interval(float(ends.low), float(ends.high), over)
 
 

@@ -54,6 +54,14 @@ class Point:
         """Why it was not measured."""
         return next((record.workload["error"] for record in self.records if "error" in record.workload), None)
 
+    @property
+    def rounds(self) -> list[tuple[Any, ...]]:
+        """The run and the repeat of each record: what other points of that run share, as repeats are interleaved."""
+        return [
+            (*path.resolve().parts[:-3], record.workload.get("repeat"))
+            for path, record in zip(self.paths, self.records, strict=True)
+        ]
+
     def value(self, name: str) -> float | None:
         """Metric `name`, the mean over repeats; None where one of them lacks it."""
         found = [value for record in self.records if (value := record.metrics.get(name)) is not None]
