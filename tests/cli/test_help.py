@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "scipy", "pydantic")
+HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "scipy")
 COMMANDS = [
     *("eval", "check", "sweep", "bench", "trace", "compare", "gate", "train-draft", "generate", "send-one", "doctor"),
     "models",
