@@ -154,7 +154,7 @@ def _refuse_other_device(policy: Policy, pairs: Pairs) -> None:
 
 def _finished(point: str, found: Point) -> Check:
     """Every prompt has an answer."""
-    done = sum(int(record.metrics["requests"] or 0) for record in found.records)
+    done = sum(int(record.metrics.get("requests") or 0) for record in found.records)
     wanted = sum(max(_prompts(record.workload), len(record.requests)) for record in found.records) or done
     return Check("requests finished", point, done >= wanted, str(done), f"all {wanted}")
 

@@ -188,7 +188,7 @@ def _notes(point: Point, where: str) -> Iterator[str]:
     for record in point.records:
         yield from replay_notes(record, where)
         wanted = record.workload.get("prompts", len(record.requests))
-        if isinstance(wanted, int) and (done := record.metrics["requests"] or 0) < wanted:
+        if isinstance(wanted, int) and (done := record.metrics.get("requests") or 0) < wanted:
             yield f"INCOMPLETE: {where}: {done:g} of {wanted} prompts finished"
 
 

@@ -21,7 +21,7 @@ from specbatch.sweeps.summaries import CAPS
 # Settings of the engine and of the workload that must be equal, or the numbers are of different things.
 _OF_MODEL = ("model", "load_format", "tokenizer")
 _OF_WORK = (
-    *("command", "task", "task_version", "num_fewshot", "limit", "dataset", "input_len", "output_len", "ignore_eos"),
+    *("task", "task_version", "num_fewshot", "limit", "dataset", "input_len", "output_len", "ignore_eos"),
     *("max_new_tokens", "new_tokens", "sampling", "chat_template", "request_rate", "concurrency", "seed"),
     *("prompts", "input_sha256", "prompts_sha256"),
 )
@@ -88,8 +88,10 @@ class Pairs:
 
 
 def load_run(setting: str, path: Path) -> Run:
-    """Read the records at `path`, which is the user's `setting`. Refused: none, an unreadable one,
-    runs of different settings at one place."""
+    """Read the records at `path`, which is the user's `setting`.
+
+    Refused: none, an unreadable one, runs of different settings or workloads at one place.
+    """
     found = [
         (folder, record) for folder, record in _records(setting, path) if record.workload.get("section") != "machine"
     ]
@@ -98,7 +100,7 @@ def load_run(setting: str, path: Path) -> Run:
     points: dict[Place, Point] = {}
     for folder, record in sorted(found, key=lambda item: _order(item[1])):
         point = points.setdefault(_place(record), Point([], []))
-        if point.records and (apart := _apart(_flat(point.records[0].config), _flat(record.config))):
+        if point.records and (apart := _apart(_settings(point.records[0]), _settings(record))):
             others = f"{point.paths[0]} and {folder} ({'; '.join(apart)})"
             raise refuse(setting, str(path), f"holds runs of different settings, such as {others}; name one of them")
         point.paths.append(folder)
@@ -190,27 +192,26 @@ def _order(record: RunRecord) -> tuple[Any, ...]:
 
 
 def _refuse_different(place: Place, before: Point, after: Point) -> None:
-    """The repeats of a point, too, must be of one model and workload. One that failed has no numbers to mistake."""
-    measured = [record for record in (*before.records, *after.records) if "error" not in record.workload]
-    for other in measured[1:]:
-        if apart := _apart(_identity(measured[0]), _identity(other)):
-            where = f" at {place}" if str(place) else ""
-            raise SpecbatchError(
-                f"these runs are of different things{where}: {'; '.join(apart)}; "
-                "compare runs of one model on the same prompts"
-            )
+    if apart := _apart(*(_identity(point.records[0]) for point in (before, after))):
+        where = f" at {place}" if str(place) else ""
+        works = "compare runs of one model on the same prompts"
+        raise SpecbatchError(f"these runs are of different things{where}: {'; '.join(apart)}; {works}")
 
 
 def _apart(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What is not equal, as "name a and b"."""
-    names = dict.fromkeys([*before, *after])
-    pairs = [(name, before.get(name), after.get(name)) for name in names]
+    """What is not equal of what both say, as "name a and b". A point that failed, and a record of an older version, say
+    less of their workload."""
+    pairs = [(name, before[name], after[name]) for name in before if name in after]
     return [f"{name} {_short(old)} and {_short(new)}" for name, old, new in pairs if old != new]
+
+
+def _settings(record: RunRecord) -> dict[str, Any]:
+    return _flat(record.config) | _identity(record)
 
 
 def _identity(record: RunRecord) -> dict[str, Any]:
     config, work = record.config, record.workload
-    found = {name: config.get(name) for name in _OF_MODEL}
+    found = {name: config.get(name) for name in _OF_MODEL} | {"command": work.get("command")}
     if config.get("load_format") == "dummy":
         found["seed of the weights"] = config.get("seed")
     return found | {name: work[name] for name in _OF_WORK if name in work}

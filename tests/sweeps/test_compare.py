@@ -49,7 +49,7 @@ def make_record(
     """What an engine would have recorded of requests with these numbers."""
     done = [Completion(index, [], [], "", finish, row) for index, row in enumerate(rows)]
     place = {"configuration": configuration, "concurrency": concurrency, "repeat": repeat, "place": 0}
-    workload = {"dataset": "random", "prompts": len(rows), "prompts_sha256": "same", **work}
+    workload = {"dataset": "random", "output_len": 4, "prompts": len(rows), "prompts_sha256": "same", **work}
     return RunRecord(
         config=asdict(config or EngineConfig(speculation=Speculation("ngram", "v1"))),
         caps={"device": "cpu", "dtype": "float32", "max_running": 4},
@@ -325,7 +325,8 @@ def test_chance_is_counted(tmp_path):
     [
         ({"prompts_sha256": "other"}, "prompts_sha256 same and other"),
         ({"prompts": 3}, "prompts 12 and 3"),
-        ({"output_len": 9}, "output_len None and 9"),
+        ({"output_len": 9}, "output_len 4 and 9"),
+        ({"command": "check"}, "command None and check"),
         ({"config": EngineConfig(model="toy")}, "model smollm2-135m and toy"),
         ({"config": EngineConfig(load_format="dummy")}, "load_format auto and dummy"),
     ],
@@ -360,6 +361,10 @@ def test_a_folder_of_different_runs_is_refused(tmp_path):
     put(tmp_path / "b", make_record([metrics_of(0)], config=EngineConfig(speculation=Speculation("ngram", "v2"))))
     with pytest.raises(SpecbatchError, match=r"speculation\.schedule v1 and v2"):
         load_run("before", tmp_path)
+    put(tmp_path / "c" / "1", make_record([metrics_of(0)]))
+    put(tmp_path / "c" / "2", make_record([metrics_of(0)], prompts_sha256="other"))
+    with pytest.raises(SpecbatchError, match="prompts_sha256 same and other"):
+        load_run("before", tmp_path / "c")
 
 
 @pytest.mark.parametrize(
