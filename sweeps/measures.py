@@ -31,10 +31,6 @@ class Measure:
     median: bool = False
     clock: bool = True
 
-    def worsened(self, before: float, after: float) -> float:
-        """By how much `after` is worse; below 0 where it is better."""
-        return before - after if self.better == "higher" else after - before
-
 
 def _time(title: str, field: str | None, decimals: int = 1, *, median: bool = False) -> Measure:
     return Measure(title, "ms", 1e3, decimals, "lower", (field, None) if field else None, median)
