@@ -127,15 +127,15 @@ def test_judging_loads_no_engine(run, folder):
 # The docs
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: Path = DOCS) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_policies_of_the_docs_are_policies(tmp_path):
     from specbatch.evals.policy import load_policy
 
-    found = blocks("toml")
-    assert found
+    found = [*blocks("toml"), *blocks("toml", ROOT / "README.md")]
+    assert len(found) == 3
     for text in found:
         (tmp_path / "policy.toml").write_text(text)
         load_policy(tmp_path / "policy.toml")

@@ -79,6 +79,15 @@ def test_repeats_may_come_from_several_runs(tmp_path):
     assert row_of(compare(tmp_path / "a", tmp_path / "b"), "mean TTFT").over == "2 and 2 runs"
 
 
+def test_repeats_of_one_side_are_one_run_of_the_other(tmp_path):
+    """Sums by prompt over the repeats, against the only run."""
+    old = put_sweep(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
+    new = put_sweep(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
+    row = row_of(compare(old, new), "mean TTFT")
+    assert (row.verdict, row.over, row.low) == (ONE_RUN[WORSE], "12 prompts, paired", pytest.approx(2000))
+    assert row_of(compare(new, old), "p99 TTFT").over == "needs two runs a side"
+
+
 def test_points_pair_by_place_and_others_are_named(tmp_path):
     rows = [metrics_of()] * 10
     old = put_sweep(
