@@ -146,8 +146,4 @@ def _verdicts(report: EvalReport, filter: str, metric: str) -> dict[int, tuple[s
     """By question: the hash of its prompt, and whether the answer was right. lm-eval scores repeats together."""
     if not is_binary(report, filter, metric):
         raise refuse("metric", metric, "is not 0 or 1 for every question; a paired test needs right or wrong")
-    return {
-        row["doc_id"]: (row["prompt_hash"], bool(row["scores"][filter][metric]))
-        for row in report.questions
-        if row["repeat"] == 0
-    }
+    return {row["doc_id"]: (row["prompt_hash"], bool(row["scores"][filter][metric])) for row in report.questions}

@@ -2,7 +2,7 @@
 
 * delta: after - before. gain: delta / before, in percent. "(regression)" stands where the interval of delta holds no
   zero and lies on the worse side, "(no difference shown)" where it holds zero, "(not judged)" where there is none.
-  Times of one run a side are "better" or "worse in one run": the next run differs, too, and repeats say by how much.
+  Times that were not taken in turns (one run a side, or all of one side first) are "better" or "worse, not in turns".
   Each number is the mean over repeats.
 * intervals: see `specbatch.sweeps.intervals`; of accuracy, see `specbatch.evals.paired`.
 """
@@ -21,11 +21,11 @@ from specbatch.errors import SpecbatchError
 from specbatch.evals.paired import changes, is_binary, load_answers
 from specbatch.sweeps.intervals import CONFIDENCE, Interval, interval
 from specbatch.sweeps.measures import MEASURES, Better
-from specbatch.sweeps.points import Pairs, Place, Point, Run, differences, load_run, match
+from specbatch.sweeps.points import Place, Point, Run, differences, load_run, match
 from specbatch.sweeps.summaries import replay_notes
 
 BETTER, WORSE, SAME, UNJUDGED = "better", "regression", "no difference shown", "not judged"
-ONE_RUN = {BETTER: "better in one run", WORSE: "worse in one run", SAME: SAME}
+NOT_IN_TURNS = {BETTER: "better, not in turns", WORSE: "worse, not in turns", SAME: SAME}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def compare(before: Path, after: Path) -> Comparison:
     if not rows:
         raise SpecbatchError(f"{before} and {after} have no number in common; every point of one of them failed")
     differs = differences(pairs)
-    return Comparison(before, after, _model(old), differs, rows, [*notes, *_reading(rows, differs, pairs)])
+    return Comparison(before, after, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
 
 
 def _numbers(place: Place, before: Point, after: Point) -> Iterator[Row]:
@@ -165,7 +165,7 @@ def _row(
     verdict = UNJUDGED
     if low is not None and high is not None:
         verdict = SAME if low <= 0 <= high else BETTER if (low > 0) == (better == "higher") else WORSE
-        verdict = ONE_RUN[verdict] if found.one_run else verdict
+        verdict = verdict if found.in_turns else NOT_IN_TURNS[verdict]
     gain = 100 * delta / before if delta is not None and before else None
     return Row(*place, title, unit, better, before, after, delta, gain, low, high, found.over, verdict, decimals)
 
@@ -192,32 +192,20 @@ def _notes(point: Point, where: str) -> Iterator[str]:
             yield f"INCOMPLETE: {where}: {done:g} of {wanted} prompts finished"
 
 
-def _reading(rows: list[Row], differs: dict[str, list[str]], pairs: Pairs) -> Iterator[str]:
+def _reading(rows: list[Row], differs: dict[str, list[str]]) -> Iterator[str]:
     """What a reader must know before believing the table."""
     if "hardware" in differs:
         yield "DIFFERENT HARDWARE: times and throughput say as much of the machines as of the runs."
     judged = [row for row in rows if row.verdict != UNJUDGED]
-    if any(row.verdict in (ONE_RUN[BETTER], ONE_RUN[WORSE]) for row in rows):
+    if any(row.verdict in (NOT_IN_TURNS[BETTER], NOT_IN_TURNS[WORSE]) for row in rows):
         yield (
-            "IN ONE RUN: intervals over prompts say what other prompts would change, and nothing of what changes from "
-            "run to run (clock speed, neighbours); sweep --repeats 3 does."
-        )
-    if any(row.over.endswith("runs") for row in judged) and not _in_turns(pairs):
-        yield (
-            "NOT IN TURNS: all runs of one side were made before those of the other, so that what the machine did "
-            "meanwhile counts as a difference. Run them in turns into A/1 B/1 A/2 B/2, and compare A with B."
+            "NOT IN TURNS: times of one run, and those of one side taken after the other's, differ by what the machine "
+            "did meanwhile, too. sweep --repeats 3 takes its configurations in turns; take two versions in turns into A/1 "
+            "B/1 A/2 B/2, and compare A with B."
         )
     chance = math.floor(len(judged) * (1 - CONFIDENCE) + 0.5)
     if chance:
         yield f"Of {len(judged)} intervals at {CONFIDENCE:.0%}, about {chance} would miss zero if nothing differed."
-
-
-def _in_turns(pairs: Pairs) -> bool:
-    """Do the two sides overlap in time?"""
-    old, new = (
-        [record.created for points in pairs.both.values() for record in points[side].records] for side in (0, 1)
-    )
-    return min(new) <= max(old) and min(old) <= max(new)
 
 
 def _model(run: Run) -> str:

@@ -34,13 +34,14 @@ Floats = NDArray[np.float64]
 class Interval:
     """Of after - before, in the record's unit. `over` says what was drawn, or why there are no ends.
 
-    one_run: a difference of times between one run and another, which may be the machine's
+    in_turns: False where times are of one run, or of runs of one side after those of the other: then a difference may
+    as well be the machine's, which was warmer or busier
     """
 
     low: float | None
     high: float | None
     over: str
-    one_run: bool = False
+    in_turns: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,15 @@ def interval(name: str, measure: Measure, before: Point, after: Point) -> Interv
         return Interval(None, None, "not measured")
     if measure.clock and min(len(before.records), len(after.records)) > 1:
         values = ([record.metrics[name] or 0.0 for record in point.records] for point in (before, after))
-        return over_runs(*values, paired=before.rounds == after.rounds)
+        found = over_runs(*values, paired=before.rounds == after.rounds)
+        return replace(found, in_turns=_in_turns(before, after))
     if measure.rows is None:
         return Interval(None, None, "needs two runs a side")
     samples = [sample(measure.rows, point.records) for point in (before, after)]
     if samples[0] is None or samples[1] is None:
         return Interval(None, None, "no rows")
     found = over_prompts(samples[0], samples[1], median=measure.median)
-    return replace(found, one_run=measure.clock)
+    return replace(found, in_turns=not measure.clock)
 
 
 def over_runs(before: list[float], after: list[float], *, paired: bool = False) -> Interval:
@@ -114,6 +116,11 @@ def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Inte
         return Interval(None, None, "too few prompts have it")
     over = f"{sizes[0]} prompts, paired" if paired else f"{sizes[0]} and {sizes[1]} prompts, unpaired"
     return Interval(float(found.low), float(found.high), over)
+
+
+def _in_turns(before: Point, after: Point) -> bool:
+    old, new = ([record.created for record in point.records] for point in (before, after))
+    return before.rounds == after.rounds or (min(new) <= max(old) and min(old) <= max(new))
 
 
 def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample | None:

@@ -32,8 +32,8 @@ def compare(
     specbatch compare out/eval-before out/eval-after --json
 
     Every metric has a 95% interval: over repeats where both runs have some, else over the prompts, which pair; answers
-    pair by question. What got worse is marked (regression); an interval with zero in it shows no difference. Times of
-    one run a side are judged as of that run alone: use sweep --repeats 3.
+    pair by question. What got worse is marked (regression); an interval with zero in it shows no difference. Times
+    are judged only where both runs took turns: in a sweep with --repeats 3, or in A/1 B/1 A/2 B/2 for two versions.
 
     Runs of different models, prompts or lengths are refused, with what differs.
     """

@@ -14,7 +14,7 @@ from made_runs import make_record, make_report, metrics_of, put_sweep
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.metrics import RunRecord
-from specbatch.sweeps.compare import BETTER, ONE_RUN, SAME, UNJUDGED, WORSE, Comparison, Row, compare
+from specbatch.sweeps.compare import BETTER, NOT_IN_TURNS, SAME, UNJUDGED, WORSE, Comparison, Row, compare
 from specbatch.sweeps.measures import MEASURES
 
 
@@ -25,7 +25,7 @@ def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
 
 @pytest.mark.parametrize(
     ("emitted", "ttft", "length", "first"),
-    [(22, 0.2, BETTER, ONE_RUN[WORSE]), (18, 0.05, WORSE, ONE_RUN[BETTER]), (20, 0.1, SAME, SAME)],
+    [(22, 0.2, BETTER, NOT_IN_TURNS[WORSE]), (18, 0.05, WORSE, NOT_IN_TURNS[BETTER]), (20, 0.1, SAME, SAME)],
 )
 def test_directions(tmp_path, emitted, ttft, length, first):
     old = put_sweep(tmp_path / "a", make_record([metrics_of() for _ in range(12)]))
@@ -38,7 +38,7 @@ def test_directions(tmp_path, emitted, ttft, length, first):
     assert (mean.before, mean.after, mean.unit) == (pytest.approx(100), pytest.approx(1000 * ttft), "ms")
     assert row_of(result, "output throughput").verdict == UNJUDGED  # one run a side
     assert ("(regression)" in result.markdown()) == (length == WORSE)
-    assert ("IN ONE RUN" in result.markdown()) == (first != SAME)
+    assert ("NOT IN TURNS" in result.markdown()) == (first != SAME)
 
 
 def test_every_measure_knows_its_direction():
@@ -59,8 +59,11 @@ def test_times_are_judged_over_repeats(tmp_path):
     assert (row.verdict, row.over) == (WORSE, "3 and 3 runs")
     assert row.before == pytest.approx(1100)  # the mean
     assert row_of(compare(slow, old), "p99 TTFT").verdict == BETTER
+    late = runs("d", [1.5, 1.6, 1.7], 2)
+    for pair, verdict in (((old, late), WORSE), ((late, old), BETTER)):
+        assert row_of(compare(*pair), "mean TTFT").verdict == NOT_IN_TURNS[verdict]
+        assert "NOT IN TURNS" in compare(*pair).markdown()
     assert row_of(compare(old, alike), "mean TTFT").verdict == SAME
-    assert "NOT IN TURNS" in compare(old, alike).markdown()
     assert "NOT IN TURNS" not in compare(old, slow).markdown()
 
 
@@ -84,7 +87,7 @@ def test_repeats_of_one_side_are_one_run_of_the_other(tmp_path):
     old = put_sweep(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
     new = put_sweep(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
     row = row_of(compare(old, new), "mean TTFT")
-    assert (row.verdict, row.over, row.low) == (ONE_RUN[WORSE], "12 prompts, paired", pytest.approx(2000))
+    assert (row.verdict, row.over, row.low) == (NOT_IN_TURNS[WORSE], "12 prompts, paired", pytest.approx(2000))
     assert row_of(compare(new, old), "p99 TTFT").over == "needs two runs a side"
 
 
