@@ -200,8 +200,8 @@ def _reading(rows: list[Row], differs: dict[str, list[str]]) -> Iterator[str]:
     if any(row.verdict in (NOT_IN_TURNS[BETTER], NOT_IN_TURNS[WORSE]) for row in rows):
         yield (
             "NOT IN TURNS: times of one run, and those of one side taken after the other's, differ by what the machine "
-            "did meanwhile, too. sweep --repeats 3 takes its configurations in turns; take two versions in turns into A/1 "
-            "B/1 A/2 B/2, and compare A with B."
+            "did meanwhile, too. sweep --repeats 3 takes its configurations in turns; take two versions in turns into "
+            "A/1 B/1 A/2 B/2, and compare A with B."
         )
     chance = math.floor(len(judged) * (1 - CONFIDENCE) + 0.5)
     if chance:
