@@ -120,7 +120,7 @@ def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Inte
 
 def _in_turns(before: Point, after: Point) -> bool:
     old, new = ([record.created for record in point.records] for point in (before, after))
-    return before.rounds == after.rounds or (min(new) <= max(old) and min(old) <= max(new))
+    return min(new) <= max(old) and min(old) <= max(new)
 
 
 def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample | None:
