@@ -16,7 +16,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
-from specbatch.commands import measure, train
+from specbatch.commands import judge, measure, train
 from specbatch.commands.check import check
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, rows_table, say, show
@@ -66,6 +66,10 @@ def specbatch(
     Tables, pictures and one page?   specbatch report out/sweep-20260102-030405
 
     Are the tokens plain decoding's? specbatch check --spec v2
+
+    What changed, if anything?       specbatch compare out/before out/after
+
+    May this change ship?            specbatch gate out/eval --policy gate.toml --baseline results/eval
 
     Run these prompts.               specbatch generate in.jsonl -o out.jsonl
 
@@ -164,6 +168,8 @@ app.command()(measure.sweep)
 app.command("report")(report_command)
 app.command()(measure.bench)
 app.command("trace")(measure.trace_steps)
+app.command()(judge.compare)
+app.command()(judge.gate)
 app.command("train-draft")(train.train_draft)
 
 
