@@ -9,25 +9,28 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.errors import at_least, refuse
+from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.pages import held_at_once
 from specbatch.memory.plan import ALONE, Place
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
+from specbatch.sweeps.doubts import doubts
+from specbatch.sweeps.summaries import failures, simulated
 from specbatch.sweeps.tables import load_records, losses_of, write_summary
 from specbatch.sweeps.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
+    from specbatch.sweeps.http_engine import HttpEngine
 
 
 def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
@@ -84,37 +87,58 @@ def run_sweep(
     summary of what is finished is written first. Refused: a concurrency that an engine cannot hold.
     """
     configs = engine_configs(base, options)
-    finished = 0
-    count = _counter(options, report)
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        check_draft(configs.values(), log)
+        for index, (name, config) in enumerate(configs.items()):
+            first, side = next(iter(engines.values()), None), Place(index, len(configs))
+            engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, place=side))
+        return run_points(engines, options, folder, log=log, report=report)
+
+
+def run_points(
+    engines: Mapping[str, Engine | HttpEngine],
+    options: SweepOptions,
+    folder: Path,
+    *,
+    log: Callable[[str], None] | None = None,
+    report: Report | None = None,
+) -> str:
+    """The points of engines that are there; see `run_sweep`. A point of which every request failed ends the sweep, as
+    an error."""
+    finished, workload = 0, options.workload
+    count = _counter(options, len(engines), report)
     try:
-        with ExitStack() as stack:
-            engines: dict[str, Engine] = {}
-            check_draft(configs.values(), log)
-            for index, (name, config) in enumerate(configs.items()):
-                first, side = next(iter(engines.values()), None), Place(index, len(configs))
-                engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, place=side))
-            tokenizer = next(iter(engines.values())).tokenizer
-            most = max(options.concurrency)
-            every = options.workload.prompts(tokenizer, options.workload.count(most))
-            for name, engine in engines.items():
-                _check_concurrency(name, engine, most, [len(prompt) for prompt in every], options.workload)
-            for concurrency in options.concurrency:
-                prompts = every[: options.workload.count(concurrency)]
-                for engine in engines.values():
-                    _warm_up(engine, prompts[:concurrency], options.workload.params)
-                for repeat, (place, name) in product(range(1, options.repeats + 1), enumerate(engines)):
-                    record = _measure(engines[name], prompts, options.workload, concurrency, count)
-                    where = {
-                        "configuration": name,
-                        "place": place,
-                        "concurrency": concurrency,
-                        "repeat": repeat,
-                    }
-                    record.workload |= where
-                    point = folder / name / f"c{concurrency}" / f"r{repeat}"
-                    point.mkdir(parents=True)
-                    record.save(point)
-                    finished += 1
+        tokenizer = next(iter(engines.values())).tokenizer
+        most = max(options.concurrency)
+        every = workload.prompts(tokenizer, workload.count(most))
+        params = workload.params(len(every))
+        for name, engine in engines.items():
+            _check_concurrency(name, engine.caps, most, every, params)
+        for concurrency in options.concurrency:
+            prompts = every[: workload.count(concurrency)]
+            for engine in engines.values():
+                _warm_up(engine, prompts[:concurrency], params[:concurrency])
+            for repeat, (place, name) in product(range(1, options.repeats + 1), enumerate(engines)):
+                record = _measure(engines[name], prompts, params[: len(prompts)], workload, concurrency, count)
+                where = f"{name} at concurrency {concurrency}, repeat {repeat}"
+                failed = "; ".join(f"{error} ({number})" for error, number in failures(record))
+                if failed and not record.metrics["requests"]:
+                    kept = f"kept {finished} finished points in {folder}"
+                    raise SpecbatchError(f"every request of {where} failed: {failed}; {kept}")
+                if log is not None:
+                    for line in record.workload["doubts"]:
+                        log(f"doubtful: {where}: {line}")
+                record.workload |= {
+                    "configuration": name,
+                    "place": place,
+                    "concurrency": concurrency,
+                    "repeat": repeat,
+                }
+                point = folder / name.replace("/", "_") / f"c{concurrency}" / f"r{repeat}"
+                point.mkdir(parents=True)
+                record.save(point)
+                finished += 1
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}") from None
     finally:
@@ -165,10 +189,15 @@ def load_engine(
     return Engine(config, log=say, weights_of=weights_of, place=place)
 
 
-def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int], workload: Workload) -> None:
-    """Refuse what would wait for a place or for pages: its numbers would be of another concurrency."""
-    caps = engine.caps
-    limit = held_at_once(caps, [length + workload.output_len for length in lengths])
+def _check_concurrency(
+    name: str, caps: dict[str, Any], most: int, prompts: list[list[int]], params: list[SamplingParams]
+) -> None:
+    """Refuse what would wait for a place or for pages: its numbers would be of another concurrency. A server says
+    nothing of its pages."""
+    if "kv_pages" not in caps:
+        return
+    lengths = [len(prompt) + wanted.max_new_tokens for prompt, wanted in zip(prompts, params, strict=True)]
+    limit = held_at_once(caps, lengths)
     if most > limit:
         raise refuse(
             "concurrency",
@@ -178,14 +207,15 @@ def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int],
         )
 
 
-def _warm_up(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
-    short = replace(params, max_new_tokens=min(params.max_new_tokens, WARM_UP_TOKENS))
+def _warm_up(engine: Engine | HttpEngine, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+    short = [replace(wanted, max_new_tokens=min(wanted.max_new_tokens, WARM_UP_TOKENS)) for wanted in params]
     engine.generate(prompts, short, concurrency=len(prompts))
 
 
 def _measure(
-    engine: Engine,
+    engine: Engine | HttpEngine,
     prompts: list[list[int]],
+    params: list[SamplingParams],
     workload: Workload,
     concurrency: int,
     on_completion: Callable[[Completion], None],
@@ -197,19 +227,22 @@ def _measure(
     engine.reset_record()
     completions = engine.generate(
         prompts,
-        workload.params,
+        params,
         concurrency=concurrency,
         arrivals=workload.arrivals(len(prompts)),
         on_completion=on_completion,
     )
-    output = sha256_of([completion.token_ids for completion in completions])
-    return engine.record(concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output})
+    record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
+    record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
+    real = simulated(record) is None  # else the text is no model's
+    record.workload["doubts"] = list(doubts(workload, completions, params)) if real else []
+    return record
 
 
-def _counter(options: SweepOptions, report: Report | None) -> Callable[[Completion], None]:
+def _counter(options: SweepOptions, engines: int, report: Report | None) -> Callable[[Completion], None]:
     """Reports progress in requests over the whole sweep, so that the time left is known early."""
     per_round = sum(options.workload.count(concurrency) for concurrency in options.concurrency)
-    total = per_round * options.repeats * len(options.configs)
+    total = per_round * options.repeats * engines
     done = 0
 
     def count(completion: Completion) -> None:

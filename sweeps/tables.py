@@ -21,6 +21,7 @@ from specbatch.sweeps.summaries import (
     BREAK_EVEN,
     caps_text,
     drafts,
+    failures,
     heading,
     losses,
     number,
@@ -31,6 +32,8 @@ from specbatch.sweeps.summaries import (
     verdict,
     with_spread,
 )
+
+from specbatch.sweeps.workloads import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -196,21 +199,10 @@ def _said(row: Any) -> str | None:
 
 def _heading(records: list[RunRecord]) -> str:
     work = records[0].workload
-    text = f"{work['input_len']} input tokens each" if work.get("input_len") else "text"
-    if shared := work.get("shared"):
-        text += " ({shared_len} of them shared by the {group_prompts} of each of {groups} groups)".format(**shared)
-    rate = work.get("request_rate")
     names = {record.workload["configuration"]: record for record in records}
-    lines = run_on(records) | {
-        "workload": f"{work['dataset']}, {text}, output "
-        f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
-        "arrivals": f"{rate:g} requests per second at random (Poisson): times count from there, throughput follows "
-        "the rate, and concurrency is the most that are worked on"
-        if rate
-        else "closed loop: as many as concurrency says are kept unfinished",
-        "configurations": "; ".join(
-            f"{name}: {speculation_of(record)}, {Graphs(**record.config['graphs'])}" for name, record in names.items()
-        ),
+    lines = run_on(records) | lines_of(work)
+    lines |= {
+        "configurations": "; ".join(f"{name}: {_made_of(record)}" for name, record in names.items()),
         "effective caps": _by_name({name: caps_text(record) for name, record in names.items()}),
         "prefix cache": _by_name({name: _prefix_cache(record) for name, record in names.items()}),
     }
@@ -224,8 +216,13 @@ def _by_name(texts: dict[str, str]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
+def _made_of(record: RunRecord) -> str:
+    return str(record.config.get("server") or f"{speculation_of(record)}, {Graphs(**record.config['graphs'])}")
+
+
 def _prefix_cache(record: RunRecord) -> str:
-    return "on" if record.config["prefix_cache"] else "off"
+    asked = record.config["prefix_cache"]
+    return asked if isinstance(asked, str) else "on" if asked else "off"
 
 
 def _notes(records: list[RunRecord]) -> list[str]:
@@ -241,6 +238,10 @@ def _notes(records: list[RunRecord]) -> list[str]:
         if drafts(record) and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         notes += replay_notes(record, where)
+        notes += [f"DOUBTFUL: {where}: {doubt}." for doubt in work.get("doubts", ())]
+        notes += [f"FAILED: {where}: {count} requests: {error}." for error, count in failures(record)]
+        if why := record.counters.get("no_accept_length"):
+            notes.append(f"NO ACCEPT LENGTH: {where}: {why}.")
         cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
         if cached and inputs:
             kept = "; states of prefixes {kept} kept, {loaded} begun with, {evicted} gone"

@@ -45,8 +45,8 @@ def test_questions_of_a_file_start_over_when_they_run_out(tmp_path):
     assert bytes(prompts[0]).decode() == "Question: a\nAnswer:"
     assert prompts[2] == prompts[0]
     assert workload.describe(prompts)["distinct_prompts"] == 2
-    assert not workload.params.ignore_eos
-    assert Workload(output_len=5).params.ignore_eos
+    assert not workload.params(1)[0].ignore_eos
+    assert Workload(output_len=5).params(1)[0].ignore_eos
 
 
 def test_the_hash_tells_prompts_apart():
