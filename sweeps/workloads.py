@@ -71,7 +71,8 @@ class Workload:
             at_least(name, getattr(self, name), 1)
         if not self.request_rate > 0:
             raise refuse("request_rate", self.request_rate, "use requests per second above 0, or inf for a closed loop")
-        at_least("burst", self.burst, 0)
+        if self.burst:  # 0: all
+            at_least("burst", self.burst, 1)
         if self.burst == 0 and self.request_rate < math.inf:
             raise refuse("request_rate", self.request_rate, "all prompts arrive at once; leave it out, or --burst all")
         if self.burst > 1 and self.request_rate == math.inf:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,25 +21,73 @@ from specbatch.progress import progress
 BENCH_SETS = (*("spec", "decode_graph", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache"),)
 
 
+# Of the engine's options those that mean something for a server's, too.
+OF_SERVERS = ("model", "tokenizer", "seed")
+
+
 @takes_engine(without=("spec",))
 def sweep(
+    context: typer.Context,
     engine: EngineOptions,
     concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
     configs: Annotated[str, Option(help="Some of baseline, v1, v2, v2+piecewise.")] = ("baseline,v1,v2"),
-    dataset: Annotated[str, Option(help="random, gsp, gsm8k or FILE.jsonl.")] = "random",
-    data: Annotated[Path | None, Option(help="The GSM8K file, for --dataset gsm8k.")] = None,
-    input_len: Annotated[int, Option(help="Tokens per random prompt; with gsp its own.")] = 128,
-    output_len: Annotated[int, Option(help="Tokens per answer; the most, for datasets of text.")] = 128,
+    dataset: Annotated[
+        str,
+        Option(
+            help="random, gsp, gsm8k, lm-eval:TASK (what that task asks) or FILE.jsonl (lines as for generate, or "
+            "turns as in MT-Bench, of which the first is asked: later ones would need the answers before them)."
+        ),
+    ] = "random",
+    data: Annotated[Path | None, Option(help="The questions, for --dataset gsm8k and lm-eval:gsm8k.")] = None,
+    input_len: Annotated[
+        str, Option(metavar="N|N-M", help="Tokens per random prompt, or fewest and most; with gsp its question.")
+    ] = "128",
+    output_len: Annotated[
+        str, Option(metavar="N|N-M", help="Tokens per answer, or fewest and most; for text only the most.")
+    ] = "128",
     groups: Annotated[int, Option(help="gsp: groups of prompts that begin alike.")] = 32,
     group_prompts: Annotated[int, Option(help="gsp: prompts of each group.")] = 16,
-    shared_len: Annotated[int, Option(help="gsp: tokens that the prompts of a group share.")] = 2048,
+    shared_len: Annotated[
+        str,
+        Option(
+            "--shared-len",
+            "--system-len",
+            metavar="N|N-M",
+            help="gsp: tokens of the system prompt that a group shares.",
+        ),
+    ] = "2048",
+    chat_template: Annotated[
+        bool | None,
+        Option(
+            "--chat-template/--no-chat-template",
+            help="Ask texts as messages, rendered by the model's template; or render nothing. Default: messages only.",
+        ),
+    ] = None,
+    thinking: Annotated[
+        bool | None, Option("--thinking/--no-thinking", help="The template's enable_thinking. Default: its own.")
+    ] = None,
     request_rate: Annotated[
         float, Option(help="Prompts that arrive in a second, at random. inf: one when another one ends.")
     ] = math.inf,
+    burst: Annotated[
+        str, Option(metavar="N|all", help="Prompts that arrive together, at that rate; all: a point's at once.")
+    ] = "1",
     prompts_per_concurrency: Annotated[
         int, Option(help="A point runs this many times its concurrency (4 at least).")
     ] = 4,
     repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
+    engine_kind: Annotated[
+        str, Option("--engine", metavar="specbatch|http", help="http: the server at --base-url in place of our engine.")
+    ] = "specbatch",
+    base_url: Annotated[
+        str | None, Option(help="An OpenAI-compatible server (vLLM, SGLang), such as http://localhost:8000.")
+    ] = None,
+    send: Annotated[
+        str, Option(metavar="ids|text", help="http: prompts as token ids, which no server can read differently.")
+    ] = "ids",
+    api_key_env: Annotated[
+        str | None, Option(metavar="NAME", help="http: environment variable that holds the server's key.")
+    ] = None,
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for the results. Default: out/sweep-TIME.")
     ] = None,
@@ -58,33 +107,64 @@ def sweep(
     v2+piecewise also replays prompts in pieces. gsp is random prompts in groups that begin alike, in shuffled order;
     with it the prefix cache is on, and empty at the start of each point.
 
-    Each point leaves record.json and requests.jsonl; the summary is made from them.
+    specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B --dataset gsm8k
+
+    With --engine http the same prompts go to a server at the same times (/v1/completions, streamed), and the table is
+    of the same numbers by this machine's clock. Settings of the engine are the server's own, so that only --model (one
+    of its models), --tokenizer and --seed can be given. Its prefix cache is emptied before each point where it can be
+    (SGLang's /flush_cache, vLLM's /reset_prefix_cache). Requests that fail are counted by what the server said, and
+    make the exit status 1.
+
+    Each point leaves record.json and requests.jsonl; the summary is made from them. Outputs that do not look like what
+    was asked (cut off, reasoning where it is off, marks of a template) are told.
     """
-    from specbatch.sweeps.runner import SweepOptions, run_sweep
+    from specbatch.sweeps.runner import SweepOptions, run_points, run_sweep
     from specbatch.sweeps.workloads import Workload
 
     steps = _whole_numbers("concurrency", concurrency)
     workload = Workload(
         dataset,
         data,
-        input_len,
-        output_len,
+        _length("input_len", input_len),
+        _length("output_len", output_len),
         prompts_per_concurrency,
         engine.seed,
         groups=groups,
         group_prompts=group_prompts,
-        shared_len=shared_len,
+        shared_len=_length("shared_len", shared_len),
         request_rate=request_rate,
+        burst=0 if burst == "all" else _whole_number("burst", burst, "all"),
+        chat_template=chat_template,
+        thinking=thinking,
     )
     options = SweepOptions(steps, _names(configs), repeats, workload)
-    config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=workload.is_grouped)
-    with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
-        summary = run_sweep(config, options, folder, log=say, report=report)
+    if engine_kind == "specbatch":
+        for name in ("base_url", "send", "api_key_env"):
+            if _given(context, name):
+                raise refuse(name, context.params[name], "is of servers; add --engine http")
+        config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=workload.is_grouped)
+        with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
+            summary = run_sweep(config, options, folder, log=say, report=report)
+    elif engine_kind == "http":
+        from specbatch.sweeps.http_engine import HttpEngine, Server
+
+        for name in ("configs", *(item.name for item in fields(EngineOptions))):
+            if name not in OF_SERVERS and _given(context, name):
+                works = "is a setting of our engine; the server has its own, so start it with what you want"
+                raise refuse(name, context.params[name], works)
+        model = engine.model if _given(context, "model") else None
+        server = HttpEngine(Server(base_url or "", model, engine.tokenizer, send, api_key_env), log=say)
+        with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
+            summary = run_points({server.model: server}, options, folder, log=say, report=report)
+    else:
+        raise refuse("engine", engine_kind, "use specbatch, or http with --base-url")
     show(
         f"{summary}\nresults: {folder}",
         {"output": str(folder), "rows": _summary_rows(folder)},
         as_json=as_json,
     )
+    if _failed(folder):
+        raise typer.Exit(1)
 
 
 @takes_engine(without=BENCH_SETS)
@@ -208,6 +288,13 @@ def _summary_rows(folder: Path) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
 
 
+def _failed(folder: Path) -> bool:
+    """Did a request of the sweep in `folder` fail?"""
+    from specbatch.sweeps.tables import load_records
+
+    return any(record.counters.get("errors") for record in load_records(folder))
+
+
 def _given(context: typer.Context, name: str) -> bool:
     """Does an option's value come from the user?"""
     source = context.get_parameter_source(name)
@@ -216,6 +303,22 @@ def _given(context: typer.Context, name: str) -> bool:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
+
+
+def _length(setting: str, text: str) -> int | tuple[int, int]:
+    """"128", or the fewest and the most: "64-256"."""
+    if found := re.fullmatch(r"(\d+)-(\d+)", text):
+        return int(found[1]), int(found[2])
+    return _whole_number(setting, text, "the fewest and the most: 64-256")
+
+
+def _whole_number(setting: str, text: str, other: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise refuse(setting, text, f"use a whole number of at least 1, or {other}") from None
+    at_least(setting, value, 1)
+    return value
 
 
 def _whole_numbers(setting: str, text: str) -> tuple[int, ...]:
