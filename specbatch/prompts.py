@@ -42,9 +42,7 @@ class Prompt:
             raise refuse("chat_template", True, f"line {self.line} holds token ids, which are no message; leave it out")
         return replace(self, form="messages", value=[{"role": "user", "content": self.value}])
 
-    def encode(
-        self, tokenizer: Tokenizer, *, chat_template: bool = True, thinking: bool | None = None
-    ) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, *, chat_template: bool = True, thinking: bool | None = None) -> list[int]:
         """Token ids. Without `chat_template`, messages are joined by blank lines instead. `thinking`: the template's
         switch; None leaves it alone."""
         if self.form == "prompt_token_ids":

@@ -21,7 +21,9 @@ def doubts(workload: Workload, completions: list[Completion], params: list[Sampl
     def of_all(found: int) -> str:
         return f"{found} of {len(ended)} answers"
 
-    sent, counted = (sum(of) for of in zip(*((len(i.prompt_token_ids), i.metrics.prompt_tokens) for i in ended), strict=True))
+    sent, counted = (
+        sum(of) for of in zip(*((len(i.prompt_token_ids), i.metrics.prompt_tokens) for i in ended), strict=True)
+    )
     if sent != counted:
         yield f"{counted} input tokens were counted where {sent} were sent: the server reads prompts in another way"
     if workload.is_random:

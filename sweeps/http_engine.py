@@ -133,6 +133,8 @@ class HttpEngine:
                 "model": self.model,
                 "server": f"server at {self.server.base_url}, prompts as {self.server.send}",
                 "tokenizer": self.tokenizer.name,
+                "device": self.caps["device"],
+                "dtype": self.caps["dtype"],
                 "load_format": "auto",
                 "speculation": asdict(Speculation()),  # what the server does nobody tells
                 "graphs": asdict(Graphs()),
@@ -282,7 +284,7 @@ class HttpEngine:
         return asyncio.run(ask())
 
     def _get_text(self, path: str) -> str:
-        """"" where there is none."""
+        """ "" where there is none."""
         with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, _Failed):
             return self._get(path)
         return ""

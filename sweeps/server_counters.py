@@ -14,9 +14,7 @@ from collections.abc import Iterable
 from specbatch.request import Completion
 
 _LINE = re.compile(r"^((?:vllm|sglang):\w+?)(?:_total)?(?:\{.*\})? +(\S+)")
-DRAFTS, DRAFTED, ACCEPTED = (
-    f"vllm:spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")
-)
+DRAFTS, DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 VERIFIES = "sglang:spec_verify_calls"
 _KNOWN = (DRAFTS, DRAFTED, ACCEPTED, VERIFIES)
 

@@ -306,7 +306,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _length(setting: str, text: str) -> int | tuple[int, int]:
-    """"128", or the fewest and the most: "64-256"."""
+    """ "128", or the fewest and the most: "64-256"."""
     if found := re.fullmatch(r"(\d+)-(\d+)", text):
         return int(found[1]), int(found[2])
     return _whole_number(setting, text, "the fewest and the most: 64-256")
