@@ -5,8 +5,8 @@
 {"question": "text"}                                 asked as "Question: text\\nAnswer:"
 {"messages": [{"role": "user", "content": "text"}]}  rendered by the model's chat template
 
-Other keys are allowed; "id" is carried to the output. Where a reader allows it, {"turns": ["text", ...]} of MT-Bench is a
-fifth form: the first turn is asked as a message, as the others would need the answer before them.
+Other keys are allowed; "id" is carried to the output. Where a reader allows it, {"turns": ["text", ...]} of MT-Bench is
+a fifth form: the first turn is asked as a message, as the others would need the answer before them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Prompt:
 
 
 def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FORMS) -> list[Prompt]:
-    """All prompts of a JSONL or Parquet file, in one of the `forms`. The first malformed line is refused with its number;
-    blank ones are skipped."""
+    """All prompts of a JSONL or Parquet file, in one of the `forms`. The first malformed line is refused with its
+    number; blank ones are skipped."""
     try:
         lines = _parquet_lines(path) if path.suffix == ".parquet" else path.read_text(encoding="utf-8").split("\n")
     except OSError as error:

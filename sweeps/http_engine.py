@@ -27,7 +27,8 @@ import aiohttp
 from specbatch.config import Graphs, Speculation
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.metrics import RunRecord, summarize
-from specbatch.request import Completion, RequestMetrics, SamplingParams
+from specbatch.request import Completion, SamplingParams
+from specbatch.sweeps.http_answer import Answer, Failed, message_of, parsed
 from specbatch.sweeps.server_counters import accepted, counters_of
 
 if TYPE_CHECKING:
@@ -92,7 +93,12 @@ class HttpEngine:
         if isinstance(longest := found.get("max_model_len"), int):
             self.caps["max_model_len"] = longest
         self._emptied: str | None = None
-        self._log(f"server: {server.base_url}, model {self.model}, prompts as {server.send}")
+        kind = found.get("owned_by")
+        self._name = (
+            f"server{f' ({kind})' if isinstance(kind, str) else ''} at {server.base_url}, prompts as {server.send}"
+        )
+        self._log(f"{self._name}, model {self.model}")
+        self._before: dict[str, float] = {}
         self._start_window()
 
     # -- work -------------------------------------------------------------------------------------------------
@@ -131,7 +137,7 @@ class HttpEngine:
         return RunRecord(
             config={
                 "model": self.model,
-                "server": f"server at {self.server.base_url}, prompts as {self.server.send}",
+                "server": self._name,
                 "tokenizer": self.tokenizer.name,
                 "device": self.caps["device"],
                 "dtype": self.caps["dtype"],
@@ -155,7 +161,6 @@ class HttpEngine:
         self._per_second: Counter[int] = Counter()
         self._opened: float | None = None
         self._closed = 0.0
-        self._before: dict[str, float] = {}
 
     async def _work(
         self,
@@ -175,12 +180,12 @@ class HttpEngine:
                 index = waiting.popleft()
                 arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
                 await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
-                answer = _Answer(index, prompts[index], arrived)
+                answer = Answer(index, prompts[index], arrived)
                 if self._opened is None or arrived < self._opened:
                     self._opened = arrived
                 try:
                     await self._ask(session, answer, params[index])
-                except (aiohttp.ClientError, OSError, TimeoutError, ValueError, _Failed) as error:
+                except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed) as error:
                     self._errors[_said(error)] += 1
                     answer.finish_reason = "abort"
                 self._closed = max(self._closed, time.perf_counter())
@@ -200,9 +205,9 @@ class HttpEngine:
                 group.create_task(worker(session))
         return [done[index] for index in range(len(prompts))]
 
-    async def _ask(self, session: aiohttp.ClientSession, answer: _Answer, params: SamplingParams) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams) -> None:
         """Send a request and read its stream to the end. Raises what went wrong."""
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "prompt": answer.prompt if self.server.send == "ids" else self._text(answer.prompt),
             "max_tokens": params.max_new_tokens,
@@ -217,13 +222,12 @@ class HttpEngine:
         answer.sent = time.perf_counter()
         async with session.post(f"{self.server.base_url}/v1/completions", json=body) as response:
             if response.status != 200:
-                raise _Failed(f"HTTP {response.status}: {_message(await response.text())}")
+                raise Failed(f"HTTP {response.status}: {message_of(await response.text())}")
             async for line in response.content:
                 now = time.perf_counter()
                 if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                    if tokens := answer.take(_parsed(data), now):
-                        assert self._opened is not None
-                        self._per_second[int(now - self._opened)] += tokens
+                    assert self._opened is not None
+                    self._per_second[int(now - self._opened)] += answer.take(parsed(data), now)
         answer.check()
 
     def _text(self, prompt: list[int]) -> str:
@@ -239,7 +243,7 @@ class HttpEngine:
         try:
             text = self._get("/v1/models")
             models = [item for item in json.loads(text)["data"] if isinstance(item["id"], str)]
-        except (aiohttp.ClientError, OSError, TimeoutError, _Failed) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, Failed) as error:
             raise refuse("base_url", url, f"no answer from /v1/models ({_said(error)}); is the server up?") from None
         except (ValueError, LookupError, TypeError):
             raise refuse("base_url", url, "what /v1/models says is not OpenAI's list of models") from None
@@ -278,14 +282,14 @@ class HttpEngine:
             async with self._session() as session, session.get(self.server.base_url + path) as response:
                 text = await response.text()
                 if response.status != 200:
-                    raise _Failed(f"HTTP {response.status}: {_message(text)}")
+                    raise Failed(f"HTTP {response.status}: {message_of(text)}")
                 return text
 
         return asyncio.run(ask())
 
     def _get_text(self, path: str) -> str:
         """ "" where there is none."""
-        with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, _Failed):
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed):
             return self._get(path)
         return ""
 
@@ -299,119 +303,9 @@ class _Settings:
     prefix_cache: bool = True  # it may have one
 
 
-class _Failed(Exception):
-    """A request that the server did not answer as it should; the message says what happened."""
-
-
-class _Answer:
-    """A request on its way: what came when."""
-
-    def __init__(self, index: int, prompt: list[int], submitted: float) -> None:
-        self.index, self.prompt = index, prompt
-        self.submitted = self.sent = submitted
-        self.first: float | None = None
-        self.last = submitted
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.usage: dict[str, Any] | None = None
-        self.counted = 0  # tokens in the pieces so far; as usage says
-        self.is_counted = True  # did usage come with every piece?
-        self.gaps: list[float] = []
-        self.finished = submitted  # when the piece with the finish reason came
-
-    def take(self, piece: dict[str, Any], now: float) -> int:
-        """Take in a piece of the stream; how many tokens it is known to hold."""
-        if error := piece.get("error"):
-            raise _Failed(f"the stream broke off: {_message(json.dumps({'error': error}))}")
-        usage, choices = piece.get("usage"), piece.get("choices")
-        if isinstance(usage, dict):
-            self.usage = usage
-        if not choices:  # a last piece, of usage alone
-            return 0
-        if not isinstance(choices, list) or not isinstance(choices[0], dict):
-            raise _Failed("the stream holds a piece that is none of a completion")
-        text = choices[0].get("text") or ""
-        self.text += str(text)
-        if reason := choices[0].get("finish_reason"):
-            self.finish_reason, self.finished = str(reason), now
-        if isinstance(usage, dict):
-            return self._count(_whole(usage, "completion_tokens") - self.counted, now)
-        if text:
-            self.is_counted = False
-        if text or (reason and not self.counted):  # the end token of an answer has no text
-            self._arrived(now)
-        return 0
-
-    def check(self) -> None:
-        """Behind the stream: refuse what is no whole answer."""
-        if self.finish_reason is None:
-            raise _Failed("the stream ended before its answer did")
-        if self.finish_reason not in ("stop", "length"):
-            raise _Failed(f"the server ended the answer: {self.finish_reason}")
-        if self.usage is None or not _whole(self.usage, "completion_tokens"):
-            raise _Failed("the stream says nothing of usage (stream_options.include_usage), so no token can be counted")
-        if self.is_counted:  # an end token may come with the finish reason, uncounted
-            self._count(_whole(self.usage, "completion_tokens") - self.counted, self.finished)
-
-    def completion(self) -> Completion:
-        usage = self.usage or {}
-        tokens, details = _whole(usage, "completion_tokens"), usage.get("prompt_tokens_details")
-        metrics = RequestMetrics(
-            prompt_tokens=_whole(usage, "prompt_tokens") or len(self.prompt),
-            cached_tokens=_whole(details, "cached_tokens") if isinstance(details, dict) else 0,
-            output_tokens=tokens,
-            queue_s=self.sent - self.submitted,
-            ttft_s=None if self.first is None else self.first - self.submitted,
-            tpot_s=(self.last - self.first) / (tokens - 1) if self.first is not None and tokens > 1 else None,
-            e2e_s=self.last - self.submitted,
-            itl_s=self.gaps if self.is_counted else [],
-        )
-        return Completion(self.index, list(self.prompt), [], self.text, self.finish_reason or "abort", metrics)
-
-    def _count(self, new: int, now: float) -> int:
-        """Tokens that usage has counted since the last piece, if any."""
-        if new <= 0:
-            return 0
-        self.counted += new
-        if self.first is not None:
-            self.gaps += [(now - self.last) / new] * new
-        self._arrived(now)
-        return new
-
-    def _arrived(self, now: float) -> None:
-        if self.first is None:
-            self.first = now
-        self.last = now
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    try:
-        piece = json.loads(data)
-    except ValueError:
-        raise _Failed("the stream holds what is not JSON") from None
-    if not isinstance(piece, dict):
-        raise _Failed("the stream holds JSON that is no object")
-    return piece
-
-
-def _whole(table: dict[str, Any], name: str) -> int:
-    """A count that a server tells; 0 where it is none."""
-    value = table.get(name)
-    return value if isinstance(value, int) else 0
-
-
-def _message(text: str) -> str:
-    """What a server's error says, in a line."""
-    with suppress(ValueError, AttributeError):
-        body = json.loads(text)
-        error = body.get("error", body)
-        text = str(error.get("message") or error) if isinstance(error, dict) else str(error)
-    return " ".join(text.split())[:120] or "no reason given"
-
-
 def _said(error: BaseException) -> str:
-    if isinstance(error, _Failed):
+    if isinstance(error, Failed):
         return str(error)
     if isinstance(error, TimeoutError):
         return "no word from the server for too long"
-    return f"{type(error).__name__}: {_message(str(error))}"
+    return f"{type(error).__name__}: {message_of(str(error))}"

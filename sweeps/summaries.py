@@ -28,12 +28,13 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
     device = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
     if "server" in config:
         device = f"unknown; asked from {device}"
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     origin = "" if config["load_format"] == "auto" else f" ({config['load_format']})"
     return {
         "model": f"{config['model']}{origin}",
         "device": f"{_resolved('device', records)} ({device})",
         "dtype": _resolved("dtype", records),
-        "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
+        "versions": f"unknown; asked from {versions}" if "server" in config else versions,
     }
 
 

@@ -32,7 +32,6 @@ from specbatch.sweeps.summaries import (
     verdict,
     with_spread,
 )
-
 from specbatch.sweeps.workloads import lines_of
 
 if TYPE_CHECKING:

@@ -253,7 +253,7 @@ def test_a_server_with_several_models_is_asked_for_one(serve):
     models = [{"id": "a"}, {"id": "b", "root": "org/toy"}]
     with pytest.raises(SpecbatchError, match=r"model=None: the server at .* has a, b; name one"):
         serve(Script(models=models))
-    with pytest.raises(SpecbatchError, match="model='c': .* has a, b"):
+    with pytest.raises(SpecbatchError, match=r"model='c': .* has a, b"):
         serve(Script(models=models), model="c")
     engine = serve(Script(models=models), model="b")
     assert (engine.model, engine.tokenizer) == ("b", BYTES)
@@ -263,7 +263,7 @@ def test_a_server_with_several_models_is_asked_for_one(serve):
 
 def test_what_is_no_server_is_refused():
     for url in ("", "localhost:8000", "ftp://x", "http://", "http://h:x"):
-        with pytest.raises(SpecbatchError, match="base_url='.*': give the server's address"):
+        with pytest.raises(SpecbatchError, match=r"base_url='.*': give the server's address"):
             Server(url)
     assert Server("http://h:1/v1/").base_url == Server("http://h:1").base_url == "http://h:1"
     with pytest.raises(SpecbatchError, match="send='words': use one of ids, text"):

@@ -190,7 +190,7 @@ def test_texts_are_asked_as_they_stand_or_as_messages(tmp_path):
 def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
     source = written(tmp_path, {"prompt": "a"})
     for template in (None, False):
-        with pytest.raises(SpecbatchError, match="thinking=True: no prompt is rendered .* add --chat-template"):
+        with pytest.raises(SpecbatchError, match=r"thinking=True: no prompt is rendered .* add --chat-template"):
             Workload(source, thinking=True, chat_template=template)
     with pytest.raises(SpecbatchError, match="line 1 holds token ids, which are no message"):
         Workload(written(tmp_path, {"prompt_token_ids": [4]}), chat_template=True)
@@ -207,7 +207,7 @@ def test_of_turns_the_first_is_asked(tmp_path):
     for turns in (["a", 7], "text", [""]):
         with pytest.raises(SpecbatchError, match="turns must be a list of strings"):
             Workload(written(tmp_path, {"turns": turns}))
-    with pytest.raises(SpecbatchError, match="one of the keys prompt, prompt_token_ids, question, messages'?$"):
+    with pytest.raises(SpecbatchError, match=r"one of the keys prompt, prompt_token_ids, question, messages$"):
         read_prompts(Path(written(tmp_path, {"turns": ["a"]})))  # generate would leave the others unanswered
 
 
