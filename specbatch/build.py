@@ -117,8 +117,9 @@ def build(
     place: Place = ALONE,
 ) -> Parts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
-    config, device, target, dtype, attention, draft = prepare(config, say, shared=shared)
-    plan = _plan(config, target, draft, dtype, device, shared is not None, place)
+    prepared = prepare(config, say, shared=shared)
+    config, device, target, dtype, attention, draft = prepared
+    plan = memory_plan(prepared, place, is_shared=shared is not None)
     if config.prefix_cache and plan.states and not plan.checkpoints:
         say("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
         config = replace(config, prefix_cache=False)
@@ -134,15 +135,9 @@ def build(
         raise plan.out_of_memory("building the engine") from error
 
 
-def _plan(
-    config: EngineConfig,
-    target: Checkpoint,
-    draft: DraftPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_shared: bool,
-    place: Place,
-) -> MemoryPlan:
+def memory_plan(prepared: Prepared, place: Place = ALONE, *, is_shared: bool = False) -> MemoryPlan:
+    """What an engine would take of the memory that is free now. Refused: what does not fit."""
+    config, device, target, dtype, _, draft = prepared
     kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
     graphs = graph_bytes(
         config.graphs,

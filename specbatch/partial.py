@@ -43,8 +43,8 @@ class PartialRows:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise refuse("output", str(self.path), f"is not a partial output; {self._anew} to start anew") from error
         if differs and found:
-            difference = _difference(header, self.header, differs)
-            works = f"was made with another {difference}; finish that job, name another output or {self._anew}"
+            other = difference(header, self.header, differs)
+            works = f"was made with another {other}; finish that job, name another output or {self._anew}"
             raise refuse("output", str(self.path), works)
         self.rows = found
 
@@ -93,13 +93,13 @@ def _whole_lines(text: str) -> str:
     return text[: text.rfind("\n") + 1]
 
 
-def _difference(old: Row, new: Row, names: Iterable[str]) -> str:
-    """For example: temperature (0.7 there, 0.0 now), input file."""
+def difference(old: Row, new: Row, names: Iterable[str]) -> str:
+    """What two headers differ in, for a person: temperature (0.7 there, 0.0 now), input file."""
     parts = []
     for name in names:
         before, after = old.get(name), new[name]
         if isinstance(before, dict) and isinstance(after, dict):
-            parts.append(_difference(before, after, [key for key in after if before.get(key) != after[key]]))
+            parts.append(difference(before, after, [key for key in after if before.get(key) != after[key]]))
         elif name.endswith("_sha256"):
             parts.append(name.removesuffix("_sha256").replace("input", "input file"))
         else:

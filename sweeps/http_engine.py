@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -57,6 +57,7 @@ class Server:
     tokenizer: str | None = None
     send: str = "ids"
     api_key_env: str | None = None
+    prefix_cache: ClassVar[bool] = True  # it may have one
 
     def __post_init__(self) -> None:
         try:
@@ -71,6 +72,9 @@ class Server:
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise refuse("api_key_env", self.api_key_env, "no such environment variable; set it to the server's key")
         object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -88,7 +92,7 @@ class HttpEngine:
         found = self._model()
         self.model: str = found["id"]
         self.tokenizer = self._open_tokenizer(found)
-        self.config = _Settings()
+        self.config = server
         self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
         if isinstance(longest := found.get("max_model_len"), int):
             self.caps["max_model_len"] = longest
@@ -296,11 +300,6 @@ class HttpEngine:
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=CONNECT_S)
         return aiohttp.ClientSession(timeout=timeout, headers=self.server.headers)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    prefix_cache: bool = True  # it may have one
 
 
 def _said(error: BaseException) -> str:

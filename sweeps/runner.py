@@ -1,6 +1,4 @@
-"""`specbatch sweep`: configurations side by side in one process, repeats interleaved, one record per point.
-
-    folder/<configuration>/c<concurrency>/r<repeat>/record.json, requests.jsonl
+"""`specbatch sweep`: configurations of a model side by side in one process, repeats interleaved, one record per point.
 
 All engines stay loaded, on one copy of the weights, so that repeat 1 of A, B, C is followed by repeat 2 of A, B, C: a
 machine that slows down slows all of them down. Each configuration is warmed up at each concurrency; that is in no
@@ -9,14 +7,15 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.pages import held_at_once
 from specbatch.memory.plan import ALONE, Place
@@ -24,6 +23,7 @@ from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
 from specbatch.sweeps.doubts import doubts
+from specbatch.sweeps.points import Described, Point, check_plan, plan_of, points, save
 from specbatch.sweeps.summaries import failures, simulated
 from specbatch.sweeps.tables import load_records, losses_of, write_summary
 from specbatch.sweeps.workloads import Workload, sha256_of
@@ -33,20 +33,6 @@ if TYPE_CHECKING:
     from specbatch.sweeps.http_engine import HttpEngine
 
 
-def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
-    return replace(config, speculation=replace(config.speculation, schedule=schedule))
-
-
-# name -> what it makes of the engine asked for. The baseline drafts nothing, under schedule v2.
-CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
-    "baseline": lambda asked: replace(
-        asked, speculation=Speculation(algorithm="none", schedule="v2"), draft_attention_backend="auto"
-    ),
-    "v1": lambda asked: _scheduled(asked, "v1"),
-    "v2": lambda asked: _scheduled(asked, "v2"),
-    "v2+piecewise": lambda asked: replace(_scheduled(asked, "v2"), graphs=replace(asked.graphs, prefill="piecewise")),
-}
-DEFAULT_CONFIGS = ("baseline", "v1", "v2")  # what runs on a CPU too
 WARM_UP_TOKENS = 16
 
 
@@ -55,7 +41,6 @@ class SweepOptions:
     """Which points are run: each configuration at each concurrency, `repeats` times."""
 
     concurrency: tuple[int, ...] = (1, 8, 32, 128)
-    configs: tuple[str, ...] = DEFAULT_CONFIGS
     repeats: int = 1
     workload: Workload = field(default_factory=Workload)
 
@@ -63,106 +48,125 @@ class SweepOptions:
         for number in self.concurrency:
             if number < 1:
                 raise refuse("concurrency", number, "use whole numbers of at least 1, for example 1,8,32,128")
-        for name in self.configs:
-            if name not in CONFIGURATIONS:
-                raise refuse("configs", name, f"use some of {', '.join(CONFIGURATIONS)}")
-        for setting in ("concurrency", "configs"):
-            values = getattr(self, setting)
-            if not values or len(set(values)) < len(values):
-                raise refuse(setting, ",".join(map(str, values)), "name at least one, and each only once")
+        if not self.concurrency or len(set(self.concurrency)) < len(self.concurrency):
+            listed = ",".join(map(str, self.concurrency))
+            raise refuse("concurrency", listed, "name at least one, and each only once")
         at_least("repeats", self.repeats, 1)
 
 
 def run_sweep(
-    base: EngineConfig,
+    configs: Mapping[str, EngineConfig],
     options: SweepOptions,
     folder: Path,
     *,
     log: Callable[[str], None] | None = None,
     report: Report | None = None,
 ) -> str:
-    """Run every point, write its record as soon as it is done, and return the Markdown summary.
+    """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
 
-    `base` is the engine with the speculation of v1 and v2; `folder` exists. On an error or Ctrl-C the
-    summary of what is finished is written first. Refused: a concurrency that an engine cannot hold.
+    `folder` exists; where it holds points of the same sweep, they stay as they are. On an error or Ctrl-C the summary
+    of what is finished is written first. Refused: a concurrency that an engine cannot hold.
     """
-    configs = engine_configs(base, options)
+    fit = fitted(configs, options)
+    return _finish(fit, lambda: _loaded(fit, log), options, folder, log, report)
+
+
+def run_server(
+    server: HttpEngine,
+    options: SweepOptions,
+    folder: Path,
+    *,
+    log: Callable[[str], None] | None = None,
+    report: Report | None = None,
+) -> str:
+    """The same with a server as the one configuration, by its model's name. A point of which every request failed is
+    refused, which ends the sweep."""
+    return _finish(
+        {server.model: server.config}, lambda: nullcontext({server.model: server}), options, folder, log, report
+    )
+
+
+def _finish(
+    configs: Mapping[str, Described],
+    load: Callable[[], AbstractContextManager[Mapping[str, Engine | HttpEngine]]],
+    options: SweepOptions,
+    folder: Path,
+    log: Callable[[str], None] | None,
+    report: Report | None,
+) -> str:
+    plan = plan_of(configs, options)
+    check_plan(folder, plan)
+    left = [point for point in points(configs, options) if not point.is_finished(folder)]
+    try:
+        if left:
+            with load() as engines:
+                _run(engines, options, left, partial(save, folder, plan), log, _counter(options, left, report))
+    except KeyboardInterrupt:
+        finished = sum(point.is_finished(folder) for point in points(configs, options))
+        works = "the same command with this --out goes on"
+        raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}; {works}") from None
+    finally:
+        any_finished = any(point.is_finished(folder) for point in points(configs, options))
+        summary = write_summary(folder) if any_finished else ""
+    if log is not None and (below := losses_of(load_records(folder))):
+        log(below)
+    return summary
+
+
+@contextmanager
+def _loaded(
+    configs: Mapping[str, EngineConfig], log: Callable[[str], None] | None
+) -> Iterator[dict[str, Engine | HttpEngine]]:
+    """The engines of the configurations, on one copy of the weights."""
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
         check_draft(configs.values(), log)
         for index, (name, config) in enumerate(configs.items()):
             first, side = next(iter(engines.values()), None), Place(index, len(configs))
             engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, place=side))
-        return run_points(engines, options, folder, log=log, report=report)
+        yield {**engines}
 
 
-def run_points(
+def _run(
     engines: Mapping[str, Engine | HttpEngine],
     options: SweepOptions,
-    folder: Path,
-    *,
-    log: Callable[[str], None] | None = None,
-    report: Report | None = None,
-) -> str:
-    """The points of engines that are there; see `run_sweep`. A point of which every request failed ends the sweep, as
-    an error."""
-    finished, workload = 0, options.workload
-    count = _counter(options, len(engines), report)
-    try:
-        tokenizer = next(iter(engines.values())).tokenizer
-        most = max(options.concurrency)
-        every = workload.prompts(tokenizer, workload.count(most))
-        params = workload.params(len(every))
-        for name, engine in engines.items():
-            _check_concurrency(name, engine.caps, most, every, params)
-        for concurrency in options.concurrency:
-            prompts = every[: workload.count(concurrency)]
-            for engine in engines.values():
-                _warm_up(engine, prompts[:concurrency], params[:concurrency])
-            for repeat, (place, name) in product(range(1, options.repeats + 1), enumerate(engines)):
-                record = _measure(engines[name], prompts, params[: len(prompts)], workload, concurrency, count)
-                where = f"{name} at concurrency {concurrency}, repeat {repeat}"
-                failed = "; ".join(f"{error} ({number})" for error, number in failures(record))
-                if failed and not record.metrics["requests"]:
-                    kept = f"kept {finished} finished points in {folder}"
-                    raise SpecbatchError(f"every request of {where} failed: {failed}; {kept}")
-                if log is not None:
-                    for line in record.workload["doubts"]:
-                        log(f"doubtful: {where}: {line}")
-                record.workload |= {
-                    "configuration": name,
-                    "place": place,
-                    "concurrency": concurrency,
-                    "repeat": repeat,
-                }
-                point = folder / name.replace("/", "_") / f"c{concurrency}" / f"r{repeat}"
-                point.mkdir(parents=True)
-                record.save(point)
-                finished += 1
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}") from None
-    finally:
-        summary = write_summary(folder) if finished else ""
-    if log is not None and (below := losses_of(load_records(folder))):
-        log(below)
-    return summary
-
-
-def engine_configs(base: EngineConfig, options: SweepOptions) -> dict[str, EngineConfig]:
-    """The engine of each configuration. They live side by side."""
+    left: list[Point],
+    done: Callable[[Point, RunRecord], None],
+    log: Callable[[str], None] | None,
+    count: Callable[[Completion], None],
+) -> None:
+    workload, tokenizer = options.workload, next(iter(engines.values())).tokenizer
     most = max(options.concurrency)
-    if base.max_running < most:
-        raise refuse("max_running", base.max_running, f"concurrency {most} needs at least {most}")
-    if base.speculation.algorithm == "none" and set(options.configs) - {"baseline"}:
-        raise refuse(
-            "algorithm", "none", "only the configuration baseline drafts nothing; use ngram, or another with its draft"
-        )
-    configs = {}
-    for name in options.configs:
-        configs[name] = replace(
-            CONFIGURATIONS[name](base), max_model_len=base.max_model_len or options.workload.max_model_len
-        )
-    return configs
+    every = workload.prompts(tokenizer, workload.count(most))
+    params = workload.params(len(every))
+    for name, engine in engines.items():
+        _check_concurrency(name, engine.caps, most, every, params)
+    for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
+        now = list(ours)
+        prompts = every[: workload.count(concurrency)]
+        for name in dict.fromkeys(point.configuration for point in now):
+            _warm_up(engines[name], prompts[:concurrency], params[:concurrency])
+        for point in now:
+            engine = engines[point.configuration]
+            record = _measure(engine, prompts, params[: len(prompts)], workload, concurrency, count)
+            where = f"{point.configuration} at concurrency {concurrency}, repeat {point.repeat}"
+            failed = "; ".join(f"{error} ({number})" for error, number in failures(record))
+            if failed and not record.metrics["requests"]:
+                raise SpecbatchError(f"every request of {where} failed: {failed}; points that were finished are kept")
+            if log is not None:
+                for line in record.workload["doubts"]:
+                    log(f"doubtful: {where}: {line}")
+            done(point, record)
+
+
+def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[str, EngineConfig]:
+    """Engines as long as the workload's prompts and answers, unless they were asked to be longer."""
+    most = max(options.concurrency)
+    for config in configs.values():
+        if config.max_running < most:
+            raise refuse("max_running", config.max_running, f"concurrency {most} needs at least {most}")
+    length = options.workload.max_model_len
+    return {name: replace(config, max_model_len=config.max_model_len or length) for name, config in configs.items()}
 
 
 def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | None) -> None:
@@ -239,10 +243,9 @@ def _measure(
     return record
 
 
-def _counter(options: SweepOptions, engines: int, report: Report | None) -> Callable[[Completion], None]:
-    """Reports progress in requests over the whole sweep, so that the time left is known early."""
-    per_round = sum(options.workload.count(concurrency) for concurrency in options.concurrency)
-    total = per_round * options.repeats * engines
+def _counter(options: SweepOptions, left: list[Point], report: Report | None) -> Callable[[Completion], None]:
+    """Reports progress in requests over all that is left, so that the time that takes is known early."""
+    total = sum(options.workload.count(point.concurrency) for point in left)
     done = 0
 
     def count(completion: Completion) -> None:

@@ -2,7 +2,8 @@
 
 vLLM counts drafts (verifies of a draft, one per request and step), drafted and accepted tokens: accept length is
 1 + accepted / drafts, which leaves out steps without a draft. SGLang (with --enable-metrics) counts the verifies of
-each request that ends: accept length is output tokens, but for each first one, which prefill made, over verifies. Its gauge of an accept length is of no known window and is not read.
+each request that ends: accept length is output tokens, but for each first one, which prefill made, over verifies.
+Its gauge of an accept length is of no known window and is not read.
 """
 
 from __future__ import annotations

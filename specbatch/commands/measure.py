@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from dataclasses import fields, replace
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
+from specbatch.commands.load import length, server_of, whole_number
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, say, show
-from specbatch.errors import at_least, refuse
+from specbatch.config import EngineConfig
+from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.progress import progress
+
+if TYPE_CHECKING:
+    from specbatch.sweeps.runner import SweepOptions
 
 # What `bench` decides itself, point by point.
 BENCH_SETS = (*("spec", "decode_graph", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache"),)
-
-
-# Of the engine's options those that mean something for a server's, too.
-OF_SERVERS = ("model", "tokenizer", "seed")
 
 
 @takes_engine(without=("spec",))
@@ -30,7 +31,9 @@ def sweep(
     context: typer.Context,
     engine: EngineOptions,
     concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
-    configs: Annotated[str, Option(help="Some of baseline, v1, v2, v2+piecewise.")] = ("baseline,v1,v2"),
+    configs: Annotated[
+        str, Option(help="Some of baseline, v1, v2, v2+piecewise; or a TOML or YAML file of configurations.")
+    ] = "baseline,v1,v2",
     dataset: Annotated[
         str,
         Option(
@@ -89,8 +92,10 @@ def sweep(
         str | None, Option(metavar="NAME", help="http: environment variable that holds the server's key.")
     ] = None,
     output: Annotated[
-        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/sweep-TIME.")
+        Path | None,
+        Option("--output", "--out", help="Folder: a new one, or that of the same sweep cut short. [out/sweep-TIME]"),
     ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would run and how long; load nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare configurations at several concurrencies, in one process, on the same prompts.
@@ -103,9 +108,23 @@ def sweep(
 
     specbatch sweep --dataset gsp --output-len 256 --request-rate 10 --concurrency 128
 
+    specbatch sweep --configs grid.toml --out sweeps/heads
+
     baseline drafts nothing (schedule v2); v1 and v2 draft with ngram, or with --draft;
     v2+piecewise also replays prompts in pieces. gsp is random prompts in groups that begin alike, in shuffled order;
     with it the prefix cache is on, and empty at the start of each point.
+
+    In a file each table is a configuration, whose keys are options of this command; a list stands for one of each.
+
+    [baseline]
+    spec = "off"
+
+    [ngram]
+    algorithm = "ngram"
+    draft-tokens = [3, 7]
+
+    Ratios are over the configuration named baseline. Several models (model = ...) run one after the other, each in a
+    process and a folder of its own.
 
     specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B --dataset gsm8k
 
@@ -116,55 +135,89 @@ def sweep(
     make the exit status 1.
 
     Each point leaves record.json and requests.jsonl; the summary is made from them. Outputs that do not look like what
-    was asked (cut off, reasoning where it is off, marks of a template) are told.
+    was asked (cut off, reasoning where it is off, marks of a template) are told. The same command with the --out of a
+    sweep that was cut short runs what is missing.
     """
-    from specbatch.sweeps.runner import SweepOptions, run_points, run_sweep
+    from specbatch.sweeps.grid import by_model
+    from specbatch.sweeps.points import PLAN
+    from specbatch.sweeps.runner import SweepOptions, run_server, run_sweep
     from specbatch.sweeps.workloads import Workload
 
     steps = _whole_numbers("concurrency", concurrency)
     workload = Workload(
         dataset,
         data,
-        _length("input_len", input_len),
-        _length("output_len", output_len),
+        length("input_len", input_len),
+        length("output_len", output_len),
         prompts_per_concurrency,
         engine.seed,
         groups=groups,
         group_prompts=group_prompts,
-        shared_len=_length("shared_len", shared_len),
+        shared_len=length("shared_len", shared_len),
         request_rate=request_rate,
-        burst=0 if burst == "all" else _whole_number("burst", burst, "all"),
+        burst=0 if burst == "all" else whole_number("burst", burst, "all"),
         chat_template=chat_template,
         thinking=thinking,
     )
-    options = SweepOptions(steps, _names(configs), repeats, workload)
-    if engine_kind == "specbatch":
-        for name in ("base_url", "send", "api_key_env"):
-            if _given(context, name):
-                raise refuse(name, context.params[name], "is of servers; add --engine http")
-        config = replace(engine, spec="v2").config(concurrency=max(steps), prefix_cache=workload.is_grouped)
-        with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
-            summary = run_sweep(config, options, folder, log=say, report=report)
-    elif engine_kind == "http":
-        from specbatch.sweeps.http_engine import HttpEngine, Server
+    options = SweepOptions(steps, repeats, workload)
+    server = server_of(engine, context.params, lambda name: _given(context, name))
+    engines = {}
+    if server is None:
+        engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=workload.is_grouped)
+    if dry_run and server is not None:
+        raise refuse("dry_run", True, "how fast a server is nobody knows beforehand; leave it out")
+    if dry_run:
+        from specbatch.sweeps.estimate import dry_run as planned
 
-        for name in ("configs", *(item.name for item in fields(EngineOptions))):
-            if name not in OF_SERVERS and _given(context, name):
-                works = "is a setting of our engine; the server has its own, so start it with what you want"
-                raise refuse(name, context.params[name], works)
-        model = engine.model if _given(context, "model") else None
-        server = HttpEngine(Server(base_url or "", model, engine.tokenizer, send, api_key_env), log=say)
-        with fresh_folder(output, "sweep") as folder, progress("sweep") as report:
-            summary = run_points({server.model: server}, options, folder, log=say, report=report)
-    else:
-        raise refuse("engine", engine_kind, "use specbatch, or http with --base-url")
-    show(
-        f"{summary}\nresults: {folder}",
-        {"output": str(folder), "rows": _summary_rows(folder)},
-        as_json=as_json,
-    )
-    if _failed(folder):
+        show(planned(engines, options, output), {"configurations": list(engines)}, as_json=as_json)
+        return
+    resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
+    with fresh_folder(output, "sweep", resumes=resumes) as folder:
+        models = by_model(engines)
+        if server is not None:
+            with progress("sweep") as report:
+                summary, rows = run_server(server, options, folder, log=say, report=report), _summary_rows(folder)
+        elif len(models) == 1:
+            with progress("sweep") as report:
+                summary, rows = run_sweep(engines, options, folder, log=say, report=report), _summary_rows(folder)
+        else:
+            summary, rows = "", []
+            for name, ours in models.items():
+                summary += _in_a_process(name, ours, options, folder / name)
+                rows += [{"model": name, **row} for row in _summary_rows(folder / name)]
+    show(f"{summary}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    if server is not None and _failed(folder):
         raise typer.Exit(1)
+
+
+def _in_a_process(name: str, engines: dict[str, EngineConfig], options: SweepOptions, folder: Path) -> str:
+    """The sweep of one of several models: nothing of it is left behind for the next one."""
+    say(f"{name}:")
+    folder.mkdir(exist_ok=True)
+    process = get_context("spawn").Process(target=_one_model, args=(engines, options, folder))
+    process.start()
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.join()  # it has heard of it, too, and writes its summary
+        raise KeyboardInterrupt(f"what is finished is kept in {folder.parent}; the same command goes on") from None
+    if process.exitcode:
+        raise typer.Exit(process.exitcode if process.exitcode == 2 else 1)
+    return f"## {name}\n\n{(folder / 'summary.md').read_text(encoding='utf-8')}\n"
+
+
+def _one_model(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path) -> None:
+    from specbatch.sweeps.runner import run_sweep
+
+    try:
+        with progress("sweep") as report:
+            run_sweep(engines, options, folder, log=say, report=report)
+    except SpecbatchError as error:
+        say(f"error: {error}")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt as stop:
+        say(str(stop))
+        raise SystemExit(130) from None
 
 
 @takes_engine(without=BENCH_SETS)
@@ -295,6 +348,15 @@ def _failed(folder: Path) -> bool:
     return any(record.counters.get("errors") for record in load_records(folder))
 
 
+def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
+    """Those of `configs`: names, or a file whose settings count in place of the command's."""
+    from specbatch.sweeps.grid import SUFFIXES, named, read_grid
+
+    if not configs.endswith(SUFFIXES):
+        return named(replace(asked, spec="v2").config(**settings), _names(configs))
+    return {name: asked.having(changes, name).config(**settings) for name, changes in read_grid(Path(configs)).items()}
+
+
 def _given(context: typer.Context, name: str) -> bool:
     """Does an option's value come from the user?"""
     source = context.get_parameter_source(name)
@@ -303,22 +365,6 @@ def _given(context: typer.Context, name: str) -> bool:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
-
-
-def _length(setting: str, text: str) -> int | tuple[int, int]:
-    """ "128", or the fewest and the most: "64-256"."""
-    if found := re.fullmatch(r"(\d+)-(\d+)", text):
-        return int(found[1]), int(found[2])
-    return _whole_number(setting, text, "the fewest and the most: 64-256")
-
-
-def _whole_number(setting: str, text: str, other: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise refuse(setting, text, f"use a whole number of at least 1, or {other}") from None
-    at_least(setting, value, 1)
-    return value
 
 
 def _whole_numbers(setting: str, text: str) -> tuple[int, ...]:

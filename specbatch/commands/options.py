@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from typer import Option
 
@@ -231,6 +231,19 @@ class EngineOptions:
             ngram_max=self.ngram_max,
             simulate_accept_length=self.simulate_accept_length,
         )
+
+    def having(self, changes: Mapping[str, object], where: str) -> EngineOptions:
+        """The same with other settings, by their names here. Refused: one that there is not, or of another type."""
+        hints = get_type_hints(EngineOptions)
+        known: dict[str, Any] = {}
+        for name, value in changes.items():
+            if name not in hints:
+                raise refuse("configs", f"{where}: {name}", f"use options of an engine: {', '.join(hints)}")
+            kinds = get_args(hints[name]) or (hints[name],)
+            known[name] = str(value) if str in kinds and type(value) is int else value
+            if type(known[name]) not in kinds and not (float in kinds and type(value) is int):
+                raise refuse("configs", f"{where}: {name}={value!r}", "this is not a value of that option")
+        return replace(self, **known)
 
     def _draft_tokens(self) -> int | Literal["auto"] | None:
         if self.draft_tokens is None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
+from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,8 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
 
 @contextmanager
 def fresh_folder(asked: Path | None, command: str, *, resumes: str | None = None) -> Iterator[Path]:
-    """Create and yield `asked`, or a new `out/COMMAND-TIME`; a folder that holds something is refused, but for a file
-    named `resumes`, which an interrupted run has left.
+    """Create and yield `asked`, or a new `out/COMMAND-TIME`; a folder that holds something is refused, but for files
+    like `resumes` (a pattern of the shell), which an interrupted run has left.
 
     What was created and is still empty when the command ends (it was refused later) is removed again.
     """
@@ -48,7 +49,7 @@ def fresh_folder(asked: Path | None, command: str, *, resumes: str | None = None
         raise _unwritable(folder, error) from error
     try:
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two runs must not mix their results
-        taken = any(path.name != resumes for path in folder.iterdir())
+        taken = any(not fnmatch(path.name, resumes or "") for path in folder.iterdir())
         TemporaryFile(dir=folder).close()  # an unwritable place is found now, not after the run
     except BlockingIOError:
         os.close(claim)

@@ -25,9 +25,13 @@ class Bytes:
 
 
 @pytest.fixture
-def sweep(run, tmp_path, monkeypatch):
-    """`sweep(script, *words)`: the result of a sweep over a server that does what the script says."""
+def tokenizer(monkeypatch):
     monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name: Bytes())
+
+
+@pytest.fixture
+def sweep(run, tmp_path, tokenizer):
+    """`sweep(script, *words)`: the result of a sweep over a server that does what the script says."""
 
     def call(script: Script, *words: object, out: str = "out"):
         with serving(script) as url:
@@ -105,14 +109,19 @@ def test_requests_that_fail_are_named_in_the_table_and_make_the_exit_status_1(sw
     assert record["counters"]["errors"] == {"HTTP 500: boom": 2}
 
 
-def test_a_server_that_dies_leaves_the_finished_points(sweep, tmp_path):
-    script = Script(fails=lambda number: {"status": 502, "message": "gone"} if number >= 5 else None)
-    result = sweep(script, "--concurrency", "1", "--repeats", 3, *SMALL)
-    assert result.exit_code == 2
-    said = "every request of org/toy at concurrency 1, repeat 2 failed: HTTP 502: gone (4); kept 1 finished points in"
-    assert said in result.stderr
-    assert list(records(tmp_path / "out")) == ["org_toy/c1/r1"]
-    assert (tmp_path / "out/summary.md").exists()
+def test_a_server_that_dies_leaves_the_finished_points_from_which_the_same_command_goes_on(run, tmp_path, tokenizer):
+    script = Script(fails=lambda number: {"status": 502, "message": "gone"} if 5 <= number < 9 else None)
+    with serving(script) as url:
+        words = ("sweep", "--engine", "http", "--base-url", url, "--concurrency", "1", "--repeats", 3, *SMALL)
+        result = run(*words, "--output", tmp_path / "out")
+        assert result.exit_code == 2
+        assert "every request of org/toy at concurrency 1, repeat 2 failed: HTTP 502: gone (4)" in result.stderr
+        assert list(records(tmp_path / "out")) == ["org_toy/c1/r1"]
+        assert (tmp_path / "out/summary.md").exists()
+        again = run(*words, "--output", tmp_path / "out")
+        assert again.exit_code == 0, again.output
+    assert list(records(tmp_path / "out")) == [f"org_toy/c1/r{repeat}" for repeat in (1, 2, 3)]
+    assert len(script.bodies) == 1 + 4 + 4 + 1 + 4 + 4
 
 
 def test_what_a_server_counts_of_its_drafts_is_in_the_table(sweep, tmp_path):

@@ -90,3 +90,23 @@ def test_send_one_streams_what_it_returns(run):
     assert result["tokens"] == 12
     streamed = run("send-one", *words, "--stream").stdout
     assert streamed.startswith(result["text"])
+
+
+def test_a_dry_run_loads_and_leaves_nothing(run):
+    result = run("sweep", "--concurrency", "1,3", "--repeats", 2, "--out", "out", "--dry-run")
+    assert not Path("out").exists()
+    lines = result.stdout.splitlines()
+    assert sum(line.startswith("| v1 ") for line in lines) == 4
+    assert "12 points, about " in result.stdout
+    assert any(line.startswith("* v2: ") and "KV pages" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_models_of_a_file_run_one_after_the_other(run):
+    Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n[ngram]\nalgorithm = "ngram"\nseed = 1\n')
+    words = ("--concurrency", 2, "--input-len", 8, "--output-len", 6, "--configs", "grid.toml", "--out", "out")
+    result = run("sweep", *words)
+    assert result.stdout.count("## toy-") == 2
+    names = sorted(str(path.parent) for path in Path("out").glob("*/*/c2/r1/record.json"))
+    assert names == ["out/toy-1/baseline seed=1/c2/r1", "out/toy-1/ngram/c2/r1", "out/toy-2/baseline seed=2/c2/r1"]
+    assert run("sweep", *words).exit_code == 0

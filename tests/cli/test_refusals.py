@@ -43,6 +43,7 @@ REFUSED = [
     ("eval t --thinking", [], "thinking=True: the chat template has that switch; add --chat-template"),
     ("sweep --base-url http://x", [], "base_url='http://x': is of servers; add --engine http"),
     ("sweep --engine vllm", [], "engine='vllm': use specbatch, or http"),
+    ("sweep --engine http --dry-run --base-url http://127.0.0.1:9", [], "no answer from /v1/models"),
     ("sweep --engine http", [], "base_url='': give the server's address"),
     ("sweep --engine http --base-url http://x --draft-tokens 3", [], "draft_tokens='3': is a setting of our engine"),
     ("sweep --engine http --base-url http://x --no-prefix-cache", [], "prefix_cache=False: is a setting of our"),

@@ -114,6 +114,27 @@ def test_an_interrupted_sweep_keeps_its_points_and_their_summary(run, engine, tm
     assert next(csv.DictReader((tmp_path / "out/summary.csv").open()))["configuration"] == "baseline"
 
 
+def test_the_same_command_goes_on(run, engine, tmp_path):
+    words = ("sweep", "--concurrency", "1", "--repeats", 2, "--output", tmp_path / "out", *SMALL)
+    engine.interrupt_after = 3 * 1 + 4 + 2
+    assert run(*words).exit_code == 130
+    engine.interrupt_after = None
+    (tmp_path / "out/baseline/c1/r1/kept").touch()
+    engine.order.clear()
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    baseline, v1, v2 = "none/v2/1", "ngram/v1/1", "ngram/v2/1"
+    warm_up = [v1, v2, baseline]
+    assert engine.order == [*warm_up, v1, v2, baseline, v1, v2]
+    assert len(list(tmp_path.glob("out/*/c1/r*/record.json"))) == 6
+    assert (tmp_path / "out/baseline/c1/r1/kept").exists()
+    engine.order.clear()
+    assert run(*words).exit_code == 0  # nothing is left
+    assert engine.order == []
+    other = run(*words, "--seed", 3)
+    assert (other.exit_code, "seed (0 there, 3 now)" in other.stderr) == (2, True)
+
+
 def test_json_rows(run, tmp_path):
     result = run("sweep", "--concurrency", "1", "--configs", "v1", "--output", tmp_path / "out", "--json", *SMALL)
     (line,) = result.stdout.splitlines()

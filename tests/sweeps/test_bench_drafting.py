@@ -14,11 +14,10 @@ from typer.testing import CliRunner, Result
 from specbatch import Engine, build
 from specbatch.cli import app
 from specbatch.config import EngineConfig, Speculation
-from specbatch.memory.plan import ALONE
 from specbatch.sweeps import bench
 from specbatch.sweeps.bench_plan import BenchOptions, plan_engines
 from specbatch.sweeps.bench_tables import write_table
-from specbatch.sweeps.runner import SweepOptions, engine_configs
+from specbatch.sweeps.grid import named
 
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
 TOY = EngineConfig(model="toy", load_format="dummy", device="cpu", page_size=4, speculation=EAGLE3)
@@ -206,7 +205,7 @@ def test_a_baseline_has_no_draft_to_attend():
     plan = plan_engines(base, BenchOptions(sections=("closed",)))
     asked = {name: config.draft_attention_backend for name, config in plan.engines.items()}
     assert asked == {"baseline": "auto", "v1": "torch", "v2": "torch"}
-    both = engine_configs(replace(base, max_running=128), SweepOptions(configs=("baseline", "v2")))
+    both = named(base, ("baseline", "v2"))
     assert {name: config.draft_attention_backend for name, config in both.items()} == {
         "baseline": "auto",
         "v2": "torch",
@@ -244,8 +243,7 @@ def test_four_engines_of_qwen3_8b_fit_on_an_h200(monkeypatch, speculation, sizes
     }  # fmt: skip
     assert all(point.names == list(plan.engines) for point in plan.points)
     for name, config in plan.engines.items():
-        config, _, target, dtype, _, draft = build.prepare(config, lambda line: None)
-        memory = build._plan(config, target, draft, dtype, device, name != "baseline", ALONE)
+        memory = build.memory_plan(build.prepare(config, lambda line: None), is_shared=name != "baseline")
         assert memory.kv_pages == config.kv_pages
         free -= memory.weights + memory.draft_weights + memory.kv + memory.workspace + memory.graphs
     assert free > 8 << 30

@@ -1,0 +1,143 @@
+"""Configurations by name and by file, the points of a folder, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specbatch.commands.measure import _engines
+from specbatch.commands.options import EngineOptions
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.metrics import RunRecord
+from specbatch.sweeps.grid import by_model, named, read_grid
+from specbatch.sweeps.points import PLAN, check_plan, plan_of, points, save
+from specbatch.sweeps.runner import SweepOptions
+from specbatch.sweeps.workloads import Workload
+
+TOML = """
+[baseline]
+spec = "off"
+[eagle]
+algorithm = "eagle3"
+draft = "head"
+draft-tokens = [1, 3]
+kv_dtype = ["auto", "fp8"]
+"""
+YAML = """
+baseline: {spec: "off"}
+eagle: {algorithm: eagle3, draft: head, draft-tokens: [1, 3], kv_dtype: [auto, fp8]}
+"""
+OPTIONS = SweepOptions((1, 2), 2, Workload(input_len=4, output_len=3))
+
+
+@pytest.mark.parametrize(("suffix", "text"), [(".toml", TOML), (".yaml", YAML), (".yml", YAML)])
+def test_lists_are_multiplied_out(tmp_path: Path, suffix: str, text: str) -> None:
+    path = tmp_path / f"grid{suffix}"
+    path.write_text(text)
+    found = read_grid(path)
+    assert list(found) == ["baseline"] + [
+        f"eagle draft-tokens={n} kv_dtype={kind}" for n in (1, 3) for kind in ("auto", "fp8")
+    ]
+    assert found["eagle draft-tokens=3 kv_dtype=fp8"] == {
+        "algorithm": "eagle3", "draft": "head", "draft_tokens": 3, "kv_dtype": "fp8"
+    }  # fmt: skip
+
+
+def test_a_file_counts_in_place_of_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text(TOML)
+    asked = EngineOptions(device="cpu", seed=7, draft_tokens="5", page_size=8)
+    found = _engines(asked, str(path), concurrency=3, prefix_cache=False)
+    assert found["baseline"].speculation.algorithm == "none"
+    config = found["eagle draft-tokens=1 kv_dtype=fp8"]
+    assert (config.speculation.draft_tokens, config.kv_dtype) == (1, "fp8")
+    assert {(one.seed, one.page_size, one.max_running) for one in found.values()} == {(7, 8, 3)}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no configurations"),
+        ("x = 3", "write a table of options"),
+        ("[a", "not TOML"),
+        ('[a]\nspecs = "v1"', "a: specs': use options of an engine"),
+        ('[a]\npage_size = "big"', "a: page_size='big'\": this is not a value of that option"),
+        ("[a]\nprefix_cache = 3", "this is not a value"),
+        ("[a]\npage_size = []", "or a list of them"),
+        ("[a.b]\nc = 3", "or a list of them"),
+        ("[a]\npage_size = [8, 8]", "names each value once"),
+        ('["a/b"]\nspec = "v1"', "name is that of a folder"),
+        ('[a]\nspec = "v3"', "spec='v3'"),
+    ],
+)
+def test_refused_files(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text(text)
+    with pytest.raises(SpecbatchError) as refused:
+        _engines(EngineOptions(device="cpu"), str(path))
+    assert says in str(refused.value)
+
+
+def test_a_missing_file_and_bad_yaml(tmp_path: Path) -> None:
+    with pytest.raises(SpecbatchError, match="cannot be read"):
+        read_grid(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(SpecbatchError, match="not YAML"):
+        read_grid(tmp_path / "bad.yaml")
+
+
+def test_models_are_told_apart() -> None:
+    toy = EngineConfig(model="toy", load_format="dummy")
+    drafting = replace(toy, speculation=Speculation("ngram"))
+    assert by_model({"a": toy, "b": drafting}) == {"toy": {"a": toy, "b": drafting}}
+    others = {"a": toy, "c": replace(toy, model="x/toy"), "d": replace(toy, seed=1)}
+    assert [list(found) for found in by_model(others).values()] == [["a"], ["c"], ["d"]]
+    assert list(by_model(others)) == ["toy-1", "toy-2", "toy-3"]
+
+
+def record() -> RunRecord:
+    return RunRecord({}, {}, {}, {}, [], {})
+
+
+def test_what_is_left_of_a_folder(tmp_path: Path) -> None:
+    configs = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v2"))
+    every = list(points(configs, OPTIONS))
+    assert [(p.configuration, p.concurrency, p.repeat) for p in every[:5]] == [
+        ("baseline", 1, 1), ("v2", 1, 1), ("baseline", 1, 2), ("v2", 1, 2), ("baseline", 2, 1)
+    ]  # fmt: skip
+    plan = plan_of(configs, OPTIONS)
+    check_plan(tmp_path, plan)
+    assert not (tmp_path / PLAN).exists()  # nothing has finished
+    save(tmp_path, plan, every[1], record())
+    assert [point for point in every if point.is_finished(tmp_path)] == [every[1]]
+    where = json.loads((tmp_path / "v2/c1/r1/record.json").read_text())["workload"]
+    assert where == {"configuration": "v2", "place": 1, "concurrency": 1, "repeat": 1}
+    check_plan(tmp_path, plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"repeats": 3}, r"repeats \(2 there, 3 now\)"),
+        ({"workload": Workload(input_len=5, output_len=3)}, r"input_len \(4 there, 5 now\)"),
+        ({"concurrency": (1,)}, r"concurrency \(\[1, 2\] there, \[1\] now\)"),
+    ],
+)
+def test_the_folder_of_another_sweep(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    configs = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v2"))
+    save(tmp_path, plan_of(configs, OPTIONS), next(points(configs, OPTIONS)), record())
+    with pytest.raises(SpecbatchError, match=says):
+        check_plan(tmp_path, plan_of(configs, replace(OPTIONS, **change)))  # type: ignore[arg-type]
+    fewer = {"v2": configs["v2"]}
+    with pytest.raises(SpecbatchError, match=r"configurations \(baseline, v2 there, v2 now\)"):
+        check_plan(tmp_path, plan_of(fewer, OPTIONS))
+    other = configs | {"v2": replace(configs["v2"], page_size=32)}
+    with pytest.raises(SpecbatchError, match=r"page_size \(16 there, 32 now\)"):
+        check_plan(tmp_path, plan_of(other, OPTIONS))
+    (tmp_path / PLAN).write_text("{")
+    with pytest.raises(SpecbatchError, match="cannot be read"):
+        check_plan(tmp_path, plan_of(configs, OPTIONS))
