@@ -7,8 +7,9 @@ is one line on standard error and exit status 2; Ctrl-C says what was kept and e
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -21,6 +22,10 @@ from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, rows_table, say, show
 from specbatch.errors import refuse
 from specbatch.progress import progress
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+    from specbatch.evals.run import EvalOptions
 
 
 class Commands(TyperGroup):
@@ -89,6 +94,9 @@ def evaluate(
         bool | None, Option("--thinking/--no-thinking", help="The chat template's enable_thinking. Default: its own.")
     ] = None,
     max_new_tokens: Annotated[int | None, Option(help="Longest answer. Default: the task's, else 512.")] = None,
+    ladder: Annotated[
+        bool, Option("--ladder", help="The same with nothing drafted, in v1, v2 and v2+piecewise, side by side.")
+    ] = False,
     concurrency: Concurrency = None,
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for the results. Default: out/eval-TIME.")
@@ -101,12 +109,16 @@ def evaluate(
 
     specbatch eval gsm8k --data gsm8k_test.jsonl --limit 100 --spec v2
 
+    specbatch eval gsm8k --data gsm8k_test.jsonl --ladder --algorithm eagle3 --draft HEAD
+
     one_digit_sums needs no network. Per-question results go to the output folder. What a model writes inside <think> is
     not scored.
     """
     from specbatch.evals.run import PARTIAL, EvalOptions, prepare
 
-    config = engine.config(concurrency=concurrency)
+    if ladder and engine.spec is not None:
+        raise refuse("spec", engine.spec, "--ladder runs all of them; leave it out")
+    config = (replace(engine, spec="v2") if ladder else engine).config(concurrency=concurrency)
     with fresh_folder(output, "eval") as folder:
         options = EvalOptions(
             task=task,
@@ -121,6 +133,9 @@ def evaluate(
             seed=fewshot_seed,
             output=folder,
         )
+        if ladder:
+            _climb(config, options, folder, as_json)
+            return
         ready = prepare(options)
         with open_engine(config) as running, progress(f"eval {task}") as report:
             try:
@@ -134,6 +149,16 @@ def evaluate(
                 raise KeyboardInterrupt(f"kept {kept} finished answers in {partial}") from None
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
+
+
+def _climb(config: EngineConfig, options: EvalOptions, folder: Path, as_json: bool) -> None:
+    from specbatch.build import find_device
+    from specbatch.evals.ladder import run_ladder, rungs
+
+    configs, left_out = rungs(config, find_device(config.device).type == "cuda")
+    with progress(f"eval {options.task}") as report:
+        found = run_ladder(configs, options, folder, left_out=left_out, log=say, progress=report)
+    show(f"{found.table()}\n\nresults: {folder}", {**found.as_dict(), "output": str(folder)}, as_json=as_json)
 
 
 app.command()(check)

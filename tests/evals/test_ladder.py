@@ -1,0 +1,76 @@
+"""One task on every rung: what the table holds, what is left out, what a failure leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.evals import ladder
+from specbatch.evals.ladder import run_ladder, rungs
+from specbatch.evals.run import EvalOptions
+from specbatch.memory.plan import Place
+
+BASE = EngineConfig(speculation=Speculation("ngram"))
+
+
+@pytest.fixture
+def climb(
+    monkeypatch: pytest.MonkeyPatch, make_engine: Any, mixed_reply: Any, scored_file: Path, tmp_path: Path
+) -> Any:
+    """Rungs of engines that answer alike, but for v2's first question."""
+    made: list[tuple[str, Any, Place]] = []
+
+    @contextmanager
+    def load(name: str, config: EngineConfig, log: Any, *, weights_of: Any, place: Place) -> Any:
+        if name == "v2+piecewise":
+            raise MemoryError("no room")
+        odd = ["? "] if name == "v2" else []
+        engine = make_engine(lambda text: (odd.pop() if odd else "") + mixed_reply(text))
+        plain, config_of = engine.record, asdict(config.speculation)
+        engine.record = lambda **known: replace(plain(**known), config={"model": "fake", "speculation": config_of})
+        made.append((name, weights_of, place))
+        yield engine
+
+    monkeypatch.setattr(ladder, "load_engine", load)
+    monkeypatch.setattr(ladder, "check_draft", lambda *_: None)
+
+    def run(on_cuda: bool = False) -> Any:
+        configs, left_out = rungs(BASE, on_cuda)
+        options = EvalOptions("gsm8k", data=scored_file, num_fewshot=0)
+        seen: list[tuple[int, int]] = []
+        found = run_ladder(configs, options, tmp_path, left_out=left_out, progress=lambda *at: seen.append(at))
+        return found, made, seen
+
+    return run
+
+
+def test_no_cell_is_empty_and_answers_are_compared(climb: Any, tmp_path: Path) -> None:
+    found, made, seen = climb()
+    rows = found.rows()
+    assert [row["rung"] for row in rows] == ["baseline", "v1", "v2"]
+    assert all(cell.strip() for row in rows for cell in row.values())
+    assert [row["same answers"] for row in rows] == ["8 of 8", "8 of 8", "7 of 8"]
+    assert [row["accept length"] for row in rows] == ["nothing drafted", "2.50", "2.50"]
+    assert rows[0]["strict-match exact_match"].startswith("0.2500 ± 0.1637, 75.0% unparsed")
+    assert {row["speed"] for row in rows[:2]} == {"1.00"}
+    assert "v2+piecewise: left out, as prompts are replayed on a CUDA device only" in found.table()
+    assert seen[-1] == (24, 24)
+    assert [place for _, _, place in made] == [Place(n, 3) for n in range(3)]
+    assert made[0][1] is None
+    assert made[1][1] is made[2][1] is not None  # the first engine's weights
+    assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3
+    assert set(json.loads((tmp_path / "ladder.json").read_text())["rungs"]) == {"baseline", "v1", "v2"}
+    assert (tmp_path / "v1" / "questions.jsonl").exists()
+
+
+def test_what_is_finished_is_kept_when_a_rung_fails(climb: Any, tmp_path: Path) -> None:
+    with pytest.raises(MemoryError):
+        climb(on_cuda=True)
+    assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3
