@@ -41,7 +41,7 @@ def doubts(workload: Workload, completions: list[Completion], params: list[Sampl
         yield f"{of_all(unended)} end inside their reasoning: use more than {limit} output tokens"
     if all(item.finish_reason == "length" for item in ended):
         base = ", or the model is a base model, which does not end its turn" if workload.is_rendered else ""
-        yield f"all {len(ended)} answers were cut off at {limit} tokens: use more{base}"
+        yield f"all answers were cut off at {limit} tokens: use more{base}"
     marked = sum(any(mark in text for mark in MARKS) for text in texts)
     if marked:
         cause = "a base model behind a chat template goes on with the other side's turn"

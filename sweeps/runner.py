@@ -136,7 +136,7 @@ def _run(
     count: Callable[[Completion], None],
 ) -> None:
     workload, tokenizer = options.workload, next(iter(engines.values())).tokenizer
-    most = max(options.concurrency)
+    most, told = max(options.concurrency), set[str]()
     every = workload.prompts(tokenizer, workload.count(most))
     params = workload.params(len(every))
     for name, engine in engines.items():
@@ -153,9 +153,10 @@ def _run(
             failed = "; ".join(f"{error} ({number})" for error, number in failures(record))
             if failed and not record.metrics["requests"]:
                 raise SpecbatchError(f"every request of {where} failed: {failed}; points that were finished are kept")
-            if log is not None:
-                for line in record.workload["doubts"]:
+            for line in record.workload["doubts"]:
+                if log is not None and line not in told:
                     log(f"doubtful: {where}: {line}")
+                told.add(line)
             done(point, record)
 
 

@@ -224,9 +224,18 @@ def _prefix_cache(record: RunRecord) -> str:
     return asked if isinstance(asked, str) else "on" if asked else "off"
 
 
+def _remarks(record: RunRecord) -> Iterator[str]:
+    """What is often the same of all points."""
+    for doubt in record.workload.get("doubts", ()):
+        yield f"DOUBTFUL: {doubt}"
+    if why := record.counters.get("no_accept_length"):
+        yield f"NO ACCEPT LENGTH: {why}"
+
+
 def _notes(records: list[RunRecord]) -> list[str]:
     notes = ["Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."]
     tokens: dict[tuple[int, int], dict[str, str]] = {}
+    remarks: dict[str, list[str]] = {}
     for record in records:
         work = record.workload
         where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
@@ -237,10 +246,9 @@ def _notes(records: list[RunRecord]) -> list[str]:
         if drafts(record) and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         notes += replay_notes(record, where)
-        notes += [f"DOUBTFUL: {where}: {doubt}." for doubt in work.get("doubts", ())]
+        for remark in _remarks(record):
+            remarks.setdefault(remark, []).append(where)
         notes += [f"FAILED: {where}: {count} requests: {error}." for error, count in failures(record)]
-        if why := record.counters.get("no_accept_length"):
-            notes.append(f"NO ACCEPT LENGTH: {where}: {why}.")
         cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
         if cached and inputs:
             kept = "; states of prefixes {kept} kept, {loaded} begun with, {evicted} gone"
@@ -249,6 +257,8 @@ def _notes(records: list[RunRecord]) -> list[str]:
                 f"CACHED: {where}: {cached} input tokens ({100 * cached / inputs:.1f}%) came from the prefix "
                 f"cache{states}."
             )
+    for remark, (first, *others) in remarks.items():
+        notes.append(f"{remark} ({first}{f', and {len(others)} other points' if others else ''}).")
     means = {record.workload["configuration"]: mean for record in records if (mean := simulated(record))}
     for name, mean in means.items():
         notes.append(

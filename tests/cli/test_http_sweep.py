@@ -64,7 +64,8 @@ def test_points_records_and_table(sweep, run, engine, tmp_path):
     assert "emptied by /flush_cache" in summary
     assert "device: http://127.0.0.1:" in summary
     assert "unknown; asked from" in summary
-    assert "NO ACCEPT LENGTH: org/toy at concurrency 1, repeat 1: /metrics shows no counter of drafts" in summary
+    assert summary.count("NO ACCEPT LENGTH: /metrics shows no counter of drafts") == 1
+    assert "(org/toy at concurrency 1, repeat 1, and 3 other points)." in summary
     assert "DOUBTFUL" not in summary
     # warm-up, then both repeats of 4 and of 6 prompts, each behind an emptied cache
     assert script.emptied == [1, 5, 12, 18]
@@ -93,10 +94,10 @@ def test_text_with_a_rate_and_what_looks_wrong(sweep, jsonl, tmp_path):
     assert not script.bodies[-1]["ignore_eos"]
     work = records(tmp_path / "out")["org_toy/c2/r1"]["workload"]
     assert (work["chat_template"], work["rendered"], work["request_rate"], work["thinking"]) == (True, True, 200, None)
-    for said in ("all 4 answers were cut off at 5 tokens: use more, or", "input tokens were counted where"):
+    for said in ("all answers were cut off at 5 tokens: use more, or", "input tokens were counted where"):
         assert any(said in doubt for doubt in work["doubts"])
         assert said in result.stderr
-        assert f"DOUBTFUL: org/toy at concurrency 2, repeat 1: {work['doubts'][0]}" in result.stdout
+        assert f"DOUBTFUL: {work['doubts'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
 
 
 def test_requests_that_fail_are_named_in_the_table_and_make_the_exit_status_1(sweep, tmp_path):

@@ -53,9 +53,9 @@ def test_reasoning_that_should_not_be_there_or_should(asked):
 def test_answers_that_are_all_cut_off(asked):
     cut = answers("a", "b", reason="length")
     assert told(asked(), cut).startswith(
-        "all 2 answers were cut off at 16 tokens: use more, or the model is a base model"
+        "all answers were cut off at 16 tokens: use more, or the model is a base model"
     )
-    assert told(asked("prompt"), cut) == "all 2 answers were cut off at 16 tokens: use more"
+    assert told(asked("prompt"), cut) == "all answers were cut off at 16 tokens: use more"
 
 
 def test_marks_of_a_template_and_nothing_at_all(asked):
