@@ -178,6 +178,8 @@ class HttpEngine:
         done: dict[int, Completion] = {}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         start = time.perf_counter()
+        if self._opened is None:
+            self._opened = start + (arrivals[0] if arrivals else 0.0)
 
         async def worker(session: aiohttp.ClientSession) -> None:
             while waiting:
@@ -185,8 +187,6 @@ class HttpEngine:
                 arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
                 await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
                 answer = Answer(index, prompts[index], arrived)
-                if self._opened is None or arrived < self._opened:
-                    self._opened = arrived
                 try:
                     await self._ask(session, answer, params[index])
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed) as error:

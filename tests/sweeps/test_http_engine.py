@@ -15,6 +15,7 @@ from openai_server import Script, serving
 from specbatch.errors import SpecbatchError
 from specbatch.request import SamplingParams
 from specbatch.sweeps import http_engine
+from specbatch.sweeps.http_answer import Answer
 from specbatch.sweeps.http_engine import HttpEngine, Server
 from specbatch.sweeps.server_counters import accepted, counters_of
 
@@ -97,6 +98,17 @@ def test_an_end_token_without_text_counts_when_it_comes(serve, usage):
     assert len(done.metrics.itl_s) == (2 if usage == "every" else 0)
 
 
+def test_gaps_are_not_known_where_some_pieces_are_uncounted():
+    answer = Answer(0, [5], 1.0)
+    for now, text, counted in ((2.0, "a", 1), (3.0, "b", None), (4.0, "c", 3), (5.0, "", None)):
+        usage = {"usage": {"completion_tokens": counted}} if counted else {}
+        answer.take({"choices": [{"text": text, "finish_reason": None if text else "stop"}], **usage}, now)
+    answer.take({"choices": [], "usage": {"completion_tokens": 4}}, 6.0)
+    answer.check()
+    metrics = answer.completion().metrics
+    assert (metrics.ttft_s, metrics.tpot_s, metrics.itl_s) == (1.0, pytest.approx(2 / 3), [])
+
+
 def test_what_is_sent(serve):
     script = Script()
     run(serve(script), [[1, 72, 105]], temperature=0.0, ignore_eos=True, stop=("x", "y"), skip_special_tokens=False)
@@ -175,7 +187,8 @@ def test_a_server_that_falls_silent_or_counts_nothing(serve, monkeypatch):
     monkeypatch.setattr(http_engine, "SILENCE_S", 0.1)
     _, record = run(serve(Script(first_s=0.5)))
     assert record.counters["errors"] == {"no word from the server for too long": 1}
-    _, record = run(serve(Script(usage="never")))
+    (done,), record = run(serve(Script(usage="never")))
+    assert (done.finish_reason, done.text, record.metrics["requests"]) == ("abort", "abc ", 0)
     assert list(record.counters["errors"]) == [
         "the stream says nothing of usage (stream_options.include_usage), so no token can be counted"
     ]
