@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 
-def rope_table(inverse_frequencies: torch.Tensor, length: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(
+    inverse_frequencies: torch.Tensor, length: int, scale: float | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, each float32 [length, rotary_dim], for positions 0..length-1.
 
-    inverse_frequencies: float32 [rotary_dim / 2]; `scale` multiplies both (the attention factor of yarn). The sign of
-    rotate-half is folded into the first half of sin. Su et al., "RoFormer" (2021).
+    inverse_frequencies: float32 [rotary_dim / 2]; `scale` multiplies both (the attention factor of yarn), or one of
+    each pair of channels does, float32 [rotary_dim / 2]. The sign of rotate-half is folded into the first half of sin.
+    Su et al., "RoFormer" (2021).
     """
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale

@@ -17,6 +17,8 @@ from specbatch.kernels import dispatch
 from specbatch.kernels.recurrent import Fold
 from specbatch.kernels.spans import Spans
 
+MOST_TAPS = 17  # K; the first tile of a prompt pass, of 16 tokens, is the only one that looks into a window
+
 
 def conv_prefill_ref(
     x: torch.Tensor,

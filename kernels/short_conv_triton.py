@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.recurrent import Fold
+from specbatch.kernels.short_conv import MOST_TAPS
 from specbatch.kernels.spans import Spans
 
 _CHANNELS = 128  # of a program of a prompt pass
-_TOKENS = 16  # and its rows; more than a window has
+_TOKENS = MOST_TAPS - 1  # and its rows; as many as a window may have
 _PROGRAM = 1024  # elements of a program of a verify
 
 

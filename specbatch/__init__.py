@@ -14,6 +14,7 @@ if (_checkout / "pyproject.toml").is_file():  # a source tree: kernels/, evals/ 
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig, Graphs, Speculation
+    from specbatch.embeddings import EmbeddedPrompt
     from specbatch.engine import Engine
     from specbatch.errors import SpecbatchError
     from specbatch.request import Completion, SamplingParams
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # Names resolve on first use, so that `import specbatch` (and `specbatch --help`) does not import torch.
 _HOME = {
     "Completion": "specbatch.request",
+    "EmbeddedPrompt": "specbatch.embeddings",
     "Engine": "specbatch.engine",
     "EngineConfig": "specbatch.config",
     "Graphs": "specbatch.config",
@@ -29,7 +31,16 @@ _HOME = {
     "Speculation": "specbatch.config",
 }
 
-__all__ = ["Completion", "Engine", "EngineConfig", "Graphs", "SamplingParams", "SpecbatchError", "Speculation"]
+__all__ = [
+    "Completion",
+    "EmbeddedPrompt",
+    "Engine",
+    "EngineConfig",
+    "Graphs",
+    "SamplingParams",
+    "SpecbatchError",
+    "Speculation",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from specbatch.embeddings import Given
 from specbatch.kernels import dispatch
 from specbatch.kernels.attention import attention_bias, paged_attention_ref, visible, write_kv_ref
 from specbatch.kernels.heads import Heads, split_heads, split_heads_ref
@@ -145,11 +147,13 @@ def _verify_state(shape: Verify, cache: KVCache, layer: int, projected: torch.Te
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence's part of a prefill: tokens at positions start..end-1, on device row `slot`."""
+    """One sequence's part of a prefill: tokens at positions start..end-1, on device row `slot`. embeddings: of the
+    sequence, see `EmbeddedPrompt`."""
 
     slot: int
     start: int
     end: int
+    embeddings: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Prefill:
@@ -172,6 +176,21 @@ class Prefill:
         self.positions, self.rows = upload(np.stack([positions, np.repeat(self.spans.rows, counts)]), page_table.device)
         self.slots = page_table[self.rows, self.positions // page_size] * page_size + self.positions % page_size
         self.last = self.spans.table[3, 1:] - 1  # where each span's last token is among the T
+        self._embedded = [pair for pair in zip(spans, self.spans.offsets, strict=False) if pair[0].embeddings]
+
+    def given(self, embedding: torch.Tensor, ahead: int = 0) -> Given | None:
+        """What the tokens of the pass, or those `ahead` of them, have in place of their rows of `embedding` [V, width];
+        None if nothing, or nothing of that width."""
+        places: list[int] = []
+        rows: list[torch.Tensor] = []
+        for span, offset in self._embedded:
+            begin, end = span.start + ahead, span.end + ahead
+            for start, values in span.embeddings.items():
+                first, last = max(begin, start), min(end, start + len(values))
+                if first < last and values.shape[1] == embedding.shape[1]:
+                    places += range(offset + first - begin, offset + last - begin)
+                    rows.append(values[first - start : last - start].to(embedding, non_blocking=True))
+        return Given(upload(places, embedding.device), torch.cat(rows)) if rows else None
 
     def on(self, cache: KVCache) -> Context:
         return _PrefillOn(self, cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
@@ -16,6 +15,7 @@ import torch
 from specbatch.acceptance import Watch, suspects
 from specbatch.build import Say, build
 from specbatch.config import EngineConfig
+from specbatch.embeddings import EmbeddedPrompt
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.checkpoints import StateCounters
 from specbatch.memory.plan import ALONE, Place
@@ -27,7 +27,7 @@ from specbatch.request import Completion, Request, SamplingParams
 from specbatch.schedules import SCHEDULES
 from specbatch.transfer import on_device
 
-Prompt = str | list[int]
+Prompt = str | list[int] | EmbeddedPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None
 Events = Generator["StreamEvent", None, None]
 
@@ -102,7 +102,7 @@ class Engine:
         arrivals: Sequence[float] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Continue every prompt (text or token ids); completions come in the order of the prompts.
+        """Continue every prompt (text, token ids or an `EmbeddedPrompt`); completions come in the order of the prompts.
 
         `params`: one for all, or one per prompt. `concurrency`: keep at most that many requests submitted and
         unfinished; None submits all at once. `arrivals`: when each prompt arrives, in seconds from now, rising; its
@@ -135,14 +135,14 @@ class Engine:
             raise refuse("arrivals", f"{len(arrivals)} times", f"give {len(prompts)} seconds that rise, one per prompt")
         self._require("ready")
         settings = self._settings(params, len(prompts))
-        tokens = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
-        for index, (ids, setting) in enumerate(zip(tokens, settings, strict=True)):
-            self._check(index, ids, setting)
-        return self._work(tokens, settings, concurrency or len(tokens), arrivals)
+        encoded = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
+        for index, (prompt, setting) in enumerate(zip(encoded, settings, strict=True)):
+            self._check(index, prompt.token_ids, setting)
+        return self._work(encoded, settings, concurrency or len(encoded), arrivals)
 
     def _work(
         self,
-        tokens: list[list[int]],
+        prompts: list[EmbeddedPrompt],
         settings: list[SamplingParams],
         concurrency: int,
         arrivals: Sequence[float] | None,
@@ -151,7 +151,7 @@ class Engine:
         start = time.perf_counter()
         self._state = "busy"
         self._aborted.clear()
-        waiting = deque(range(len(tokens)))
+        waiting = deque(range(len(prompts)))
         try:
             while waiting or self._active or self._events:
                 while waiting and len(self._active) < concurrency:
@@ -162,7 +162,7 @@ class Engine:
                             break
                         time.sleep(early)
                     index = waiting.popleft()
-                    self._submit(index, tokens[index], settings[index], arrived)
+                    self._submit(index, prompts[index], settings[index], arrived)
                     if index in self._aborted:
                         self.abort(index)
                 if self._active and not self._step() and not self._events:
@@ -173,7 +173,8 @@ class Engine:
                 pass
             if self._watch is not None:
                 with on_device(self.device):
-                    self._watch.end([item for item in self._completions if item.finish_reason != "abort"])
+                    ended = [item for item in self._completions if item.finish_reason != "abort"]
+                    self._watch.end([item for item in ended if not item.metrics.embedded_tokens])
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
             yield from self._take_events()  # what had ended by then is not lost
@@ -322,15 +323,13 @@ class Engine:
             raise refuse("params", len(params), f"give one SamplingParams, or one for each of the {count} prompts")
         return list(params)
 
-    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+    def _encode(self, index: int, prompt: Prompt) -> EmbeddedPrompt:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        try:
-            return [operator.index(token) for token in prompt]
-        except TypeError:
-            raise refuse(f"prompt {index}", f"{prompt!r:.60}", "give text or a list of token ids") from None
+            return EmbeddedPrompt(self.tokenizer.encode(prompt))
+        asked = prompt if isinstance(prompt, EmbeddedPrompt) else EmbeddedPrompt(prompt)
+        return asked.checked(index, self.model_config.hidden_size)
 
-    def _check(self, index: int, tokens: list[int], params: SamplingParams) -> None:
+    def _check(self, index: int, tokens: Sequence[int], params: SamplingParams) -> None:
         self._scheduler.check(len(tokens), params.max_new_tokens, index)
         wrong = [token for token in tokens if not 0 <= token < self.model_config.vocab_size]
         if wrong:
@@ -338,11 +337,19 @@ class Engine:
                 f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
             )
 
-    def _submit(self, index: int, tokens: list[int], params: SamplingParams, arrived: float) -> None:
+    def _submit(self, index: int, prompt: EmbeddedPrompt, params: SamplingParams, arrived: float) -> None:
         if self._opened is None:
             self._opened = arrived
         decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        request = Request(index, tokens, params, end_tokens=self._end_tokens, decode=decode, submitted=arrived)
+        request = Request(
+            index,
+            list(prompt.token_ids),
+            params,
+            end_tokens=self._end_tokens,
+            decode=decode,
+            submitted=arrived,
+            embeddings=prompt.embeddings,
+        )
         self._active[index] = request
         self._scheduler.add(request)
 

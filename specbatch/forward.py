@@ -50,7 +50,8 @@ class EagerForward:
     def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
         self.counters.fall_back("off")
         self._cache.begin(shape.spans.table[2, :-1])
-        return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows)
+        given = shape.given(self._model.embedding)
+        return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows, given)
 
 
 def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, every: bool, aux: int = 0) -> int:
@@ -118,9 +119,13 @@ class PiecewiseGraphs:
         assert (rows is None) == self._every, "which rows are wanted is recorded"
         count, spans = len(tokens), shape.spans
         self._cache.begin(spans.table[2, :-1])
+        given = shape.given(self._model.embedding)
+        if given is not None:  # recorded is what looks up every token
+            self.counters.fall_back("embeddings")
+            return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows, given)
         bucket = bucket_of(self._buckets, count)
-        for static, given in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
-            static[:count].copy_(given)
+        for static, here in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
+            static[:count].copy_(here)
         self._slots[count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
         if bucket in self._wholes and spans.fresh and len(spans.counts) <= SHORT_SPANS:
             self._spans[bucket].load(spans)

@@ -54,7 +54,7 @@ class PromptPass:
         """Compute the chunks of a plan. For those that complete a prompt: int64 [B, 2] of first token and sound, and
         float32 [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
         chunks = plan.chunks
-        spans = [Span(chunk.slot, chunk.start, chunk.end) for chunk in chunks]
+        spans = [Span(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks]
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
         if self._states is not None:
             self._states.load(plan.loads)

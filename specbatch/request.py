@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbatch.acceptance import Acceptance
 from specbatch.errors import refuse
+
+if TYPE_CHECKING:
+    import torch
 
 Decode = Callable[[list[int]], str]
 
@@ -83,6 +87,7 @@ class RequestMetrics:
     """Times in seconds, counts in tokens. Definitions: see `specbatch.metrics`."""
 
     prompt_tokens: int = 0
+    embedded_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     queue_s: float = 0.0
@@ -158,7 +163,9 @@ class Request:
         end_tokens: frozenset[int],
         decode: Decode,
         submitted: float,
+        embeddings: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
+        """embeddings: see `EmbeddedPrompt`."""
         self.index = index
         self.params = params
         self.tokens = list(prompt)  # prompt and output
@@ -185,7 +192,10 @@ class Request:
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
-        self.metrics = RequestMetrics(prompt_tokens=self.prompt_len)
+        self.embeddings = embeddings or {}
+        self.textual = min(self.embeddings, default=sys.maxsize)  # so many tokens say all of what was computed with
+        embedded = sum(map(len, self.embeddings.values()))
+        self.metrics = RequestMetrics(prompt_tokens=self.prompt_len, embedded_tokens=embedded)
 
     @property
     def output(self) -> list[int]:

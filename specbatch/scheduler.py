@@ -135,7 +135,7 @@ class Scheduler:
         return plan if plan.chunks else None
 
     def _admit(self, plan: PrefillPlan, request: Request, now: float) -> bool:
-        found = self._shared(request.tokens)
+        found = self._shared(request.tokens[: request.textual + 1])  # the last one is not looked for
         if found.due:
             return False
         shared = found.pages
@@ -187,8 +187,8 @@ class Scheduler:
         plan.chunks.append(Chunk(request, request.epoch, request.slot, request.prefilled, end, last))
         request.prefilled = end
         if self._cache is not None:
-            self._cache.insert(request.tokens, end, request.pages)
-        if self.checkpoints is not None:
+            self._cache.insert(request.tokens, min(end, request.textual), request.pages)
+        if self.checkpoints is not None and end <= request.textual:
             parting = end == request.branch
             if place := self.checkpoints.keep(request.tokens, end, parting=parting):
                 plan.saves.append((request.slot, place))
@@ -248,7 +248,7 @@ class Scheduler:
         if self._cache is not None and request.committed:
             # The newest committed positions are left out: a drafter may not have written its own KV there yet.
             known = max(min(len(request.tokens), request.committed) - self._lag, 0)
-            known = known if request.behind is None else min(known, request.behind)
+            known = min(known, request.textual if request.behind is None else min(request.textual, request.behind))
             self._cache.insert(request.tokens, known, request.pages)
         self._vacate(request)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import refuse
-from specbatch.models.config_values import token_ids
+from specbatch.models.config_values import table_of, token_ids
 
 if TYPE_CHECKING:
     import jinja2
@@ -62,7 +62,8 @@ class Tokenizer:
         described = _read_json(folder / "tokenizer_config.json")
         special = {key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         tokens = {key: text for key, text in special.items() if text is not None}
-        ends = token_ids(_read_json(folder / "config.json"), "eos_token_id")
+        config = _read_json(folder / "config.json")
+        ends = token_ids(config, "eos_token_id") + token_ids(table_of(config, "text_config"), "eos_token_id")
         ends += token_ids(_read_json(folder / "generation_config.json"), "eos_token_id")
         end = backend.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
         bos_id = backend.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None

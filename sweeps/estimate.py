@@ -13,7 +13,7 @@ from specbatch.config import EngineConfig
 from specbatch.memory.plan import MemoryPlan, Place, size_text
 from specbatch.sweeps.machine import measure_machine, median_seconds
 from specbatch.sweeps.points import Point, points
-from specbatch.sweeps.runner import SweepOptions, fitted
+from specbatch.sweeps.runner import SweepOptions, fitted, of_lengths
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,10 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
     has now; drafts are never accepted, so where they are it takes less. Refused: engines that do not fit.
     """
     prepared = {name: prepare(config, lambda line: None) for name, config in fitted(configs, options).items()}
-    plans = {name: memory_plan(one, Place(0, len(configs))) for name, one in prepared.items()}
+    plans: dict[str, MemoryPlan] = {}
+    for name, one in prepared.items():
+        with of_lengths(one.config, options.workload):
+            plans[name] = memory_plan(one, Place(0, len(configs)))
     first = next(iter(prepared.values()))
     read, rate = _speeds(first.device)
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]

@@ -26,7 +26,7 @@ from specbatch.sweeps.doubts import doubts
 from specbatch.sweeps.points import Described, Point, check_plan, plan_of, points, save
 from specbatch.sweeps.summaries import failures, simulated
 from specbatch.sweeps.tables import load_records, losses_of, write_summary
-from specbatch.sweeps.workloads import Workload, sha256_of
+from specbatch.sweeps.workloads import Workload, sha256_of, shown
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
@@ -68,7 +68,7 @@ def run_sweep(
     of what is finished is written first. Refused: a concurrency that an engine cannot hold.
     """
     fit = fitted(configs, options)
-    return _finish(fit, lambda: _loaded(fit, log), options, folder, log, report)
+    return _finish(fit, lambda: _loaded(fit, options.workload, log), options, folder, log, report)
 
 
 def run_server(
@@ -115,7 +115,7 @@ def _finish(
 
 @contextmanager
 def _loaded(
-    configs: Mapping[str, EngineConfig], log: Callable[[str], None] | None
+    configs: Mapping[str, EngineConfig], workload: Workload, log: Callable[[str], None] | None
 ) -> Iterator[dict[str, Engine | HttpEngine]]:
     """The engines of the configurations, on one copy of the weights."""
     with ExitStack() as stack:
@@ -123,7 +123,9 @@ def _loaded(
         check_draft(configs.values(), log)
         for index, (name, config) in enumerate(configs.items()):
             first, side = next(iter(engines.values()), None), Place(index, len(configs))
-            engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, place=side))
+            with of_lengths(config, workload):
+                engine = load_engine(name, config, log, weights_of=first, place=side)
+            engines[name] = stack.enter_context(engine)
         yield {**engines}
 
 
@@ -168,6 +170,20 @@ def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[s
             raise refuse("max_running", config.max_running, f"concurrency {most} needs at least {most}")
     length = options.workload.max_model_len
     return {name: replace(config, max_model_len=config.max_model_len or length) for name, config in configs.items()}
+
+
+@contextmanager
+def of_lengths(config: EngineConfig, workload: Workload) -> Iterator[None]:
+    """What is refused of a max_model_len that follows from the workload's lengths is of these."""
+    try:
+        yield
+    except SpecbatchError as error:
+        if error.setting != "max_model_len" or config.max_model_len != workload.max_model_len:
+            raise
+        lengths = {name: shown(getattr(workload, name)) for name in ("shared_len", "input_len", "output_len")}
+        name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
+        works = f"with {' and '.join(f'{other}={lengths[other]}' for other in others)} that is {error}"
+        raise refuse(name, lengths[name], works) from None
 
 
 def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | None) -> None:

@@ -18,7 +18,7 @@ BREAK_EVEN = (
 )
 CHOOSING = 0.03  # what drafting at the best length may lose where that is nothing
 ERRORS_SHOWN = 3
-CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk")
+CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "state_bytes", "state_checkpoints")
 
 
 def run_on(records: list[RunRecord]) -> dict[str, str]:
@@ -49,8 +49,8 @@ def heading(lines: dict[str, str]) -> str:
 
 
 def caps_text(record: RunRecord, names: tuple[str, ...] = CAPS) -> str:
-    """Those that the record has."""
-    found = {name: record.caps[name] for name in names if name in record.caps}
+    """Those that the record has, but for zeros: what a model has none of."""
+    found = {name: record.caps[name] for name in names if record.caps.get(name)}
     return ", ".join(f"{name} {f'{cap:.1f}' if isinstance(cap, float) else cap}" for name, cap in found.items())
 
 

@@ -69,6 +69,9 @@ class Workload:
             _check_length(name, getattr(self, name))
         for name in ("prompts_per_concurrency", "groups", "group_prompts"):
             at_least(name, getattr(self, name), 1)
+        for name in ("groups", "group_prompts", "shared_len"):
+            if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
+                raise refuse(name, shown(getattr(self, name)), "goes with --dataset gsp; leave it out")
         if not self.request_rate > 0:
             raise refuse("request_rate", self.request_rate, "use requests per second above 0, or inf for a closed loop")
         if self.burst:  # 0: all
@@ -89,7 +92,7 @@ class Workload:
                     raise refuse(name, getattr(self, name), f"{self.dataset} prompts are no text; leave it out")
             return
         if not isinstance(self.output_len, int):
-            raise refuse("output_len", self.output_len, "text ends by itself; give one number, the most tokens")
+            raise refuse("output_len", shown(self.output_len), "text ends by itself; give one number, the most tokens")
         rows, stop = self._read()
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
@@ -262,11 +265,16 @@ def _arrivals(work: dict[str, Any]) -> str:
     )
 
 
+def shown(length: Length) -> int | str:
+    """As the command takes it."""
+    return length if isinstance(length, int) else f"{length[0]}-{length[1]}"
+
+
 def _check_length(name: str, length: Length) -> None:
     least, most = _bounds(length)
     at_least(name, least, 1)
     if most < least:
-        raise refuse(name, f"{least}-{most}", f"the fewest come first; use {most}-{least}")
+        raise refuse(name, shown(length), f"the fewest come first; use {most}-{least}")
 
 
 def _bounds(length: Length) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from crossed import crossed
 
-from specbatch import SpecbatchError
+from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.context import Prefill, Span
 from specbatch.forward import PiecewiseGraphs, static_bytes
@@ -84,6 +84,23 @@ def test_every_algorithm_replays_and_gives_the_tokens_of_naive_decoding(
     assert all(item["replays"] and not item["fallbacks"] for item in found.values())
     assert found["target_prefill"]["padded"] > 0
     assert record.metrics["graph_coverage"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "self"])
+def test_passes_with_embeddings_are_fallbacks_with_their_reason(
+    toy: Any, graph_engine: Callable[..., Any], name: str
+) -> None:
+    plain, prompt = list(toy.prompts()[0]), list(toy.prompts()[20])
+    rows = toy.checkpoint.tensors["model.embed_tokens.weight"][prompt[2:5]]
+    hidden = EmbeddedPrompt([*prompt[:2], 3, 3, 3, *prompt[5:]], {2: rows})
+    engine = graph_engine(speculation=SPECULATIONS[name], graphs=BOTH)
+    for asked, tokens in ((hidden, prompt), (plain, plain)):
+        [done] = engine.generate([asked], SamplingParams(max_new_tokens=9, ignore_eos=True))
+        assert tuple(done.token_ids) == toy.greedy(tuple(tokens))[:9]
+    found = engine.record().counters["graphs"]
+    assert found.pop("decode")["fallbacks"] == {}
+    assert all((item["replays"], item["fallbacks"]) == (1, {"embeddings": 1}) for item in found.values())
+    assert engine.record().metrics["graph_coverage"] < 1
 
 
 def test_without_graphs_every_pass_is_a_fallback_with_its_reason(toy: Any, toy_engine: Callable[..., Any]) -> None:

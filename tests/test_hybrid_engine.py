@@ -3,11 +3,12 @@ schedule, with prompts in chunks, a prefix in common, and retractions."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 from crossed import slow_but
-from hybrid_targets import HYBRIDS, MTP, SPECULATIONS, Hybrids
+from hybrid_targets import HYBRIDS, MTP, SPECULATIONS, STRENGTHS, Hybrids
 
 from specbatch import SpecbatchError
 from specbatch.draft_length import DraftLength
@@ -75,11 +76,59 @@ def test_however_many_are_drafted(hybrids: Hybrids, monkeypatch: pytest.MonkeyPa
     assert [item.token_ids for item in done] == hybrids.greedy(name, 12)
 
 
+ALL_RECURRENT = {
+    "qwen3.5": {"layer_types": ["linear_attention"] * 4},
+    "nemotron-h": {"hybrid_override_pattern": "MM-M"},
+    "lfm2": {"layer_types": ["conv"] * 4},
+}
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("qwen3.5", "eagle"), ("nemotron-h", "tree"), ("lfm2", "ngram-tree")])
+def test_a_target_without_attention(
+    hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch, name: str, algorithm: str
+) -> None:
+    """It has no keys and values; pages still count its tokens."""
+    bare = f"{name} without attention"
+    monkeypatch.setitem(HYBRIDS, bare, HYBRIDS[name] | ALL_RECURRENT[name])
+    monkeypatch.setitem(STRENGTHS, bare, STRENGTHS[name])
+    for settings in ({}, {"kv_pages": 50, "prefill_chunk": 5}):
+        engine = hybrids.engine(bare, algorithm, **settings)
+        done = engine.generate(hybrids.prompts(bare), SamplingParams(max_new_tokens=12, ignore_eos=True))
+        assert [item.token_ids for item in done] == hybrids.greedy(bare, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("nemotron-h-moe", "backbone.layers.1.mixer.gate.e_score_correction_bias"),
+        ("nemotron-h-moe", "backbone.layers.1.mixer.gate.weight"),
+        ("nemotron-h", "backbone.layers.0.mixer.A_log"),
+        ("qwen3-next", "model.layers.0.linear_attn.dt_bias"),
+    ],
+)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_says_who_is_heard_is_finite(
+    hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch, name: str, tensor: str, value: float
+) -> None:
+    """Logits would not show it."""
+    broken = hybrids.checkpoint(name).tensors[tensor].clone()
+    broken.view(-1)[-1] = value
+    monkeypatch.setitem(hybrids.checkpoint(name).tensors, tensor, broken)
+    with pytest.raises(SpecbatchError, match=f"model='{tensor}': .* not finite"):
+        hybrids.engine(name)
+
+
 @pytest.mark.parametrize("draft", ["self:skip=1", "lfm2"])
 def test_a_draft_whose_states_cannot_go_back_is_refused(hybrids: Hybrids, draft: str) -> None:
     target = "qwen3-moe" if draft == "lfm2" else "qwen3.5"
     with pytest.raises(SpecbatchError, match=f"draft='{draft}': it has 3 recurrent layers.* use a draft of attention"):
         hybrids.engine(target, "tree", more={"draft": draft})
+
+
+def test_heads_count_published_layers(hybrids: Hybrids) -> None:
+    lines: list[str] = []
+    hybrids.engine("nemotron-h", "eagle3", log=lines.append)
+    assert any("inputs of layers 1, 2, 3 of 6" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", [*MTP, "nemotron-h"])

@@ -72,12 +72,12 @@ def test_every_file_that_names_an_end_is_read(tmp_path: Path, backend: Backend) 
     folder = write(
         tmp_path,
         backend,
-        config={"eos_token_id": 5},
+        config={"eos_token_id": 5, "text_config": {"eos_token_id": 11}},
         generation_config={"eos_token_id": [297, 7]},
         tokenizer_config={"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>"},
     )
     tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.eos_ids == {5, 7, 297, 299}
+    assert tokenizer.eos_ids == {5, 7, 11, 297, 299}
     assert tokenizer.bos_id == 298
 
 

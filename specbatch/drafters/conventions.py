@@ -25,7 +25,7 @@ def compare_layers(model: Decoder, head: DraftHead, ended: Sequence[Completion])
     try:
         for shift in (0, -1, 1):
             layers = tuple(layer + shift for layer in model.aux)
-            if set(layers) <= set(range(len(model.layers))):
+            if set(layers) <= set(range(model.config.depth)):
                 counts = _counts(model.with_aux(layers), head, texts[:TEXTS])
                 right, drafted = (sum(part) for part in zip(*counts, strict=True))
                 boundaries = ",".join(str(layer + 1) for layer in layers)

@@ -63,7 +63,7 @@ def _aux(
     described: Eagle3Config, target: Checkpoint, asked: Speculation, files: DraftFiles, log: Log
 ) -> tuple[int, ...]:
     """Boundary indices of the target's layers whose inputs are the features."""
-    layers = target.config.num_layers
+    layers = target.config.depth
     aux, source = described.aux, described.aux_source
     if asked.aux_layers is not None:
         aux, source = asked.aux_layers, "aux_layers"
@@ -93,7 +93,7 @@ def _offsets(files: DraftFiles, vocabulary: int, log: Log) -> torch.Tensor | Non
 
 def _dummy(target: Checkpoint, draft: str, seed: int) -> DraftFiles:
     """Random weights: of a config.json, or of the target's sizes and the usual vocabulary."""
-    layers, config = target.config.num_layers, dummy_config(draft)
+    layers, config = target.config.depth, dummy_config(draft)
     if config is None:
         config = usual_head(target.config)
         config["draft_vocab_size"] = min(USUAL_VOCABULARY, target.config.vocab_size)

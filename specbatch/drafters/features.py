@@ -20,6 +20,7 @@ from specbatch.context import Prefill, Verify
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.drafters.expansion import Beams, expand
+from specbatch.embeddings import Given
 from specbatch.graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.kernels.choice import likeliest_embedded
 from specbatch.kernels.heads import split_heads
@@ -48,11 +49,21 @@ class Pairs:
     def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, shape: Prefill) -> None:
         """tokens int64 [T] behind the features taken [T, width] of the pass's tokens."""
         self.counters.fall_back("off")
-        self._write(tokens, taken, shape.positions, shape.slots)
+        self._write(tokens, taken, shape.positions, shape.slots, self._given(shape))
 
-    def _write(self, tokens: torch.Tensor, taken: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def _given(self, shape: Prefill) -> Given | None:
+        return shape.given(self._head.embedding, ahead=1)
+
+    def _write(
+        self,
+        tokens: torch.Tensor,
+        taken: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        given: Given | None = None,
+    ) -> None:
         head, cache = self._head, self._cache
-        _, qkv = head.enter(head.embed(tokens), head.project(taken))
+        _, qkv = head.enter(head.embed(tokens, given), head.project(taken))
         split_heads(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
 
 
@@ -85,10 +96,15 @@ class PairGraphs(Pairs):
             yield
 
     def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, shape: Prefill) -> None:
+        given = self._given(shape)
+        if given is not None:
+            self.counters.fall_back("embeddings")
+            self._write(tokens, taken, shape.positions, shape.slots, given)
+            return
         count = len(tokens)
         bucket = bucket_of(self._buckets, count)
-        for static, given in zip(self._places, (tokens, shape.positions, shape.slots), strict=True):
-            static[:count].copy_(given)
+        for static, here in zip(self._places, (tokens, shape.positions, shape.slots), strict=True):
+            static[:count].copy_(here)
         self._taken[:count].copy_(taken)
         self._places[2, count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
         self._graphs[bucket]()

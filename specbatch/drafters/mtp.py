@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The tensors `mtp.*` of the target. Raises SpecbatchError where there are none, or others than those of one layer
     in the layout of Qwen3-Next."""
-    _check_layers(target)
+    _check_layers(target, config.speculation.algorithm)
     is_dummy = config.load_format == "dummy"
     if is_dummy:
         layer = mtp_config(target.config).stacked()
@@ -49,8 +49,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     return head_plan(build, layer, config, weights=layer)
 
 
-def _check_layers(target: Checkpoint) -> None:
+def _check_layers(target: Checkpoint, algorithm: str) -> None:
     layers = target.config.mtp_layers
     if layers not in (None, 1):
-        works = "(or num_nextn_predict_layers) heads of one layer are run; use 'eagle3', 'dflash' or 'ngram'"
-        raise refuse("mtp_num_hidden_layers", layers, works)
+        works = f"the config of {target.name} counts {layers!r} layers of such a head and those of one layer are run"
+        raise refuse("algorithm", algorithm, f"{works}; use 'eagle3', 'dflash' or 'ngram'")

@@ -150,8 +150,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return Standalone(model, *way, target.config.vocab_size)
 
     if asked.draft == "self" or asked.draft.startswith("self:"):
-        skipped = parse_skip(asked.draft, target.config.num_layers)
         _refuse_states(asked.draft, target.config)
+        skipped = parse_skip(asked.draft, target.config.num_layers)
 
         def build_view(model: Decoder, loader: Loader) -> Standalone:
             return drafter(model.without(skipped), loader)

@@ -37,8 +37,8 @@ class KVCache:
         attention: PrefillAttention,
         states: States | None = None,
     ) -> None:
-        """layers: those that attend; attention: who computes prompts' attention over this cache; states: of the layers
-        that are recurrent."""
+        """layers: those that attend, which may be none; attention: who computes prompts' attention over this cache;
+        states: of the layers that are recurrent."""
         shape = (layers, pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
@@ -68,7 +68,7 @@ class KVCache:
         root, in all layers."""
         if self.states is not None:
             self.states.commit(rows, accepted, path)
-        if path is None:
+        if path is None or not self.k:
             return
         if dispatch.runs_kernels(rows):
             from specbatch.kernels.tree_triton import move_rows
@@ -81,6 +81,6 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, not empty: masked keys are multiplied by a zero weight, and 0 * NaN is NaN. On a CPU they come from the
     system, which takes memory for a page only once it is written to; torch.zeros would touch them all."""
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -140,7 +140,10 @@ def plan_memory(
     room = budget - weights - draft_weights - states - workspace - graphs
     if checkpoint_bytes and config.prefix_cache:
         wished = max(_CHECKPOINTS, 2 * config.max_running)
-        checkpoints = max(0, min(wished, room // _CHECKPOINT_SHARE // checkpoint_bytes))
+        # What is asked for comes first: the states of prefixes are an extra.
+        pages = config.kv_pages or pages_for((config.max_model_len or 0) + slack, size)
+        left = min(room // _CHECKPOINT_SHARE, room - pages * page_bytes)
+        checkpoints = max(0, min(wished, left // checkpoint_bytes))
         states, room = states + checkpoints * checkpoint_bytes, room - checkpoints * checkpoint_bytes
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
@@ -169,7 +172,7 @@ def plan_memory(
             )
     else:
         limit = min(room, _CPU_KV_BYTES) if on_cpu else room
-        pages = min(wanted, limit // page_bytes)
+        pages = min(wanted, limit // page_bytes) if page_bytes else wanted  # without attention pages only count
     if pages * size < slack + 2:
         if config.kv_pages is not None:
             least = pages_for(slack + 2, size)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.errors import refuse
 from specbatch.kernels.weight import SIDE
-from specbatch.models.config_values import count_of, flag_of, positive_of, token_ids
+from specbatch.models.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
 from specbatch.models.float8 import left_plain, unconverted, with_scales
 from specbatch.models.rope import Rope, read_rope
 
@@ -36,6 +36,7 @@ _OTHERS = {
     "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
+_DEEPEST = 10_000  # layers; descriptions list them
 
 
 class Ends(NamedTuple):
@@ -92,7 +93,7 @@ class ModelConfig:
         family = _family(config)
         if config.get("hidden_act", "silu") != "silu":
             raise refuse("hidden_act", config["hidden_act"], f"the {family} layers here use 'silu'")
-        layers, heads = count_of(config, "num_hidden_layers"), count_of(config, "num_attention_heads")
+        layers, heads = count_of(config, "num_hidden_layers", most=_DEEPEST), count_of(config, "num_attention_heads")
         _refuse_sliding_window(config, layers)
         hidden = count_of(config, "hidden_size")
         kv_heads = count_of(config, "num_key_value_heads", heads)
@@ -129,7 +130,7 @@ class ModelConfig:
             eos_ids=token_ids(config, "eos_token_id"),
             bos_id=next(iter(token_ids(config, "bos_token_id")), None),
             dtype=_dtype(config),
-            mtp_layers=config.get("mtp_num_hidden_layers", config.get("num_nextn_predict_layers")),
+            mtp_layers=_mtp_layers(config),
         )
 
     @property
@@ -140,6 +141,15 @@ class ModelConfig:
     @property
     def names(self) -> Ends:
         return Ends()
+
+    @property
+    def depth(self) -> int:
+        """Layers as they are published, and as draft heads count them."""
+        return self.num_layers
+
+    def published(self, index: int) -> tuple[int, ...]:
+        """Which of those layer `index` is made of."""
+        return (index,)
 
     @property
     def attention_layers(self) -> int:
@@ -239,7 +249,7 @@ class ModelConfig:
 
 def _other(config: dict[str, Any]) -> type[ModelConfig] | None:
     """Who reads a config.json of a family that is not dense attention throughout."""
-    names, model_type = config.get("architectures"), config.get("model_type")
+    names, model_type = names_of(config, "architectures"), config.get("model_type")
     for architecture, (kind, module, name) in _OTHERS.items():
         if names == [architecture] if names else model_type == kind:
             if model_type not in (None, kind):
@@ -250,7 +260,7 @@ def _other(config: dict[str, Any]) -> type[ModelConfig] | None:
 
 
 def _family(config: dict[str, Any]) -> str:
-    names, model_type = config.get("architectures"), config.get("model_type")
+    names, model_type = names_of(config, "architectures"), config.get("model_type")
     works = f"supported are {', '.join([*FAMILIES, *_OTHERS])}"
     if names:
         family = FAMILIES.get(names[0]) if len(names) == 1 else None
@@ -265,7 +275,7 @@ def _family(config: dict[str, Any]) -> str:
 
 
 def _refuse_sliding_window(config: dict[str, Any], layers: int) -> None:
-    kinds = config.get("layer_types")
+    kinds = names_of(config, "layer_types")
     if kinds is not None:
         if len(kinds) != layers:
             raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
@@ -275,13 +285,18 @@ def _refuse_sliding_window(config: dict[str, Any], layers: int) -> None:
         return
     window = config.get("sliding_window")
     # The Qwen families name a window that is off unless use_sliding_window is true; Llama has no such switch.
-    active = config.get("use_sliding_window", _family(config) == "llama") and window is not None
-    if active and config.get("max_window_layers", 0) < layers:
+    active = flag_of(config, "use_sliding_window", _family(config) == "llama") and window is not None
+    if active and count_of(config, "max_window_layers", 0, least=0) < layers:
         raise refuse("sliding_window", window, "only full attention runs; set use_sliding_window to false")
 
 
+def _mtp_layers(config: dict[str, Any]) -> int | None:
+    key = spelled(config, "mtp_num_hidden_layers", "num_nextn_predict_layers")
+    return None if config.get(key) is None else count_of(config, key, least=0)
+
+
 def _dtype(config: dict[str, Any]) -> str | None:
-    found = config.get("dtype", config.get("torch_dtype"))
+    found = config.get(spelled(config, "dtype", "torch_dtype"))
     if found in (None, "auto"):
         return None
     name = str(found).removeprefix("torch.")

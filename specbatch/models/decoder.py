@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.context import Context
+from specbatch.embeddings import Given, embed
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.norm import rms_norm
 from specbatch.kernels.rope import rope_table
@@ -23,8 +24,8 @@ class Features(NamedTuple):
     """What a forward pass over T tokens leaves for others.
 
     last [T, hidden_size], or [rows, hidden_size] where some were asked for: hidden states after the final norm; aux
-    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers, side by side, or None
-    without any.
+    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers, as they are published, side
+    by side, or None without any.
     """
 
     last: torch.Tensor
@@ -116,12 +117,17 @@ class Decoder:
         return view
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, context: Context, rows: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        rows: torch.Tensor | None = None,
+        given: Given | None = None,
     ) -> Features:
         """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last features are wanted, in their order;
-        None is all. With auxiliary layers all are."""
+        None is all. With auxiliary layers all are. given: embeddings of some of the tokens."""
         assert rows is None or not self.aux, "auxiliary features are those of all tokens"
-        x, projected = self.enter(tokens)
+        x, projected = self.enter(tokens, given=given)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
         last = len(self.layers) - 1
         for index in range(last):
@@ -134,9 +140,11 @@ class Decoder:
 
     # A forward pass in pieces, cut where layers look at the context: what lies between needs none.
 
-    def enter(self, tokens: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(
+        self, tokens: torch.Tensor, out: torch.Tensor | None = None, given: Given | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """tokens [T] -> residual stream [T, hidden_size] and what the first layer projects (in `out`, if given)."""
-        x = F.embedding(tokens, self.embedding)
+        x = embed(tokens, self.embedding, given)
         return x, self.layers[0].mixer.project(x, out=out)
 
     def advance(
@@ -169,9 +177,13 @@ class Decoder:
 
     def _leave(self, index: int, x: torch.Tensor, mixed: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The residual stream behind layer `index`."""
-        x = self.layers[index].leave(x, mixed)
-        if aux is not None and index in self.aux:
-            aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(index)].copy_(x)
+        layer = self.layers[index]
+        if aux is None:
+            return layer.leave(x, mixed)
+        behind = self.config.published(index)  # the last ones of these streams
+        for place, x in enumerate(layer.streams(x, mixed), len(behind) - len(layer.mlps) - 1):  # noqa: B020
+            if place >= 0 and behind[place] in self.aux:
+                aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(behind[place])].copy_(x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -182,11 +194,12 @@ class Decoder:
 def rope_tables(
     config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [positions, head_dim] in the model's type; pairs of channels beyond rotary_dim stand still."""
+    """cos and sin [positions, head_dim] in the model's type; pairs of channels beyond rotary_dim stand still, and no
+    factor scales them."""
     rope = config.rope
-    still = (config.head_dim - rope.rotary_dim) // 2
-    assert not still or rope.attention_factor == 1, "channels that stand still are not scaled"
-    cos, sin = rope_table(F.pad(rope.inverse_frequencies(), (0, still)), positions, rope.attention_factor)
+    turning, still = rope.inverse_frequencies(), (config.head_dim - rope.rotary_dim) // 2
+    scale = F.pad(torch.full_like(turning, rope.attention_factor), (0, still), value=1.0)
+    cos, sin = rope_table(F.pad(turning, (0, still)), positions, scale)
     return cos.to(device=device, dtype=dtype), sin.to(device=device, dtype=dtype)
 
 

@@ -19,7 +19,7 @@ from specbatch.errors import refuse
 from specbatch.kernels.context_kv import ContextHeads
 from specbatch.kernels.linear import Linear
 from specbatch.models.config import ModelConfig
-from specbatch.models.config_values import count_of, table_of
+from specbatch.models.config_values import count_of, flag_of, names_of, places_of, table_of
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention, Reader
 
@@ -73,12 +73,12 @@ class DFlashConfig(ModelConfig):
             raise refuse("model_type", config.get("model_type"), "the layers of a DFlash draft are 'qwen3'")
         own = config | {key: value for key, value in table_of(config, "dflash_config").items() if value is not None}
         depth = None if own.get("num_target_layers") is None else count_of(own, "num_target_layers")
-        layers = own.get("target_layer_ids")
+        layers = places_of(own, "target_layer_ids")
         if layers is None:
             if depth is None:
                 raise refuse("target_layer_ids", None, "the config must give it, or num_target_layers")
             layers = published_layers(depth, count_of(own, "num_hidden_layers"))
-        return cls._of(config, own, layers, depth, own.get("is_causal"))
+        return cls._of(config, own, layers, depth, None if own.get("is_causal") is None else flag_of(own, "is_causal"))
 
     @classmethod
     def _from_speculators(cls, config: dict[str, Any]) -> DFlashConfig:
@@ -94,10 +94,10 @@ class DFlashConfig(ModelConfig):
         if config.get("target_hidden_size") not in (None, inner.get("hidden_size")):
             works = f"it must be the draft's hidden_size={inner.get('hidden_size')}"
             raise refuse("target_hidden_size", config["target_hidden_size"], works)
-        boundaries = config.get("aux_hidden_state_layer_ids")
-        if not isinstance(boundaries, list) or not all(type(item) is int for item in boundaries):
-            raise refuse("aux_hidden_state_layer_ids", boundaries, "the config must list the layers")
-        causal = False if config.get("sliding_window_non_causal") else None
+        boundaries = places_of(config, "aux_hidden_state_layer_ids")
+        if boundaries is None:
+            raise refuse("aux_hidden_state_layer_ids", None, "the config must list the layers")
+        causal = False if flag_of(config, "sliding_window_non_causal") else None
         read = cls._of(inner, config, [boundary - 1 for boundary in boundaries], None, causal)
         return replace(read, whole_file=True, draft_vocab=None if known == total else known)
 
@@ -113,20 +113,17 @@ class DFlashConfig(ModelConfig):
             inner | {"architectures": None, "model_type": "qwen3", "layer_types": None, "use_sliding_window": False}
         )
         _one_rope(inner)
-        if not isinstance(layers, list) or not layers or not all(type(layer) is int and layer >= 0 for layer in layers):
+        if not layers or min(layers) < 0:
             raise refuse("target_layer_ids", layers, "list layers of the target, counted from 0")
         if len(set(layers)) < len(layers):
             raise refuse("target_layer_ids", layers, "each layer may be there once")
         block = count_of(own, "block_size")
         if not 2 <= block <= 64:
             raise refuse("block_size", block, "use 2 to 64 (a verify has at most 64 rows)")
-        mask = own.get("mask_token_id")
-        if type(mask) is not int or mask < 0:
-            raise refuse("mask_token_id", mask, "the config must give the id of the mask token")
         return cls(
             **vars(plain) | {"tie_embeddings": False},
             block_size=block,
-            mask_token=mask,
+            mask_token=count_of(own, "mask_token_id", least=0),
             target_layers=tuple(layers),
             target_depth=depth,
             masks=_masks(inner, plain.num_layers, causal, block),
@@ -156,7 +153,7 @@ class DFlashConfig(ModelConfig):
 
     def differences(self, target: ModelConfig) -> list[str]:
         """What keeps the draft from reading this target."""
-        depth = target.num_layers
+        depth = target.depth
         pairs = (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("vocab_size", self.vocab_size, target.vocab_size),
@@ -253,7 +250,7 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         "hidden_size": target.hidden_size,
         "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": min(5, max(1, target.num_layers - 3)),
+        "num_hidden_layers": min(5, max(1, target.depth - 3)),
         "num_attention_heads": target.num_heads,
         "num_key_value_heads": target.num_kv_heads,
         "head_dim": target.head_dim,
@@ -261,7 +258,7 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": target.rms_norm_eps,
         "max_position_embeddings": target.max_position,
         "rope_theta": target.rope.theta,
-        "num_target_layers": target.num_layers,
+        "num_target_layers": target.depth,
         "block_size": 16,
         "dflash_config": {"mask_token_id": mask if mask < target.vocab_size else target.vocab_size - 1},
     }
@@ -269,17 +266,11 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
 
 def _masks(config: dict[str, Any], layers: int, causal: bool | None, block: int) -> tuple[Mask, ...]:
     """causal: for all layers; None: for those with a window."""
-    if causal is not None and not isinstance(causal, bool):
-        raise refuse("is_causal", causal, "the config must say true or false")
-    window, used = config.get("sliding_window"), config.get("use_sliding_window")
-    kinds = config.get("layer_types")
+    window, used = config.get("sliding_window"), flag_of(config, "use_sliding_window")
+    kinds = names_of(config, "layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", 28) if used and window is not None else layers
-        if type(first) is not int:
-            raise refuse("max_window_layers", first, "the config must give a whole number")
+        first = count_of(config, "max_window_layers", 28, least=0) if used and window is not None else layers
         kinds = [_FULL] * min(first, layers) + [_SLIDING] * max(layers - first, 0)
-    if not isinstance(kinds, list):
-        raise refuse("layer_types", kinds, "the config must list the kind of every layer")
     if len(kinds) != layers:
         raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
     for kind in kinds:
@@ -287,12 +278,11 @@ def _masks(config: dict[str, Any], layers: int, causal: bool | None, block: int)
             raise refuse("layer_types", kind, f"a DFlash draft has {_FULL!r} and {_SLIDING!r} layers")
     if _SLIDING not in kinds:
         return (Mask(causal=bool(causal)),) * layers
-    if used is not True:
+    if not used:
         raise refuse(
             "use_sliding_window", used, "some layers are sliding; what that means where it is not true differs"
         )
-    if type(window) is not int or window < 1:
-        raise refuse("sliding_window", window, "some layers are sliding; the config must give a positive whole number")
+    window = count_of(config, "sliding_window")
     slides = True if causal is None else causal
     if not slides and window < block:
         # Rows in front of a query would have to be hidden too.
@@ -303,7 +293,7 @@ def _masks(config: dict[str, Any], layers: int, causal: bool | None, block: int)
 def _one_rope(config: dict[str, Any]) -> None:
     """Refuse tables per layer type that differ: the layers here share one."""
     for source in ("rope_scaling", "rope_parameters"):
-        tables = list((config.get(source) or {}).values())
+        tables = list(table_of(config, source).values())
         if tables and all(isinstance(table, dict) for table in tables) and any(table != tables[0] for table in tables):
             raise refuse(source, config[source], "the layers of a DFlash draft share one rope")
 

@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from specbatch.embeddings import Given, embed
 from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Norm
 from specbatch.kernels.scaled_linear import linear
 from specbatch.kernels.weight import Weight, halves
 from specbatch.models.config import ModelConfig
+from specbatch.models.config_values import names_of
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.layers import Reader
 
@@ -79,8 +80,8 @@ class DraftHead:
         """hidden [T, hidden_size] -> [T, V], or [T, Vd] of `vocabulary`."""
         return self._head(hidden)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.embedding)
+    def embed(self, tokens: torch.Tensor, given: Given | None = None) -> torch.Tensor:
+        return embed(tokens, self.embedding, given)
 
 
 class LlamaHead(DraftHead):
@@ -110,10 +111,8 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     """The sizes of a head's layer from its config.json, which names the architecture that it was made from, marked as
     EAGLE. Of biases and q/k norms its tensors say more than its config, if they are given."""
     plain = dict(described)
-    names = plain.get("architectures")
+    names = names_of(plain, "architectures")
     if names:
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise refuse("architectures", names, "the config must list names")
         plain["architectures"] = [re.sub("Eagle3?", "", name) for name in names]
     config = ModelConfig.from_dict(plain)
     if config.float8 is not None:

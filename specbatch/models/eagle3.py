@@ -16,7 +16,7 @@ from specbatch.errors import refuse
 from specbatch.kernels.norm import rms_norm
 from specbatch.kernels.weight import Weight
 from specbatch.models.config import ModelConfig
-from specbatch.models.config_values import count_of, table_of
+from specbatch.models.config_values import count_of, flag_of, places_of, table_of
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import (
     EMBEDDING,
@@ -69,7 +69,7 @@ class Eagle3Config:
         layer = layer_config(table_of(config, "transformer_layer_config") if method else config, shapes)
         if layer.num_layers != 1:
             raise refuse("num_hidden_layers", layer.num_layers, "EAGLE-3 heads of one layer are run")
-        switches = {name: _switch(name, config.get(name, nested.get(name))) for name in _SWITCHES}
+        switches = {name: flag_of(config, name, flag_of(nested, name)) for name in _SWITCHES}
         switches["norm_before_fc"] |= "input_norm.weight" in names
         switches["fc_norm"] |= "fc_norm.0.weight" in names
         if switches["norm_before_fc"] and switches["fc_norm"]:
@@ -105,12 +105,6 @@ class Eagle3Config:
         return shapes | {name: shape for name, shape in optional.items() if name in found}
 
 
-def _switch(key: str, value: object) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise refuse(key, value, "the config must say true or false")
-    return bool(value)
-
-
 def _refuse_switches(config: dict[str, Any], nested: dict[str, Any]) -> None:
     """A switch that is on and unknown changes the equations in a way that is not run here."""
     mine = {key: value for key, value in config.items() if key.startswith(("norm_", "fc_"))}
@@ -120,21 +114,19 @@ def _refuse_switches(config: dict[str, Any], nested: dict[str, Any]) -> None:
                 known = ", ".join(_SWITCHES)
                 raise refuse(f"{where}{key}", value, f"of such switches {known} are run")
     for key in _USUAL:
-        if nested.get(key) is False:
+        if not flag_of(nested, key, True):
             raise refuse(f"eagle_config.{key}", False, "only heads that say true here are run")
 
 
 def _aux_layers(config: dict[str, Any], nested: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
     """Boundary indices, and where they were read. The same key has two meanings: at the top (speculators, vLLM) it
     holds boundaries, in eagle_config (SpecForge, SGLang) layers whose output is meant, in most files."""
-    found, source = config.get(_LAYERS), _LAYERS
+    found, source = places_of(config, _LAYERS), _LAYERS
     # The usual list of outputs begins with 1; published lists that do not were found to hold boundaries.
     if not found:
-        found, source = nested.get(_LAYERS), f"eagle_config.{_LAYERS}"
+        found, source = places_of(nested, _LAYERS), f"eagle_config.{_LAYERS}"
     if not found:
         return None, "default"
-    if not isinstance(found, list) or any(isinstance(k, bool) or not isinstance(k, int) for k in found):
-        raise refuse(source, found, "give a list of layers")
     if source == _LAYERS:
         return tuple(found), source
     shift = 1 if found[0] == 1 else 0

@@ -10,16 +10,17 @@ from typing import Any
 
 from specbatch.errors import refuse
 from specbatch.kernels.weight import SIDE
+from specbatch.models.config_values import names_of, table_of
 
 SCALES = "_scale_inv"
 # Never converted: convolutions and routers; embedding and head are excluded by their names.
-_PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", "shared_expert_gate.weight")
+PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", "shared_expert_gate.weight")
 Shape = tuple[int, ...]
 
 
 def unconverted(config: dict[str, Any]) -> frozenset[str] | None:
     """Modules that an FP8 checkpoint leaves as they are; None where its config.json names no quantisation."""
-    found = config.get("quantization_config")
+    found = table_of(config, "quantization_config")
     if not found:
         return None
     asked = {
@@ -33,16 +34,14 @@ def unconverted(config: dict[str, Any]) -> frozenset[str] | None:
             fp8 = f"quant_method 'fp8' with weight_block_size {[SIDE, SIDE]}"
             raise refuse(f"quantization_config.{key}", value, f"it must be {works!r}: use unquantised weights, {fp8}, "
                          "or a GGUF file")  # fmt: skip
-    listed = found.get("modules_to_not_convert") or found.get("ignored_layers") or []
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise refuse("quantization_config.modules_to_not_convert", listed, "list names of modules")
+    listed = names_of(found, "modules_to_not_convert") or names_of(found, "ignored_layers") or []
     return frozenset(listed)
 
 
 def is_scaled(name: str, shape: Shape, plain: frozenset[str]) -> bool:
     """Is this tensor float8, where the modules `plain`, and what lies in them, are not? A name stands for all that end
     with it, too."""
-    if len(shape) < 2 or name.endswith(_PLAIN):
+    if len(shape) < 2 or name.endswith(PLAIN):
         return False
     parts = name.removesuffix(".weight").split(".")
     places = range(len(parts))

@@ -6,7 +6,8 @@ behind it another, and prompts are recorded in pieces from cut to cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +19,7 @@ from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.scaled_linear import linear
 from specbatch.kernels.weight import Weight, below, keeps_float8
 from specbatch.models.config import ModelConfig
-from specbatch.models.float8 import SCALES
+from specbatch.models.float8 import PLAIN, SCALES
 
 if TYPE_CHECKING:
     from specbatch.context import Context
@@ -123,10 +124,14 @@ class Layer:
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """From what came out of the context to the residual stream behind the layer."""
-        x = self.mixer.leave(x, mixed)
-        for mlp in self.mlps:
-            x = mlp(x)
+        [x] = deque(self.streams(x, mixed), maxlen=1)
         return x
+
+    def streams(self, x: torch.Tensor, mixed: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The residual stream behind the mixer, and then behind each MLP; each may use up the one before."""
+        yield (x := self.mixer.leave(x, mixed))
+        for mlp in self.mlps:
+            yield (x := mlp(x))
 
 
 class Reader:
@@ -146,7 +151,8 @@ class Reader:
         *,
         of_draft: bool = False,
     ) -> None:
-        """of_draft: refuse what is not finite. Of a target the logits show it; a draft's nonsense the target hides."""
+        """of_draft: refuse whatever is not finite; the target would hide it. Of a target itself the logits show it, but
+        for the small tensors that say who is heard: of decays, and of the choice of experts."""
         self.config = config
         self._of_draft = of_draft
         self.widened: set[str] = set()
@@ -198,11 +204,11 @@ class Reader:
         return self._sound(name, stored.to(device=self._device, dtype=dtype))
 
     def _sound(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if self._of_draft:
+        if self._of_draft or values.dim() == 1 or name.endswith(PLAIN):
             numbers = values.half() if values.dtype == torch.float8_e4m3fn else values
             if not numbers.isfinite().all():
                 works = f"the tensor holds values that are not finite in {values.dtype}; the file is damaged"
-                raise refuse("draft", name, works)
+                raise refuse("draft" if self._of_draft else "model", name, works)
         return values
 
     def widen(self, name: str, weight: Weight) -> torch.Tensor:

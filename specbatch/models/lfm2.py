@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Norm
 from specbatch.memory.recurrent import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
+from specbatch.models.config_values import count_of, flag_of, names_of, places_of, positive_of, spelled
 from specbatch.models.layers import Attention, Layer, Mixer, Reader, SwiGlu, Tables
 from specbatch.models.moe import Shapes
-from specbatch.models.recurrent import ShortConv, window_shapes
+from specbatch.models.recurrent import ShortConv, taps_of, window_shapes
 from specbatch.models.rope import Rope
 
 _THETA = 1e6  # where a config does not say
@@ -28,7 +28,7 @@ class Lfm2Config(ModelConfig):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Lfm2Config:
-        tied = config.get("tie_word_embeddings", config.get("tie_embedding", True))
+        share = count_of(config, "hidden_size") // count_of(config, "num_attention_heads")
         plain = ModelConfig.from_dict(
             config
             | {
@@ -38,17 +38,14 @@ class Lfm2Config(ModelConfig):
                 "sliding_window": None,
                 "rms_norm_eps": config.get("norm_eps"),
                 "intermediate_size": _width(config),
-                "tie_word_embeddings": tied,
-                "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+                "tie_word_embeddings": flag_of(config, spelled(config, "tie_word_embeddings", "tie_embedding"), True),
+                "head_dim": count_of(config, "head_dim", share),
             }
         )
         if plain.rope.source == "class default":
             plain = replace(plain, rope=Rope(theta=_THETA, rotary_dim=plain.head_dim, source="class default"))
-        taps = config.get("conv_L_cache", 3)
-        if type(taps) is not int or taps < 2:
-            raise refuse("conv_L_cache", taps, "the config must give a whole number from 2")
-        attends = _attends(config, plain.num_layers)
-        return cls(**vars(plain), attends=attends, taps=taps, conv_bias=bool(config.get("conv_bias", False)))
+        attends, taps = _attends(config, plain.num_layers), taps_of(config, "conv_L_cache", 3)
+        return cls(**vars(plain), attends=attends, taps=taps, conv_bias=flag_of(config, "conv_bias"))
 
     @property
     def module(self) -> str:
@@ -142,18 +139,17 @@ def _conv(read: Reader, stem: str, bias: bool) -> ShortConv:
 
 
 def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    kinds = config.get("layer_types")
+    kinds = names_of(config, "layer_types")
     if kinds is None:
-        return tuple(layer in (config.get("full_attn_idxs") or ()) for layer in range(layers))
+        places = places_of(config, "full_attn_idxs") or []
+        return tuple(layer in places for layer in range(layers))
     return attending(kinds, layers, ("conv", "full_attention"), "the family has")
 
 
-def _width(config: dict[str, Any]) -> int | None:
-    width = config.get("block_ff_dim", config.get("intermediate_size"))
-    if width is None or not config.get("block_auto_adjust_ff_dim", True):
-        return None if width is None else int(width)
-    width = int(2 * width / 3)
-    if config.get("block_ffn_dim_multiplier") is not None:
-        width = int(config["block_ffn_dim_multiplier"] * width)
-    step = int(config.get("block_multiple_of", 256))
-    return -(-width // step) * step
+def _width(config: dict[str, Any]) -> int:
+    width = count_of(config, "intermediate_size" if config.get("block_ff_dim") is None else "block_ff_dim")
+    if flag_of(config, "block_auto_adjust_ff_dim", True):
+        step = count_of(config, "block_multiple_of", 256)
+        width = int(positive_of(config, "block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        width = -(-width // step) * step
+    return width

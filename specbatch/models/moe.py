@@ -12,6 +12,7 @@ from specbatch.kernels.experts import Activation, Experts, shared_slices, token_
 from specbatch.kernels.linear import Norm
 from specbatch.kernels.routing import Routing
 from specbatch.kernels.weight import SIDE, Weight, behind
+from specbatch.models.config_values import count_of, places_of, spelled
 from specbatch.models.layers import Reader
 
 Shapes = dict[str, tuple[int, ...]]
@@ -111,30 +112,17 @@ def with_shared(
     return ups, downs, len(sliced[0].values)
 
 
-def mixture_of(config: dict[str, Any], *, normalise: bool | None = None) -> Mixture:
-    """What a config.json says of its experts; normalise: where the family decides."""
-
-    def number(*keys: str, least: int = 1) -> int:
-        for key in keys:
-            value = config.get(key)
-            if value is not None:
-                if type(value) is not int or value < least:
-                    raise refuse(key, value, f"the config must give a whole number from {least}")
-                return value
-        raise refuse(keys[0], None, "the config must give it")
-
-    experts = number("num_experts", "num_local_experts")
-    chosen = number("num_experts_per_tok")
+def mixture_of(config: dict[str, Any], *, normalise: bool) -> Mixture:
+    """What a config.json says of its experts."""
+    experts = count_of(config, spelled(config, "num_experts", "num_local_experts"))
+    chosen = count_of(config, "num_experts_per_tok")
     if chosen > experts:
         raise refuse("num_experts_per_tok", chosen, f"there are {experts} experts")
-    if normalise is None:
-        normalise = bool(config.get("norm_topk_prob", False))
-    shared = config.get("shared_expert_intermediate_size")
-    width = number("shared_expert_intermediate_size", least=0) if shared is not None else 0
-    return Mixture(experts, chosen, number("moe_intermediate_size"), normalise, width)
+    shared = count_of(config, "shared_expert_intermediate_size", 0, least=0)
+    return Mixture(experts, chosen, count_of(config, "moe_intermediate_size"), normalise, shared)
 
 
 def sparse_layers(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
     """Which layers hold a mixture; the others a dense MLP of intermediate_size."""
-    dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    dense, every = places_of(config, "mlp_only_layers") or [], count_of(config, "decoder_sparse_step", 1)
     return tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers))

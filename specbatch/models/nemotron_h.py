@@ -18,10 +18,10 @@ from specbatch.kernels.mamba2 import SsdHeads
 from specbatch.kernels.routing import Routing
 from specbatch.memory.recurrent import StateShape
 from specbatch.models.config import Ends, ModelConfig
-from specbatch.models.config_values import count_of
+from specbatch.models.config_values import count_of, flag_of, limits_of, names_of, positive_of, spelled
 from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables
 from specbatch.models.moe import MoeMlp, Shapes, with_shared
-from specbatch.models.recurrent import Mamba2
+from specbatch.models.recurrent import Mamba2, taps_of
 from specbatch.models.rope import Rope
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
@@ -76,7 +76,7 @@ class Relu2Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(ModelConfig):
-    """pattern: the kind of every published layer; num_layers counts those that look at other tokens."""
+    """pattern: the kind of every published layer; num_layers counts those that look at other tokens, `depth` all."""
 
     pattern: str
     mamba: SsdSizes
@@ -90,10 +90,10 @@ class NemotronHConfig(ModelConfig):
             if config.get(key, works) not in (works, None):
                 raise refuse(key, config[key], f"these layers are run with {works!r}")
         for key in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"):
-            if config.get(key):
+            if flag_of(config, key):
                 raise refuse(key, config[key], "these layers are run without biases")
-        limit = config.get("time_step_limit")
-        if limit is not None and (float(limit[0]) > 0 or _number(limit[1]) != math.inf):
+        limit = limits_of(config, "time_step_limit")
+        if limit is not None and (limit[0] > 0 or limit[1] < math.inf):
             raise refuse("time_step_limit", limit, "steps are run without a limit")
         plain = ModelConfig.from_dict(
             {key: value for key, value in config.items() if not key.startswith(("rope", "hidden_act", "sliding"))}
@@ -102,20 +102,13 @@ class NemotronHConfig(ModelConfig):
                 "model_type": "llama",
                 "layer_types": None,
                 "num_hidden_layers": mixers,
-                "rms_norm_eps": config.get("layer_norm_epsilon", config.get("rms_norm_eps")),
+                "rms_norm_eps": config.get(spelled(config, "layer_norm_epsilon", "rms_norm_eps")),
             }
         )
         return cls(
             **vars(plain) | {"rope": Rope(theta=1.0, rotary_dim=0, source="the family")},
             pattern=pattern,
-            mamba=SsdSizes(
-                count=count_of(config, "mamba_num_heads"),
-                dim=count_of(config, "mamba_head_dim"),
-                groups=count_of(config, "n_groups"),
-                state=count_of(config, "ssm_state_size"),
-                taps=count_of(config, "conv_kernel"),
-                bias=bool(config.get("use_conv_bias", True)),
-            ),
+            mamba=_ssd_sizes(config),
             mixture=_mixture(config) if MOE in pattern else None,
         )
 
@@ -126,6 +119,15 @@ class NemotronHConfig(ModelConfig):
     @property
     def names(self) -> Ends:
         return Ends("backbone.embeddings.weight", "backbone.norm_f")
+
+    @property
+    def depth(self) -> int:
+        return len(self.pattern)
+
+    def published(self, index: int) -> tuple[int, ...]:
+        """A mixer, and the MLPs up to the next one."""
+        mixers = [place for place, kind in enumerate(self.pattern) if kind in (MAMBA, ATTENTION)]
+        return tuple(range(mixers[index], [*mixers, self.depth][index + 1]))
 
     @property
     def attention_layers(self) -> int:
@@ -204,12 +206,10 @@ class Relu2:
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
     config = read.config
     assert isinstance(config, NemotronHConfig)
-    mixers = [place for place, kind in enumerate(config.pattern) if kind in (MAMBA, ATTENTION)]
-    place = mixers[index]
-    end = mixers[index + 1] if index + 1 < len(mixers) else len(config.pattern)
+    place, *behind = config.published(index)
     stem = f"backbone.layers.{place}"
     make = _mamba if config.pattern[place] == MAMBA else _attention
-    return Layer(make(read, stem, tables), tuple(_mlp(read, other) for other in range(place + 1, end)))
+    return Layer(make(read, stem, tables), tuple(_mlp(read, other) for other in behind))
 
 
 def final_norm(read: Reader, stem: str) -> Norm:
@@ -285,36 +285,47 @@ def _relu2_shapes(stem: str, hidden: int, inner: int) -> Shapes:
 
 def _pattern(config: dict[str, Any]) -> str:
     """Of hybrid_override_pattern, or of layers_block_type in either of its spellings."""
-    pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    pattern, kinds = config.get("hybrid_override_pattern"), names_of(config, "layers_block_type")
     if pattern is None:
         for kind in kinds or ():
             if kind not in _KINDS:
                 raise refuse("layers_block_type", kind, f"layers are {', '.join(_KINDS)}")
         pattern = "".join(_KINDS[kind] for kind in kinds or ())
+    if not isinstance(pattern, str):
+        raise refuse("hybrid_override_pattern", pattern, "the config must give a text")
     for kind in pattern:
         if kind not in (MAMBA, ATTENTION, MLP, MOE):
             raise refuse("hybrid_override_pattern", pattern, f"layers are {MAMBA}, {ATTENTION}, {MLP} and {MOE}")
     if not pattern or pattern[0] not in (MAMBA, ATTENTION):
         raise refuse("hybrid_override_pattern", pattern, f"the first layer must be {MAMBA} or {ATTENTION}")
-    return str(pattern)
+    return pattern
+
+
+def _ssd_sizes(config: dict[str, Any]) -> SsdSizes:
+    count, groups = count_of(config, "mamba_num_heads"), count_of(config, "n_groups")
+    if count % groups:
+        raise refuse("n_groups", groups, f"it must divide mamba_num_heads={count}")
+    return SsdSizes(
+        count=count,
+        dim=count_of(config, "mamba_head_dim"),
+        groups=groups,
+        state=count_of(config, "ssm_state_size"),
+        taps=taps_of(config, "conv_kernel"),
+        bias=flag_of(config, "use_conv_bias", True),
+    )
 
 
 def _mixture(config: dict[str, Any]) -> Relu2Mixture:
-    inner, shares = count_of(config, "moe_intermediate_size"), config.get("n_shared_experts", 1)
+    inner, shares = count_of(config, "moe_intermediate_size"), count_of(config, "n_shared_experts", 1, least=0)
     if shares != 1:
         raise refuse("n_shared_experts", shares, "one shared expert is run")
     return Relu2Mixture(
         experts=count_of(config, "n_routed_experts"),
         top_k=count_of(config, "num_experts_per_tok"),
         inner=inner,
-        shared=config.get("moe_shared_expert_intermediate_size") or inner,
-        normalise=bool(config.get("norm_topk_prob", True)),
-        scale=float(config.get("routed_scaling_factor", 1.0)),
-        groups=config.get("n_group") or 1,
-        top_groups=config.get("topk_group") or 1,
+        shared=count_of(config, "moe_shared_expert_intermediate_size", inner),
+        normalise=flag_of(config, "norm_topk_prob", True),
+        scale=positive_of(config, "routed_scaling_factor", 1.0),
+        groups=count_of(config, "n_group", 1),
+        top_groups=count_of(config, "topk_group", 1),
     )
-
-
-def _number(value: Any) -> float:
-    """transformers 5 writes infinity as {"__float__": "Infinity"}."""
-    return float(value["__float__"] if isinstance(value, dict) else value)

@@ -9,6 +9,7 @@ import torch
 
 from specbatch.models import llama
 from specbatch.models.config import ModelConfig
+from specbatch.models.config_values import flag_of
 from specbatch.models.layers import Layer, Reader, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 
@@ -23,7 +24,8 @@ class Qwen3MoeConfig(ModelConfig):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Qwen3MoeConfig:
         plain = ModelConfig.from_dict(config | {"architectures": None, "model_type": "qwen3"})
-        return cls(**vars(plain), mixture=mixture_of(config), sparse=sparse_layers(config, plain.num_layers))
+        mixture = mixture_of(config, normalise=flag_of(config, "norm_topk_prob"))
+        return cls(**vars(plain), mixture=mixture, sparse=sparse_layers(config, plain.num_layers))
 
     @property
     def module(self) -> str:

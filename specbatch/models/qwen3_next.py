@@ -20,10 +20,10 @@ from specbatch.kernels.scaled_linear import SideBySide, linear
 from specbatch.kernels.weight import SIDE, Weight, below
 from specbatch.memory.recurrent import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
-from specbatch.models.config_values import count_of
+from specbatch.models.config_values import count_of, flag_of, names_of, positive_of, table_of
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
-from specbatch.models.recurrent import GatedDelta
+from specbatch.models.recurrent import GatedDelta, taps_of
 
 _PARTIAL = 0.25  # of a head's channels turn, where a config does not say
 _INTERVAL = 4
@@ -81,33 +81,31 @@ class Qwen3NextConfig(ModelConfig):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Qwen3NextConfig:
         """Read a config.json of either family; of Qwen3.5's, which nests the model's text part, that part."""
-        text = config.get("text_config")
-        tied = config.get("tie_word_embeddings", False)
-        inner = config if text is None else {"tie_word_embeddings": tied} | text
+        text = table_of(config, "text_config") or None
+        # Where both parts say it, the outer one is right: the text part's false is written by default.
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        inner = config if text is None else text | tied
         kind = str(inner.get("model_type", ""))
         if kind not in _KINDS:
             raise refuse("model_type", kind or None, f"these layers are those of {', '.join(_KINDS)}")
-        if not inner.get("attn_output_gate", True):
+        if not flag_of(inner, "attn_output_gate", True):
             raise refuse("attn_output_gate", False, "these families' attention has an output gate")
+        if inner.get("output_gate_type", "silu") not in ("silu", "swish"):
+            raise refuse("output_gate_type", inner["output_gate_type"], "the delta net's norm is gated by 'silu' here")
+        if flag_of(inner, "attention_bias"):
+            raise refuse("attention_bias", True, "these layers are run without biases")
         plain = ModelConfig.from_dict(_as_qwen3(inner))
         partial = _partial(inner)
         turning = int(plain.head_dim * partial)
         if turning < 2 or turning % 2:
             raise refuse("partial_rotary_factor", partial, f"of {plain.head_dim} channels an even number must turn")
         moe = kind in ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
-        normalise = None if kind == "qwen3_next" else True
+        normalise = kind != "qwen3_next" or flag_of(inner, "norm_topk_prob", True)
         layers = plain.num_layers
         return cls(
             **vars(plain) | {"rope": replace(plain.rope, rotary_dim=turning)},
             attends=_attends(inner, layers),
-            delta=DeltaSizes(
-                keys=count_of(inner, "linear_num_key_heads"),
-                values=count_of(inner, "linear_num_value_heads"),
-                key_dim=count_of(inner, "linear_key_head_dim"),
-                value_dim=count_of(inner, "linear_value_head_dim"),
-                taps=count_of(inner, "linear_conv_kernel_dim"),
-                grouped=kind == "qwen3_next",
-            ),
+            delta=_delta_sizes(inner, grouped=kind == "qwen3_next"),
             mixture=mixture_of(inner, normalise=normalise) if moe else None,
             sparse=sparse_layers(inner, layers) if moe else (False,) * layers,
             prefix="model." if text is None else "model.language_model.",
@@ -307,19 +305,31 @@ def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
     return plain | {"architectures": None, "model_type": "qwen3", "intermediate_size": width}
 
 
+def _delta_sizes(config: dict[str, Any], *, grouped: bool) -> DeltaSizes:
+    keys, values = count_of(config, "linear_num_key_heads"), count_of(config, "linear_num_value_heads")
+    if values % keys:
+        raise refuse("linear_num_value_heads", values, f"use a multiple of linear_num_key_heads={keys}")
+    return DeltaSizes(
+        keys=keys,
+        values=values,
+        key_dim=count_of(config, "linear_key_head_dim"),
+        value_dim=count_of(config, "linear_value_head_dim"),
+        taps=taps_of(config, "linear_conv_kernel_dim"),
+        grouped=grouped,
+    )
+
+
 def _partial(config: dict[str, Any]) -> float:
-    for where in (config.get("rope_scaling"), config.get("rope_parameters"), config):
-        if isinstance(where, dict) and where.get("partial_rotary_factor") is not None:
-            value = where["partial_rotary_factor"]
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                raise refuse("partial_rotary_factor", value, "use a share above 0 and up to 1")
-            return float(value)
-    return _PARTIAL
+    key = "partial_rotary_factor"
+    share = positive_of(config, key, _PARTIAL, most=1)
+    for where in ("rope_parameters", "rope_scaling"):
+        share = positive_of(table_of(config, where), key, share, most=1, where=where)
+    return share
 
 
 def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    kinds = config.get("layer_types")
+    kinds = names_of(config, "layer_types")
     if kinds is None:
-        every = config.get("full_attention_interval", _INTERVAL)
+        every = count_of(config, "full_attention_interval", _INTERVAL)
         return tuple((layer + 1) % every == 0 for layer in range(layers))
     return attending(kinds, layers, ("linear_attention", "full_attention"), "these families have")

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specbatch.kernels.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
-from specbatch.kernels.short_conv import conv_prefill, conv_verify
+from specbatch.kernels.short_conv import MOST_TAPS, conv_prefill, conv_verify
 from specbatch.memory.recurrent import StateShape
+from specbatch.models.config_values import count_of
 from specbatch.models.layers import Tensors
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ class Recurrence:
 
     def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
         raise NotImplementedError
+
+
+def taps_of(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """How many inputs a convolution of a config.json adds up."""
+    return count_of(config, key, default, least=2, most=MOST_TAPS)
 
 
 def window_shapes(channels: int, taps: int) -> tuple[StateShape, StateShape]:

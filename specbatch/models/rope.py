@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import refuse
-from specbatch.models.config_values import count_of, positive_of
+from specbatch.models.config_values import count_of, flag_of, positive_of, positives_of, table_of
 
 if TYPE_CHECKING:
     import torch
@@ -115,10 +115,8 @@ class Rope:
 def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
     """The rope of heads of `head_dim` that a config.json describes; max_position: what a scaling begins with where it
     does not say."""
-    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    found = config.get(source) or {}
-    if not isinstance(found, dict):
-        raise refuse(source, found, "it must be a table of rope values")
+    source = "rope_scaling" if table_of(config, "rope_scaling") else "rope_parameters"
+    found = table_of(config, source)
     if found and all(isinstance(value, dict) for value in found.values()):
         if "full_attention" not in found:
             raise refuse(source, sorted(found), "of tables per layer type only 'full_attention' is used")
@@ -126,13 +124,13 @@ def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
     values = {key: value for key, value in found.items() if value is not None}
 
     kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise refuse(f"{source}.rope_type", kind, f"supported are {', '.join(_ROPE_KEYS)}")
     for key in values:
         if key not in _ROPE_COMMON | _ROPE_KEYS[kind]:
             raise refuse(f"{source}.{key}", values[key], f"rope type {kind!r} has no such value")
     if "rope_theta" in values:
-        theta = positive_of(values, "rope_theta", source)
+        theta = positive_of(values, "rope_theta", where=source)
     elif config.get("rope_theta") is not None:
         theta, source = positive_of(config, "rope_theta"), "rope_theta"
     else:
@@ -143,40 +141,43 @@ def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
     if kind == "default":
         return Rope(theta=theta, rotary_dim=head_dim, source=source)
     if kind == "divisors":
-        divisors = tuple(values.get("divisors", ()))
-        if len(divisors) != head_dim // 2 or not all(divisor > 0 for divisor in divisors):
+        divisors = tuple(positives_of(values, "divisors") or ())
+        if len(divisors) != head_dim // 2:
             raise refuse("rope.divisors", divisors, f"give {head_dim // 2} positive numbers")
         return Rope(theta=theta, rotary_dim=head_dim, kind=kind, source=source, divisors=divisors)
 
-    factor = positive_of(values, "factor", "rope")
+    factor = positive_of(values, "factor", where="rope")
     key = "original_max_position_embeddings"
-    original = config.get(key) or values.get(key, max_position)
-    rope = {"theta": theta, "rotary_dim": head_dim, "kind": kind, "source": source, "factor": factor}
+    rope: dict[str, Any] = {"theta": theta, "rotary_dim": head_dim, "kind": kind, "source": source, "factor": factor}
     if kind == "linear":
         return Rope(**rope)
-    rope["original_max_position"] = count_of({**values, key: original}, key)
+    rope["original_max_position"] = count_of(config, key, count_of(values, key, max_position))
     if kind == "llama3":
-        low = positive_of(values, "low_freq_factor", "rope")
-        high = positive_of(values, "high_freq_factor", "rope")
+        low = positive_of(values, "low_freq_factor", where="rope")
+        high = positive_of(values, "high_freq_factor", where="rope")
         if low >= high:
             raise refuse("rope.low_freq_factor", low, f"it must be below high_freq_factor={high}")
         return Rope(**rope, low_freq_factor=low, high_freq_factor=high)
+    if theta <= 1:
+        raise refuse("rope_theta", theta, "yarn finds channels by their periods; it must be above 1")
     return Rope(
         **rope,
         attention_factor=_yarn_attention_factor(values, factor),
-        beta_fast=positive_of(values, "beta_fast", "rope", 32.0),
-        beta_slow=positive_of(values, "beta_slow", "rope", 1.0),
-        truncate=bool(values.get("truncate", True)),
+        beta_fast=positive_of(values, "beta_fast", 32.0, where="rope"),
+        beta_slow=positive_of(values, "beta_slow", 1.0, where="rope"),
+        truncate=flag_of(values, "truncate", True),
     )
 
 
 def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
     if "attention_factor" in values:
-        return positive_of(values, "attention_factor", "rope")
+        return positive_of(values, "attention_factor", where="rope")
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if values.get("mscale") and values.get("mscale_all_dim"):
-        return mscale(values["mscale"]) / mscale(values["mscale_all_dim"])
-    return mscale(1.0)
+    given = [key for key in ("mscale", "mscale_all_dim") if values.get(key) not in (None, 0)]
+    if len(given) < 2:
+        return mscale(1.0)
+    one, every = (mscale(positive_of(values, key, where="rope")) for key in given)
+    return one / every

@@ -38,8 +38,8 @@ class DFlashHead(Head):
         )
         hidden, eps = base.hidden_size, base.rms_norm_eps
         self.drafts = block - 1
-        self.aux = feature_layers(base.num_layers, layers)
-        self._sizes, self._depth = sizes, base.num_layers
+        self.aux = feature_layers(base.depth, layers)
+        self._sizes, self._depth = sizes, base.depth
         self._anchors, self._mask_token = anchors, mask_token
         self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)
         self.hidden_norm = Norm(hidden, eps)

@@ -36,8 +36,8 @@ class Eagle3Head(ChainHead):
         hidden, eps = base.hidden_size, base.rms_norm_eps
         self.drafts = steps
         self.kept = kept.to(target.device)
-        self._usual = usual_boundaries(base.num_layers)
-        self._boundaries = feature_boundaries(base.num_layers)
+        self._usual = usual_boundaries(base.depth)
+        self._boundaries = feature_boundaries(base.depth)
         self.aux = tuple(boundary - 1 for boundary in self._boundaries)
         self._sizes = sizes
         self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)

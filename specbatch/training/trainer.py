@@ -87,7 +87,7 @@ def make_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_to
         return MtpHead(target, steps=recipe.unroll, **shared)
     assert recipe.draft_layers is not None
     assert recipe.block_size is not None
-    if target.config.num_layers < 2:
+    if target.config.depth < 2:
         raise refuse("algorithm", "dflash", f"{target.name} has one layer and DFLASH reads one below the last; use mtp")
     mask = _mask_token(train, target.config.vocab_size, spare_tokens)
     return DFlashHead(

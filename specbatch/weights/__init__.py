@@ -125,7 +125,7 @@ def _open_folder(
 
     ggufs = sorted(folder.glob("*.gguf"))
     if any(folder.glob("*.safetensors*")) and load_format != "gguf":
-        return FolderCheckpoint(folder, name=name, origin=origin, tokenizer=tokenizer, read=read)
+        return FolderCheckpoint(folder, name=name, origin=origin, tokenizer=tokenizer, read=read, log=log)
     if len(ggufs) == 1:
         _refuse_safetensors(load_format, origin)
         return _open_gguf(ggufs[0], ggufs[0].stem, str(ggufs[0]), tokenizer, log)

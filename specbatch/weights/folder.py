@@ -10,7 +10,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.models.float8 import SCALES
 from specbatch.tokenizer import Tokenizer
-from specbatch.weights import Read, read_config
+from specbatch.weights import Log, Read, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,7 @@ class FolderCheckpoint:
         origin: str,
         tokenizer: Tokenizer | None = None,
         read: Read = ModelConfig.from_dict,
+        log: Log | None = None,
     ) -> None:
         self.folder = folder
         self.name = name
@@ -87,7 +88,10 @@ class FolderCheckpoint:
         self.bytes = self._tensors.bytes
         found = self._tensors.shapes
         self.mtp = {name: shape for name, shape in found.items() if name.startswith(MTP)}
-        own = {name: shape for name, shape in found.items() if name not in self.mtp and not self.config.is_spare(name)}
+        spare = [name for name in found if self.config.is_spare(name)]
+        if spare and log is not None:
+            log(f"{name}: {len(spare)} tensors are not read, as text needs none of them: {min(spare)} and others alike")
+        own = {name: shape for name, shape in found.items() if name not in self.mtp and name not in spare}
         self.config = self.config.fit(own)
         check_tensors(self.config.tensor_shapes(), own, folder)
         self._names = list(own)

@@ -92,6 +92,14 @@ def test_send_one_streams_what_it_returns(run):
     assert streamed.startswith(result["text"])
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_prompts_that_are_too_long_are_refused_by_their_lengths(tmp_path, dry):
+    words = ("--dataset", "gsp", "--groups", 2, "--shared-len", 9000, "--input-len", 5, "--out", tmp_path / "out")
+    result = CliRunner().invoke(app, ["sweep", "--concurrency", "2", *map(str, words), *TOY[:-2], *dry])
+    assert result.exit_code == 2
+    assert "shared_len=9000: with input_len=5 and output_len=128 that is max_model_len=9133: " in result.stderr
+
+
 def test_a_dry_run_loads_and_leaves_nothing(run):
     result = run("sweep", "--concurrency", "1,3", "--repeats", 2, "--out", "out", "--dry-run")
     assert not Path("out").exists()

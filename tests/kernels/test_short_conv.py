@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from specbatch.kernels import short_conv, short_conv_triton
 from specbatch.kernels.recurrent import Fold
+from specbatch.kernels.short_conv import MOST_TAPS
 from specbatch.kernels.spans import RecordedSpans, Spans
 
 TWINS = {
@@ -157,6 +158,16 @@ def test_a_prompt_and_verifies(device, dtype, twin, channels, taps, bias, activa
     case.prompt([(3, 1)])
     case.verifies(5, False, 2)
     case.verifies(7, True, 2)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_as_many_taps_as_there_may_be(device: torch.device, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles in any order: those behind the first do not look into the window that it replaces."""
+    tiles = Spans.tiles
+    monkeypatch.setattr(Spans, "tiles", lambda spans, tokens: tiles(spans, tokens).flip(0))
+    case = Case(device, torch.float32, twin, 20, MOST_TAPS, False, True, False)
+    case.prompt([(3, 2), (5, 18)])
+    case.prompt([(3, 17)])
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -136,3 +136,10 @@ def test_states_of_rows_and_of_prefixes_come_before_kv_pages() -> None:
     assert plan(**recurrent, free=10_000 * MIB).checkpoints == 64
     assert plan(**recurrent, free=10_000 * MIB, max_running=40).checkpoints == 80
     assert plan(**(recurrent | {"checkpoint_bytes": 100 * MIB})).checkpoints == 0
+
+
+@pytest.mark.parametrize("asked", [{"kv_pages": 355}, {"max_model_len": 355 * 16 - 10, "model_len": 9000}])
+def test_what_is_asked_for_comes_before_states_of_prefixes(asked: dict[str, int]) -> None:
+    found = plan(state_bytes=3 * MIB, checkpoint_bytes=2 * MIB, **asked)
+    assert found.checkpoints == 4
+    assert found.kv_pages >= 355

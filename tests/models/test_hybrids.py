@@ -17,6 +17,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.whole import Whole
 
 PAGE, PAGES, SLOTS, ROWS, VOCABULARY = 4, 60, 5, 6, 131
 CPU = torch.device("cpu")
@@ -161,6 +162,21 @@ def test_prefill_of_several_sequences(pair: tuple[Any, Decoder]) -> None:
     logits = prompt(ours, memory_of(ours), page_table(41), spans, torch.cat(batch))
     for part, item in zip(logits.split([41, 1, 9]), batch, strict=True):
         close(part, expected(theirs, item))
+
+
+def test_features_of_published_layers(pair: tuple[Any, Decoder]) -> None:
+    """Draft heads count layers as transformers does, those without a mixer too."""
+    theirs, ours = pair
+    (tokens,) = sequences(9)
+    depth = ours.config.depth
+    model = ours.with_aux(tuple(range(depth - 1)))
+    aux = model.forward(tokens, torch.arange(9), Whole(model, 1, 9)).aux
+    assert aux is not None
+    with torch.no_grad():
+        wanted = theirs(tokens[None], use_cache=False, output_hidden_states=True).hidden_states
+    assert len(wanted) == depth + 1
+    for part, item in zip(aux.chunk(depth - 1, 1), wanted[1:-1], strict=True):
+        close(part, item[0])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])

@@ -73,6 +73,12 @@ def test_prompts_of_a_group_share_their_beginning_and_come_in_shuffled_order():
     assert prompts == workload.prompts(TOKENIZER, 20)
 
 
+def test_settings_of_groups_are_refused_where_there_are_none():
+    for name, value in (("groups", 3), ("group_prompts", 2), ("shared_len", 9)):
+        with pytest.raises(SpecbatchError, match=f"{name}={value}: goes with --dataset gsp"):
+            Workload(**{name: value})
+
+
 def test_arrivals_are_seeded_and_keep_to_their_rate():
     one, again, other = (Workload(request_rate=10, seed=seed).arrivals(4000) for seed in (1, 1, 2))
     assert one == again != other

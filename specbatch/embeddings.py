@@ -1,0 +1,72 @@
+"""Prompts with embeddings in place of some tokens' own, as those of a picture that another model has looked at."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.errors import SpecbatchError, refuse
+
+
+@dataclass(frozen=True)
+class EmbeddedPrompt:
+    """Token ids, and what is computed with in place of the embeddings of some of them.
+
+    embeddings: floating point [n, hidden_size] of the target, on any device, by the position of the first of n tokens.
+    The tokens there are placeholders of the vocabulary, as a chat template has them for pictures. They are looked up by
+    n-grams, and by drafts whose embeddings have another width than the target's; all others that read tokens (EAGLE,
+    EAGLE-3, MTP, a draft model) get what is given, but for a draft model of a chain, to which the last token of a
+    prompt is itself. DFLASH reads no tokens of a prompt. Prefixes are shared up to the first such position. Positions
+    count tokens: a target whose pictures turn by rows and columns (mrope) sees them as text.
+    """
+
+    token_ids: Sequence[int]
+    embeddings: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def checked(self, index: int, hidden: int) -> EmbeddedPrompt:
+        """The same in plain types. Raises SpecbatchError for what does not fit; index: of the prompt."""
+        try:
+            tokens = [operator.index(token) for token in self.token_ids]
+        except TypeError:
+            raise refuse(f"prompt {index}", f"{self.token_ids!r:.60}", "give text or a list of token ids") from None
+        if not isinstance(self.embeddings, Mapping):
+            raise _misfit(index, type(self.embeddings).__name__, "give tensors by their first position")
+        for start, values in self.embeddings.items():
+            if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < len(tokens):
+                raise _misfit(index, start, f"positions go from 0 to {len(tokens) - 1}")
+            if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+                found = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+                raise _misfit(index, f"{found} at {start}", "give tensors of floating point")
+            if values.dim() != 2 or values.shape[1] != hidden or not 1 <= len(values) <= len(tokens) - start:
+                most = len(tokens) - start
+                raise _misfit(index, f"{list(values.shape)} at {start}", f"use [n, {hidden}] with n from 1 to {most}")
+            if not values.isfinite().all():
+                raise _misfit(index, f"values that are not finite at {start}", "check what made them")
+        parts = dict(sorted(self.embeddings.items()))
+        for (start, values), (following, _) in pairwise(parts.items()):
+            if start + len(values) > following:
+                raise _misfit(index, f"{len(values)} rows at {start}", f"those of position {following} overlap them")
+        return EmbeddedPrompt(tokens, {start: values.detach() for start, values in parts.items()})
+
+
+class Given(NamedTuple):
+    """Of a pass: rows [n, hidden_size] in place of the embeddings of its tokens at `places` int64 [n]."""
+
+    places: torch.Tensor
+    rows: torch.Tensor
+
+
+def embed(tokens: torch.Tensor, embedding: torch.Tensor, given: Given | None = None) -> torch.Tensor:
+    """tokens int64 [T], embedding [V, hidden_size] -> [T, hidden_size]."""
+    x = F.embedding(tokens, embedding)
+    return x if given is None else x.index_copy_(0, *given)
+
+
+def _misfit(index: int, value: object, works: str) -> SpecbatchError:
+    return refuse(f"embeddings of prompt {index}", value, works)

@@ -1,0 +1,76 @@
+"""Qwen3.5 as transformers writes it, with a vision part around the text: what is read of it, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from specbatch.errors import SpecbatchError
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.models.whole import Whole
+from specbatch.weights import open_checkpoint
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.5,
+}
+
+
+def save(folder: Path, **changes: Any) -> Any:
+    """A model whose outer config says that it is tied; its text part says by default that it is not."""
+    torch.manual_seed(1)
+    vision = VISION | {"patch_size": 4, "num_position_embeddings": 16}
+    config = hf.Qwen3_5Config(text_config=TEXT | changes, vision_config=vision, tie_word_embeddings=True)
+    model = hf.Qwen3_5ForConditionalGeneration(config).eval().float()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_ties_of_the_outer_part_and_channels_that_stand_still_under_yarn(tmp_path: Path) -> None:
+    theirs, lines = save(tmp_path, rope_parameters=YARN), []
+    checkpoint = open_checkpoint(str(tmp_path), log=lines.append)
+    assert json.loads((tmp_path / "config.json").read_text())["text_config"]["tie_word_embeddings"] is False
+    assert checkpoint.config.tie_embeddings
+    assert checkpoint.config.rope.attention_factor > 1
+    assert [line for line in lines if "tensors are not read, as text needs none of them: model.visual." in line]
+    cpu, tokens = torch.device("cpu"), torch.randint(0, 61, (90,))
+    ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=cpu, max_positions=90)
+    with torch.no_grad():
+        wanted = theirs(tokens[None]).logits[0]
+        found = ours.logits(ours.forward(tokens, torch.arange(90), Whole(ours, 1, 90)).last)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("gate", ["silu", "swish", "sigmoid"])
+def test_the_activation_of_the_delta_nets_gate(gate: str) -> None:
+    config = TEXT | {"model_type": "qwen3_5_text", "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    config |= {"architectures": ["Qwen3_5ForCausalLM"], "linear_conv_kernel_dim": 4, "output_gate_type": gate}
+    if gate != "sigmoid":
+        assert ModelConfig.from_dict(config)
+        return
+    with pytest.raises(SpecbatchError, match="output_gate_type='sigmoid'"):
+        ModelConfig.from_dict(config)

@@ -1,0 +1,176 @@
+"""Configs of wrong values: whatever stands under a key, a config is read or refused in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hybrid_targets import HYBRIDS, SIZES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbatch.models
+from specbatch.errors import SpecbatchError
+from specbatch.models.config import ModelConfig
+from specbatch.models.dflash import DFlashConfig
+from specbatch.models.draft_head import layer_config
+from specbatch.models.eagle3 import Eagle3Config
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+FLOAT8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+DFLASH = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_target_layers": 9, "block_size": 4}
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+NESTED = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+INNER = SIZES | {"model_type": "qwen3"}
+READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
+    **{name: (ModelConfig.from_dict, SIZES | described) for name, described in HYBRIDS.items()},
+    "llama": (ModelConfig.from_dict, SIZES | {"model_type": "llama", "rope_scaling": YARN}),
+    "qwen2": (ModelConfig.from_dict, SIZES | {"model_type": "qwen2", "quantization_config": FLOAT8}),
+    "qwen3.5-vl": (ModelConfig.from_dict, NESTED | {"text_config": SIZES | HYBRIDS["qwen3.5"]}),
+    "dflash": (DFlashConfig.from_dict, SIZES | DFLASH | SLIDING | {"dflash_config": {"mask_token_id": 3}}),
+    "dflash-speculators": (
+        DFlashConfig.from_dict,
+        DFLASH
+        | {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 5], "mask_token_id": 3}
+        | {"draft_vocab_size": 9, "transformer_layer_config": INNER},
+    ),
+    "eagle": (layer_config, SIZES | {"architectures": ["LlamaForCausalLMEagle"]}),
+    "eagle3": (
+        Eagle3Config.from_dict,
+        SIZES | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "eagle_config": {}},
+    ),
+    "eagle3-speculators": (
+        Eagle3Config.from_dict,
+        {"speculators_model_type": "eagle3", "transformer_layer_config": INNER | {"num_hidden_layers": 1}},
+    ),
+}
+# All that the readers look for, and more.
+_SOURCES = Path(specbatch.models.__path__[0]).glob("*.py")
+WORDS = sorted({word for path in _SOURCES for word in re.findall(r'"(\w+)"', path.read_text())} | {"false", "M*-E"})
+LEAVES = (
+    st.sampled_from([None, True, False, 0, 1, 2, 7, 16, 64, -1, 10**12, 10**400])
+    | st.floats()
+    | st.sampled_from(WORDS)
+    | st.just({"__float__": "Infinity"})
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=3)
+)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(READERS.keys() - {"dflash-speculators"})
+)  # that one asks transformers each time
+def test_every_key_is_read_as_what_it_is(name: str) -> None:
+    """Each key that there is or could be, with values of every kind."""
+    reader, sound = READERS[name]
+    reader(sound)
+    values = [None, False, 0, 1, -1, 10**400, 0.5, float("nan"), "false", [], ["a"], [[]], {"a": 1}]
+    for path in _tables(sound):
+        for key in {*WORDS, *_at(sound, path)}:
+            for value in values:
+                _read_or_refused(reader, _changed(sound, path, {key: value}))
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_whatever_a_config_holds_it_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    reader, sound = READERS[name]
+    path = data.draw(st.sampled_from(_tables(sound)))
+    key = st.sampled_from(sorted(_at(sound, path)) or WORDS) | st.sampled_from(WORDS)
+    changes = data.draw(st.dictionaries(key, VALUES, min_size=1, max_size=4))
+    _read_or_refused(reader, _changed(sound, path, changes))
+
+
+def _read_or_refused(reader: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:
+    said = ""
+    try:
+        reader(config)
+    except SpecbatchError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+def _tables(config: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Ways to the table itself and to those in it."""
+    return [(), *((key,) for key, value in config.items() if isinstance(value, dict))]
+
+
+def _at(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    return config[path[0]] if path else config
+
+
+def _changed(config: dict[str, Any], path: tuple[str, ...], changes: dict[str, Any]) -> dict[str, Any]:
+    return config | {path[0]: config[path[0]] | changes} if path else config | changes
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3-moe", {"norm_topk_prob": "false"}, "norm_topk_prob='false': the config must say true or false"),
+    ("qwen3-moe", {"decoder_sparse_step": -1}, "decoder_sparse_step=-1: the config must give a positive whole number"),
+    ("qwen3-moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers=.*must list whole numbers from 0"),
+    ("qwen3-moe", {"num_experts": None}, "num_experts=None"),
+    ("qwen3-next", {"linear_num_value_heads": 3}, "linear_num_value_heads=3: use a multiple of linear_num_key_heads=2"),
+    ("qwen3-next", {"linear_num_key_heads": 8}, "linear_num_value_heads=4: use a multiple of linear_num_key_heads=8"),
+    ("qwen3-next", {"linear_conv_kernel_dim": 18}, "linear_conv_kernel_dim=18: .* a whole number from 2 up to 17"),
+    ("qwen3-next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0"),
+    ("qwen3-next", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rope_parameters.partial_rotary_factor=1.5"),
+    ("qwen3.5", {"attention_bias": True}, "attention_bias=True: .* without biases"),
+    ("qwen3.5-vl", {"text_config": [3]}, r"text_config=\[3\]: the config must give a table"),
+    ("nemotron-h", {"n_groups": 3}, "n_groups=3: it must divide mamba_num_heads=4"),
+    ("nemotron-h", {"conv_kernel": 1}, "conv_kernel=1: .* a whole number from 2 up to 17"),
+    ("nemotron-h", {"use_conv_bias": "no"}, "use_conv_bias='no'"),
+    ("nemotron-h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit=.*without a limit"),
+    ("nemotron-h", {"time_step_limit": [0.0, {"x": 1}]}, "time_step_limit=.*must list two numbers"),
+    (
+        "nemotron-h-moe",
+        {"routed_scaling_factor": "a"},
+        "routed_scaling_factor='a': the config must give a positive num",
+    ),
+    ("nemotron-h-moe", {"n_group": "x"}, "n_group='x'"),
+    ("lfm2", {"hidden_size": None}, "hidden_size=None"),
+    ("lfm2", {"num_attention_heads": 0}, "num_attention_heads=0"),
+    ("lfm2", {"intermediate_size": None}, "intermediate_size=None"),
+    ("lfm2", {"conv_L_cache": 18}, "conv_L_cache=18: .* a whole number from 2 up to 17"),
+    ("lfm2", {"conv_bias": "false"}, "conv_bias='false'"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": 5}, "full_attn_idxs=5"),
+    ("llama", {"rope_scaling": YARN | {"truncate": "no"}}, "truncate='no'"),
+    ("llama", {"rope_scaling": YARN | {"rope_theta": 1.0}}, "rope_theta=1.0: .* above 1"),
+    ("llama", {"rms_norm_eps": True}, "rms_norm_eps=True"),
+    ("llama", {"num_key_value_heads": True}, "num_key_value_heads=True"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: .* up to 10000"),
+    ("qwen2", {"quantization_config": ["x"]}, "quantization_config="),
+    ("eagle3", {"eagle_config": {"use_last_layernorm": "no"}}, "use_last_layernorm='no'"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "named"), REFUSED)
+def test_what_is_refused_by_its_key(name: str, changes: dict[str, Any], named: str) -> None:
+    reader, sound = READERS[name]
+    with pytest.raises(SpecbatchError, match=named):
+        reader(sound | changes)
+
+
+def test_what_stands_for_a_missing_value() -> None:
+    """As in the families' own classes."""
+
+    def read(name: str, **changes: Any) -> Any:
+        return ModelConfig.from_dict(READERS[name][1] | changes)
+
+    assert [read("qwen3-next", norm_topk_prob=given).mixture.normalise for given in (None, True, False)] == [
+        True,
+        True,
+        False,
+    ]
+    assert not read("qwen3-moe", norm_topk_prob=None).mixture.normalise
+    assert read("qwen3.5-moe", norm_topk_prob=False).mixture.normalise  # the family always does
+    assert read("nemotron-h-moe", routed_scaling_factor=None).mixture.scale == 1.0
+    assert read("nemotron-h", time_step_limit=[0.0, {"__float__": "Infinity"}]) == read("nemotron-h")
+    assert read("nemotron-h", time_step_limit=[0, float("inf")]) == read("nemotron-h")
+    assert read("lfm2", tie_word_embeddings=None, tie_embedding=None).tie_embeddings
+    assert not read("lfm2", tie_word_embeddings=None, tie_embedding=False).tie_embeddings
+    assert read("lfm2", conv_L_cache=17).taps == 17
