@@ -188,6 +188,8 @@ def test_texts_are_asked_as_they_stand_or_as_messages(tmp_path):
     assert texts(Workload(source, chat_template=True)) == ["[user]6 x 7?", "[user]Hi"]
     assert texts(Workload(source, chat_template=False)) == ["<s>Question: 6 x 7?\nAnswer:", "<s>Hi"]
     assert texts(Workload(source, chat_template=True, thinking=False))[0] == "{'enable_thinking': False}[user]6 x 7?"
+    shown = [work.params(1)[0].skip_special_tokens for work in (Workload(), Workload(source))]
+    assert shown == [True, False], "marks of a template are special tokens, too"
     assert [Workload(source, chat_template=on).is_rendered for on in (None, True, False)] == [True, True, False]
     said = lines_of(Workload(source, thinking=True).describe([[1]]))["workload"]
     assert "text by the chat template, thinking on, output at most 128" in said
