@@ -113,14 +113,14 @@ def cells(records: Iterable[Mapping[str, Any]]) -> list[str] | None:
     """A row under `TITLES` from the counters of one or more runs of a configuration; None where none drafted."""
     found = [counters for counters in records if "acceptance" in counters]
     drafted, tried, accepted = (
-        _summed(counters["acceptance"][name] for counters in found) for name in ("drafted", "tried", "accepted")
+        summed(counters["acceptance"][name] for counters in found) for name in ("drafted", "tried", "accepted")
     )
     if not any(drafted):
         return None
-    left = _summed(counters["emitted_histogram"] for counters in found)
+    left = summed(counters["emitted_histogram"] for counters in found)
     contexts: dict[int, list[int]] = {}
     for start, *amounts in (bucket for counters in found for bucket in counters["acceptance"]["context"]):
-        contexts[start] = _summed([contexts.get(start, []), amounts])
+        contexts[start] = summed([contexts.get(start, []), amounts])
     return [
         str(sum(left)),
         _percents(accepted, drafted),
@@ -138,7 +138,7 @@ def table(rows: Mapping[tuple[Any, ...], Iterable[Mapping[str, Any]]], names: tu
     return tabulate(body, headers=[*names, *TITLES], tablefmt="github", disable_numparse=True) if body else ""
 
 
-def _summed(lists: Iterable[list[int]]) -> list[int]:
+def summed(lists: Iterable[list[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
 

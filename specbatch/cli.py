@@ -20,6 +20,7 @@ from specbatch.commands import measure, train
 from specbatch.commands.check import check
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, rows_table, say, show
+from specbatch.commands.report import report as report_command
 from specbatch.errors import refuse
 from specbatch.progress import progress
 
@@ -61,6 +62,8 @@ def specbatch(
     Does it still answer correctly?  specbatch eval one_digit_sums --spec v2
 
     What do v1 and v2 give me?       specbatch sweep --concurrency 1,8,32,128
+
+    Tables, pictures and one page?   specbatch report out/sweep-20260102-030405
 
     Are the tokens plain decoding's? specbatch check --spec v2
 
@@ -163,6 +166,7 @@ def _climb(config: EngineConfig, options: EvalOptions, folder: Path, as_json: bo
 
 app.command()(check)
 app.command()(measure.sweep)
+app.command("report")(report_command)
 app.command()(measure.bench)
 app.command("trace")(measure.trace_steps)
 app.command("train-draft")(train.train_draft)

@@ -8,6 +8,7 @@ in the same repeat, too.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from specbatch import acceptance
 from specbatch.config import Graphs
 from specbatch.draft_length import steps_text
 from specbatch.errors import refuse
-from specbatch.metrics import RunRecord, break_even, write_atomic
+from specbatch.metrics import SCHEMA, RunRecord, break_even, write_atomic
 from specbatch.sweeps.summaries import (
     BREAK_EVEN,
     caps_text,
@@ -56,14 +57,29 @@ COLUMNS = {
     "graph_coverage_percent": ("graph_coverage", 100, 0, "graph coverage (%)"),
 }
 _POINT = ["concurrency", "configuration"]
+_WARNING = re.compile(r"(?!CACHED)([A-Z]+(?: [A-Z]+)*)(?:: (?=\S)| (?=between ))")  # as notes that warn begin
 
 
 def load_records(folder: Path) -> list[RunRecord]:
     """The records of a sweep, ordered by concurrency, repeat and place in the round."""
-    records = [RunRecord.load(path.parent) for path in folder.glob("*/c*/r*/record.json")]
+    records = [_load(folder, path.parent) for path in folder.glob("*/c*/r*/record.json")]
     if not records:
-        raise refuse("folder", str(folder), "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)")
+        several = sorted({str(path.parents[3].name) for path in folder.glob("*/*/c*/r*/record.json")})
+        works = f"holds a sweep of each of several models; name the folder of one: {', '.join(several)}"
+        none = "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)"
+        raise refuse("folder", str(folder), works if several else none)
     return sorted(records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")])
+
+
+def _load(folder: Path, point: Path) -> RunRecord:
+    try:
+        record = RunRecord.load(point)
+    except (OSError, TypeError, ValueError) as error:  # torn, not readable, or without what a record has
+        raise refuse("folder", str(folder), f"{point} cannot be read ({error}); move it away or run it again") from None
+    if record.schema != SCHEMA:
+        works = f"{point} has records of schema {record.schema}, this version reads {SCHEMA}; use the version it names"
+        raise refuse("folder", str(folder), f"{works}: {record.versions.get('specbatch')}")
+    return record
 
 
 def table(records: list[RunRecord]) -> pd.DataFrame:
@@ -139,16 +155,37 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame) -> str:
     """What was run on what, the table, and what a reader must know before believing it."""
     from tabulate import tabulate
 
+    headers, body = shown(rows)
+    text = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
+    remarks = "".join(f"* {note}\n" for note in notes(records, rows))
+    return f"{heading(about(records))}\n{text}\n\n{_acceptance(records)}{remarks}"
+
+
+def shown(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells of the table as people read it."""
     known = bool(rows.break_even.notna().any())
-    body = [_cells(row, known) for row in rows.itertuples()]
     titles = [title for _, _, _, title in COLUMNS.values()]
     titles += ["break-even accept length", "speculation"] if known else []
-    headers = [*_POINT, *titles, "ratio to baseline"]
-    shown = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
-    remarks = [BREAK_EVEN] if known else []
+    return [*_POINT, *titles, "ratio to baseline"], [_cells(row, known) for row in rows.itertuples()]
+
+
+def notes(records: list[RunRecord], rows: pd.DataFrame) -> list[str]:
+    """What a reader must know; what `warning` finds in them before believing anything."""
+    remarks = [BREAK_EVEN] if rows.break_even.notna().any() else []
     remarks += filter(None, map(_disagreement, rows.itertuples()))
-    notes = "".join(f"* {note}\n" for note in [*_notes(records), *_lengths(records), *remarks])
-    return f"{_heading(records)}\n{shown}\n\n{_acceptance(records)}{notes}"
+    return [*_notes(records), *_lengths(records), *remarks]
+
+
+def warning(note: str) -> tuple[str, str] | None:
+    """The capitals that a note begins with which warns, and what it says; None of one that only tells."""
+    found = _WARNING.match(note)
+    return (found[1], note[found.end() :]) if found else None
+
+
+def as_json(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as JSON values; None where nothing was measured."""
+    clean = rows.astype(object).where(rows.notna(), None)
+    return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
 
 
 def _disagreement(row: Any) -> str | None:
@@ -163,8 +200,8 @@ def _disagreement(row: Any) -> str | None:
     )
 
 
-def _points(records: list[RunRecord]) -> dict[tuple[Any, ...], list[RunRecord]]:
-    """All repeats together."""
+def points_of(records: list[RunRecord]) -> dict[tuple[Any, ...], list[RunRecord]]:
+    """All repeats of each (concurrency, configuration) together."""
     points: dict[tuple[Any, ...], list[RunRecord]] = {}
     for record in records:
         points.setdefault(tuple(record.workload[key] for key in _POINT), []).append(record)
@@ -173,39 +210,42 @@ def _points(records: list[RunRecord]) -> dict[tuple[Any, ...], list[RunRecord]]:
 
 def _acceptance(records: list[RunRecord]) -> str:
     """The table of where drafts were accepted; nothing where none were made."""
-    counters = {point: [record.counters for record in found] for point, found in _points(records).items()}
+    counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
     found = acceptance.table(counters, tuple(_POINT))
     return f"{found}\n\n" if found else ""
 
 
 def _lengths(records: list[RunRecord]) -> Iterator[str]:
     """What was drafted where that was chosen."""
-    for (concurrency, name), found in _points(records).items():
+    for (concurrency, name), found in points_of(records).items():
         for line in steps_text((record.counters for record in found), found[0].caps):
             yield f"{name} at concurrency {concurrency}, {line}."
 
 
-def _cells(row: Any, break_even_known: bool) -> list[Any]:
+def _cells(row: Any, break_even_known: bool) -> list[str]:
     numbers = [number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS]
     numbers += [number(row.break_even, 3), _said(row) or "-"] if break_even_known else []
     ratio = with_spread((row.ratio, row.ratio_min, row.ratio_max), 2, row.repeats)
-    return [row.concurrency, row.configuration, *numbers, ratio]
+    return [str(row.concurrency), row.configuration, *numbers, ratio]
 
 
 def _said(row: Any) -> str | None:
     return verdict(row.accept_length, row.break_even, row.simulated_accept_length)
 
 
-def _heading(records: list[RunRecord]) -> str:
+def about(records: list[RunRecord]) -> dict[str, str]:
+    """What was run on what, by the name of its line."""
     work = records[0].workload
     names = {record.workload["configuration"]: record for record in records}
-    lines = run_on(records) | lines_of(work)
-    lines |= {
-        "configurations": "; ".join(f"{name}: {_made_of(record)}" for name, record in names.items()),
-        "effective caps": _by_name({name: caps_text(record) for name, record in names.items()}),
-        "prefix cache": _by_name({name: _prefix_cache(record) for name, record in names.items()}),
-    }
-    return heading(lines)
+    return (
+        run_on(records)
+        | lines_of(work)
+        | {
+            "configurations": "; ".join(f"{name}: {_made_of(record)}" for name, record in names.items()),
+            "effective caps": _by_name({name: caps_text(record) for name, record in names.items()}),
+            "prefix cache": _by_name({name: _prefix_cache(record) for name, record in names.items()}),
+        }
+    )
 
 
 def _by_name(texts: dict[str, str]) -> str:
@@ -229,7 +269,7 @@ def _remarks(record: RunRecord) -> Iterator[str]:
     for doubt in record.workload.get("doubts", ()):
         yield f"DOUBTFUL: {doubt}"
     if why := record.counters.get("no_accept_length"):
-        yield f"NO ACCEPT LENGTH: {why}"
+        yield f"No accept length: {why}"
 
 
 def _notes(records: list[RunRecord]) -> list[str]:

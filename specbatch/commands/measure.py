@@ -334,11 +334,9 @@ def trace_steps(
 
 def _summary_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of summary.csv as JSON values; None where nothing was measured."""
-    from specbatch.sweeps.tables import load_records, table
+    from specbatch.sweeps.tables import as_json, load_records, table
 
-    rows = table(load_records(folder))
-    clean = rows.astype(object).where(rows.notna(), None)
-    return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
+    return as_json(table(load_records(folder)))
 
 
 def _failed(folder: Path) -> bool:

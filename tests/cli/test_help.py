@@ -9,8 +9,20 @@ import time
 
 import pytest
 
-HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy")
-COMMANDS = ["eval", "check", "sweep", "bench", "trace", "train-draft", "generate", "send-one", "doctor", "models"]
+HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "matplotlib")
+COMMANDS = [
+    "eval",
+    "check",
+    "sweep",
+    "report",
+    "bench",
+    "trace",
+    "train-draft",
+    "generate",
+    "send-one",
+    "doctor",
+    "models",
+]
 
 
 def plain(text: str) -> str:
@@ -20,7 +32,7 @@ def plain(text: str) -> str:
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
-        "commands = [[], ['sweep'], ['bench'], ['train-draft'], ['eval'], ['check']];"
+        "commands = [[], ['sweep'], ['bench'], ['train-draft'], ['eval'], ['check'], ['report']];"
         "pages = [[*command, '--help'] for command in commands];"
         "results = [CliRunner().invoke(app, words) for words in pages];"
         "assert all(result.exit_code == 0 for result in results), results;"

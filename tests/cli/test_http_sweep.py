@@ -64,7 +64,7 @@ def test_points_records_and_table(sweep, run, engine, tmp_path):
     assert "emptied by /flush_cache" in summary
     assert "device: http://127.0.0.1:" in summary
     assert "unknown; asked from" in summary
-    assert summary.count("NO ACCEPT LENGTH: /metrics shows no counter of drafts") == 1
+    assert summary.count("No accept length: /metrics shows no counter of drafts") == 1
     assert "(org/toy at concurrency 1, repeat 1, and 3 other points)." in summary
     assert "DOUBTFUL" not in summary
     # warm-up, then both repeats of 4 and of 6 prompts, each behind an emptied cache
@@ -133,4 +133,4 @@ def test_what_a_server_counts_of_its_drafts_is_in_the_table(sweep, tmp_path):
     result = sweep(Script(metrics=metrics), "--concurrency", 1, "--json", *SMALL)
     (row,) = json.loads(result.stdout)["rows"]
     assert (row["accept_length"], row["accept_rate"]) == (2.5, 0.5)
-    assert "NO ACCEPT LENGTH" not in (tmp_path / "out/summary.md").read_text()
+    assert "No accept length" not in (tmp_path / "out/summary.md").read_text()

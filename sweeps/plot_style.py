@@ -1,0 +1,142 @@
+"""How plots look, and how they become files.
+
+Configurations are told apart by colour and by marker, the same in all plots and all reports. The colours are those of
+Okabe and Ito (jfly.uni-koeln.de/color), which the common kinds of colour blindness can tell apart, as far as they are
+seen on white and on near black; a figure in one colour and a marker stays readable in print. Text and axes of an SVG
+have the colour of the page around it, dark on light or light on dark; a PNG has a white ground.
+
+A figure is as wide as a phone's screen, so that its text is readable there; panels stand below each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO, StringIO
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#101418"  # what becomes the colour of the page's text
+GRID = 0.25  # opacity
+BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+WIDTH = 4.6  # inches, at 72 points each: 331
+DARK = "svg{color:#101418}@media (prefers-color-scheme:dark){svg{color:#e6e8ea}}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a configuration is drawn."""
+
+    colour: str
+    marker: str
+
+
+KNOWN = {
+    "baseline": Mark(INK, "o"),
+    "v1": Mark(BLUE, "s"),
+    "v2": Mark(VERMILLION, "^"),
+    "v2+piecewise": Mark(GREEN, "D"),
+}
+# For all others: every pair of a colour and a marker that has no name, neighbours in both different.
+_OTHERS = [
+    Mark((PURPLE, BLUE, VERMILLION, GREEN, INK)[place % 5], ("P", "v", "X", "<", "*", ">", "h")[place % 7])
+    for place in range(35)
+]
+
+
+def marks(names: Iterable[str]) -> dict[str, Mark]:
+    """A colour and a marker for each configuration: its own, or by its place among those that have none."""
+    asked = list(dict.fromkeys(names))
+    others = [name for name in asked if name not in KNOWN]
+    own = KNOWN | {name: _OTHERS[place % len(_OTHERS)] for place, name in enumerate(others)}
+    return {name: own[name] for name in asked}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Settings of matplotlib, whatever the user's own are; figures are drawn and saved inside."""
+    import matplotlib
+
+    settings: Any = {  # matplotlib's own type of a key is one of 300 literals, and new with 3.11
+        "font.family": "sans-serif",
+        "font.size": 11,
+        "axes.titlesize": 11,
+        "axes.labelsize": 11,
+        "legend.fontsize": 10,
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": GRID,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 6,
+        "figure.constrained_layout.use": True,
+        "text.parse_math": False,  # a name may hold dollars
+        "svg.fonttype": "none",  # text stays text: small, and to be searched
+        "svg.hashsalt": "specbatch",  # the same figure gives the same bytes
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK
+        ),
+    }
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(settings)
+        yield
+
+
+def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels below each other, `height` inches each."""
+    from matplotlib.figure import Figure  # not pyplot: no window system, no global state
+
+    figure = Figure(figsize=(WIDTH, count * height))
+    return figure, list(figure.subplots(count, 1, squeeze=False)[:, 0])
+
+
+def legend(figure: Figure, *others: Artist) -> None:
+    """What the lines of all panels are, each once, below them, and then what `others` stand for."""
+    own = {str(other.get_label()): other for other in others}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        own = dict(zip(labels, handles, strict=True)) | own  # the panels' before the others
+    columns = 2 if max(map(len, own)) < 22 else 1
+    names = [fill(name, 42) for name in own]
+    lines = sum(1 + name.count("\n") for name in names) / columns
+    figure.set_figheight(figure.get_figheight() + 0.2 * lines)  # the panels keep their size
+    figure.legend(list(own.values()), names, loc="outside lower center", ncols=columns)
+
+
+def svg(figure: Figure, name: str) -> str:
+    """An SVG whose text has the colour of the page; ids begin with `name`, so that several fit into one page."""
+    file = StringIO()
+    unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no time of day: remade is the same
+    figure.savefig(file, format="svg", transparent=True, metadata=unsaid)
+    text = file.getvalue().replace(INK, "currentColor")
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
+    return text.replace("<defs>", f"<style>{DARK}</style>\n <defs>", 1)
+
+
+def inline(text: str, label: str) -> str:
+    """What of an SVG file stands in a page: no prologue, as wide as there is room, and `label` for who cannot see."""
+    from html import escape
+
+    start = text.index("<svg")
+    end = text.index(">", start)
+    head = re.sub(r'\s(?:width|height)="[^"]*"', "", text[start:end])
+    body = text[end:].replace(f"<style>{DARK}</style>", "", 1)
+    return f'{head} role="img" aria-label="{escape(label)}"{body}'
+
+
+def png(figure: Figure) -> bytes:
+    """Twice as fine as a plain screen, on white."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+    return file.getvalue()

@@ -1,0 +1,31 @@
+"""`specbatch report`: what a sweep left becomes tables, pictures and a page."""
+
+from __future__ import annotations
+
+import json
+
+SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
+
+
+def test_a_sweep_and_its_report(run, tmp_path):
+    run("sweep", "--concurrency", "1", "--configs", "baseline,v2", "--output", tmp_path / "out", *SMALL)
+    before = (tmp_path / "out/summary.md").read_text()
+    result = run("report", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == str(tmp_path / "out/report.html")
+    assert (tmp_path / "out/summary.md").read_text() == before
+    assert "smollm2-135m" in (tmp_path / "out/report.html").read_text()
+    assert (tmp_path / "out/plots/ttft.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "out/plots/steps.png").exists()  # the stub counts no steps
+
+    (line,) = run("report", tmp_path / "out", "--output", tmp_path / "new", "--json").stdout.splitlines()
+    found = json.loads(line)
+    assert found["report"] == str(tmp_path / "new/report.html")
+    assert set(found["files"]) == {str(path) for path in (tmp_path / "new").rglob("*") if path.is_file()}
+
+
+def test_a_folder_without_a_sweep_is_refused(run, tmp_path):
+    result = run("report", tmp_path)
+    assert result.exit_code == 2
+    assert "holds no records of a sweep" in result.stderr
+    assert list(tmp_path.iterdir()) == []
