@@ -97,6 +97,9 @@ def evaluate(
     fewshot_data: Annotated[Path | None, Option(help="JSONL to take the worked examples from.")] = None,
     fewshot_seed: Annotated[int, Option(help="Of the choice of examples; 1234 is lm-eval's own.")] = 1234,
     chat_template: Annotated[bool, Option("--chat-template/--no-chat-template", help="Ask as a chat message.")] = False,
+    thinking: Annotated[
+        bool | None, Option("--thinking/--no-thinking", help="The chat template's enable_thinking. Default: its own.")
+    ] = None,
     max_new_tokens: Annotated[int | None, Option(help="Longest answer. Default: the task's, else 512.")] = None,
     ladder: Annotated[
         bool, Option("--ladder", help="The same with nothing drafted, in v1, v2 and v2+piecewise, side by side.")
@@ -115,7 +118,8 @@ def evaluate(
 
     specbatch eval gsm8k --data gsm8k_test.jsonl --ladder --algorithm eagle3 --draft HEAD
 
-    one_digit_sums needs no network. Per-question results go to the output folder.
+    one_digit_sums needs no network. Per-question results go to the output folder. What a model writes inside <think> is
+    not scored.
     """
     from specbatch.evals.run import PARTIAL, EvalOptions, prepare
 
@@ -130,6 +134,7 @@ def evaluate(
             data=data,
             fewshot_data=fewshot_data,
             chat_template=chat_template,
+            thinking=thinking,
             max_new_tokens=max_new_tokens,
             concurrency=concurrency,
             seed=fewshot_seed,
