@@ -16,6 +16,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from specbatch.errors import refuse
 from specbatch.request import Completion, SamplingParams
+from specbatch.thinking import answer_of, opens_thinking
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
@@ -38,6 +39,7 @@ class SpecBatchLM(LM):  # type: ignore[misc]
     task            named in refusals
     max_new_tokens  budget of every answer; None leaves it to the task, or `MAX_NEW_TOKENS`
     chat_template   whether prompts come rendered by `apply_chat_template` and so bring their special tokens
+    thinking        the template's `enable_thinking`; None leaves it to the template
     concurrency     as for `Engine.generate`
     on_answer       called with each Answer as it finishes and the number of requests there are
 
@@ -52,6 +54,7 @@ class SpecBatchLM(LM):  # type: ignore[misc]
         *,
         max_new_tokens: int | None = None,
         chat_template: bool = False,
+        thinking: bool | None = None,
         concurrency: int | None = None,
         on_answer: Callable[[Answer, int], None] | None = None,
     ) -> None:
@@ -60,6 +63,7 @@ class SpecBatchLM(LM):  # type: ignore[misc]
         self._task = task
         self._max_new_tokens = max_new_tokens
         self._chat_template = chat_template
+        self._switch = {} if thinking is None else {"enable_thinking": thinking}
         self._concurrency = concurrency
         self._on_answer = on_answer
         self._token_ids: dict[str, int] | None = None
@@ -75,11 +79,11 @@ class SpecBatchLM(LM):  # type: ignore[misc]
         """Render a conversation. Without the generation prompt its last message is the start of the answer."""
         render = self._engine.tokenizer.apply_chat_template
         if add_generation_prompt:
-            return render(chat_history)
-        return render(chat_history[:-1]) + chat_history[-1]["content"]
+            return render(chat_history, **self._switch)
+        return render(chat_history[:-1], **self._switch) + chat_history[-1]["content"]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers' texts in the order of `requests`, each cut at its first stop string."""
+        """The answers' texts in the order of `requests`, each cut at its first stop string and without reasoning."""
         params = [self._params(request.args[1]) for request in requests]
         encode = self._engine.tokenizer.encode
         tokens = [encode(item.args[0], add_special_tokens=not self._chat_template) for item in requests]
@@ -91,12 +95,16 @@ class SpecBatchLM(LM):  # type: ignore[misc]
                 self._on_answer(Answer(requests[completion.index].doc_id, completion), len(requests))
 
         completions = self._engine.generate(tokens, params, concurrency=self._concurrency, on_completion=finished)
-        for request, completion in zip(requests, completions, strict=True):
+        texts = [
+            answer_of(completion.text, opened=opens_thinking(request.args[0]))
+            for request, completion in zip(requests, completions, strict=True)
+        ]
+        for request, completion, text in zip(requests, completions, texts, strict=True):
             self.answers.append(Answer(request.doc_id, completion))
             self.prompts.append(request.args[0])
-            self.cache_hook.add_partial("generate_until", request.args, completion.text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
         self.budget = max([self.budget, *(item.max_new_tokens for item in params)])
-        return [completion.text for completion in completions]
+        return texts
 
     def loglikelihood(self, requests: list[Instance]) -> NoReturn:
         raise refuse("task", self._task, "needs log-likelihoods of given texts; use a generating task, such as gsm8k")

@@ -56,6 +56,7 @@ class EvalReport:
     scores: list[Score]
     questions: list[dict[str, Any]]
     record: RunRecord
+    thinking: bool | None = None
 
     @property
     def finish_reasons(self) -> dict[str, int]:
@@ -104,6 +105,8 @@ class EvalReport:
         }
         config, caps = self.record.config, self.record.caps
         form = "chat template" if self.chat_template else "plain prompt"
+        if self.thinking is not None:
+            form += f", thinking {'on' if self.thinking else 'off'}"
         notes = [
             f"Model: {config['model']}, {caps['dtype']} on {caps['device']}. "
             f"Speculation: {Speculation(**config['speculation'])}.",

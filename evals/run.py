@@ -45,6 +45,7 @@ class EvalOptions:
     data            JSONL of question/answer to score in place of the task's rows (the GSM8K tasks)
     fewshot_data    JSONL of question/answer for the examples; without it they come from the other rows of `data`
     chat_template   render questions and examples as a conversation
+    thinking        the chat template's `enable_thinking`; None leaves it to the template. Reasoning is never scored
     max_new_tokens  budget of every answer; None is the task's own, or 512
     concurrency     requests that are submitted and unfinished at a time; None is all
     seed            of the draw of examples; 1234 is lm-eval's own and gives its prompts
@@ -57,6 +58,7 @@ class EvalOptions:
     data: Path | None = None
     fewshot_data: Path | None = None
     chat_template: bool = False
+    thinking: bool | None = None
     max_new_tokens: int | None = None
     concurrency: int | None = None
     seed: int = 1234
@@ -67,6 +69,8 @@ class EvalOptions:
             value = getattr(self, setting)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise refuse(setting, value, f"use a whole number of at least {least}, or leave it out")
+        if self.thinking is not None and not self.chat_template:
+            raise refuse("thinking", self.thinking, "the chat template has that switch; add --chat-template")
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class PreparedEval:
                 options.task,
                 max_new_tokens=options.max_new_tokens,
                 chat_template=options.chat_template,
+                thinking=options.thinking,
                 concurrency=options.concurrency,
                 on_answer=on_answer,
             )
@@ -142,6 +147,7 @@ class PreparedEval:
             seed=options.seed,
             limit=options.limit,
             chat_template=options.chat_template,
+            thinking=options.thinking,
             max_new_tokens=model.budget,
             prompts_sha256=hashlib.sha256(json.dumps(model.prompts).encode()).hexdigest(),
             scores=_scores(results["results"][task.name], samples, fallbacks),

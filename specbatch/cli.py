@@ -16,7 +16,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
-from specbatch.commands import measure, train
+from specbatch.commands import judge, measure, train
 from specbatch.commands.check import check
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, rows_table, say, show
@@ -67,6 +67,10 @@ def specbatch(
 
     Are the tokens plain decoding's? specbatch check --spec v2
 
+    What changed, if anything?       specbatch compare out/before out/after
+
+    May this change ship?            specbatch gate out/eval --policy gate.toml --baseline results/eval
+
     Run these prompts.               specbatch generate in.jsonl -o out.jsonl
 
     How fast is it on this device?   specbatch bench --model qwen3-8b --load-format dummy
@@ -93,6 +97,9 @@ def evaluate(
     fewshot_data: Annotated[Path | None, Option(help="JSONL to take the worked examples from.")] = None,
     fewshot_seed: Annotated[int, Option(help="Of the choice of examples; 1234 is lm-eval's own.")] = 1234,
     chat_template: Annotated[bool, Option("--chat-template/--no-chat-template", help="Ask as a chat message.")] = False,
+    thinking: Annotated[
+        bool | None, Option("--thinking/--no-thinking", help="The chat template's enable_thinking. Default: its own.")
+    ] = None,
     max_new_tokens: Annotated[int | None, Option(help="Longest answer. Default: the task's, else 512.")] = None,
     ladder: Annotated[
         bool, Option("--ladder", help="The same with nothing drafted, in v1, v2 and v2+piecewise, side by side.")
@@ -111,7 +118,8 @@ def evaluate(
 
     specbatch eval gsm8k --data gsm8k_test.jsonl --ladder --algorithm eagle3 --draft HEAD
 
-    one_digit_sums needs no network. Per-question results go to the output folder.
+    one_digit_sums needs no network. Per-question results go to the output folder. What a model writes inside <think> is
+    not scored.
     """
     from specbatch.evals.run import PARTIAL, EvalOptions, prepare
 
@@ -126,6 +134,7 @@ def evaluate(
             data=data,
             fewshot_data=fewshot_data,
             chat_template=chat_template,
+            thinking=thinking,
             max_new_tokens=max_new_tokens,
             concurrency=concurrency,
             seed=fewshot_seed,
@@ -164,6 +173,8 @@ app.command()(measure.sweep)
 app.command("report")(report_command)
 app.command()(measure.bench)
 app.command("trace")(measure.trace_steps)
+app.command()(judge.compare)
+app.command()(judge.gate)
 app.command("train-draft")(train.train_draft)
 
 

@@ -94,18 +94,25 @@ class Tokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True, enable_thinking: bool | None = None
+    ) -> str:
         """The prompt for a conversation, to be encoded without further special tokens.
 
-        Raises SpecbatchError where the model has no template, or the template refuses the messages.
+        `enable_thinking`: the template's switch of that name; None leaves it at the template's own default. Raises
+        SpecbatchError where the model has no template, or the template refuses the messages or has no such switch.
         """
         import jinja2
 
         if self._chat_template is None:
             raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template or plain prompts")
+        switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        if switch and "enable_thinking" not in self._chat_template:
+            works = f"the chat template of {self.name} has no such switch (enable_thinking); leave it out"
+            raise refuse("thinking", enable_thinking, works)
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
+                messages=messages, add_generation_prompt=add_generation_prompt, **switch, **self._special_tokens
             )
         except jinja2.TemplateError as error:
             raise refuse("chat_template", self.name, f"it does not accept these messages ({error})") from None

@@ -38,12 +38,15 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
     rows, total = [], 0.0
     for point in left:
-        prompts, tokens = options.workload.count(point.concurrency), options.workload.output_len
-        seconds = _seconds(point, plans[point.configuration], options, read, rate * first.dtype.itemsize / 2)
+        prompts = options.workload.count(point.concurrency)
+        tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
+        seconds = _seconds(
+            point, plans[point.configuration], options, tokens / prompts, read, rate * first.dtype.itemsize / 2
+        )
         total += seconds
         config = configs[point.configuration]
         what = f"{config.speculation}; {config.graphs}"
-        rows.append((point.configuration, what, point.concurrency, point.repeat, prompts, prompts * tokens, seconds))
+        rows.append((point.configuration, what, point.concurrency, point.repeat, prompts, tokens, seconds))
     table = tabulate(rows, headers=_HEADS, tablefmt="github", floatfmt=".1f")
     lines = "\n".join(_memory(plans))
     start = "loading, recording graphs and warming up not counted; less where drafts are accepted"
@@ -56,13 +59,14 @@ def _memory(plans: Mapping[str, MemoryPlan]) -> Iterator[str]:
         yield f"* {name}: {size_text(plan.available)}, {weights}, {plan.kv_pages} KV pages"
 
 
-def _seconds(point: Point, plan: MemoryPlan, options: SweepOptions, read: float, rate: float) -> float:
-    """rate: bytes of weights that a second multiplies with one token."""
+def _seconds(point: Point, plan: MemoryPlan, options: SweepOptions, output: float, read: float, rate: float) -> float:
+    """output: tokens of an answer, on average. rate: bytes of weights that a second multiplies with one token."""
     workload = options.workload
     prompts = workload.count(point.concurrency)
     waves = -(-prompts // point.concurrency)
-    steps = waves * workload.output_len * (plan.weights + plan.draft_weights) / read
-    return steps + prompts * (workload.prompt_len or workload.output_len) * plan.weights / rate
+    steps = waves * output * (plan.weights + plan.draft_weights) / read
+    length = sum(workload.input_range) / 2 if workload.input_range else output
+    return steps + prompts * length * plan.weights / rate
 
 
 def _speeds(device: torch.device) -> tuple[float, float]:

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, write_atomic
 from specbatch.partial import difference
@@ -22,6 +21,12 @@ if TYPE_CHECKING:
     from specbatch.sweeps.runner import SweepOptions
 
 PLAN = "sweep.json"
+
+
+class Described(Protocol):
+    """A configuration, of an engine of ours or of a server."""
+
+    def as_dict(self) -> dict[str, Any]: ...
 
 
 class Point(NamedTuple):
@@ -33,19 +38,19 @@ class Point(NamedTuple):
     repeat: int
 
     def folder(self, root: Path) -> Path:
-        return root / self.configuration / f"c{self.concurrency}" / f"r{self.repeat}"
+        return root / self.configuration.replace("/", "_") / f"c{self.concurrency}" / f"r{self.repeat}"
 
     def is_finished(self, root: Path) -> bool:
         return (self.folder(root) / "record.json").exists()
 
 
-def points(configs: Mapping[str, EngineConfig], options: SweepOptions) -> Iterator[Point]:
+def points(configs: Mapping[str, Described], options: SweepOptions) -> Iterator[Point]:
     """In the order in which they run: A B C A B C at each concurrency."""
     rounds = product(options.concurrency, range(1, options.repeats + 1), enumerate(configs))
     return (Point(name, place, concurrency, repeat) for concurrency, repeat, (place, name) in rounds)
 
 
-def plan_of(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[str, Any]:
+def plan_of(configs: Mapping[str, Described], options: SweepOptions) -> dict[str, Any]:
     """All that the points of a sweep are made from, as JSON has it."""
     workload = options.workload
     rows = json.dumps([asdict(row) for row in workload.rows])

@@ -8,12 +8,12 @@ number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, at_least, refuse
@@ -22,12 +22,15 @@ from specbatch.memory.plan import ALONE, Place
 from specbatch.metrics import RunRecord
 from specbatch.progress import Report
 from specbatch.request import Completion, SamplingParams
-from specbatch.sweeps.points import Point, check_plan, plan_of, points, save
+from specbatch.sweeps.doubts import doubts
+from specbatch.sweeps.points import Described, Point, check_plan, plan_of, points, save
+from specbatch.sweeps.summaries import failures, simulated
 from specbatch.sweeps.tables import load_records, losses_of, write_summary
-from specbatch.sweeps.workloads import Workload, sha256_of
+from specbatch.sweeps.workloads import Workload, sha256_of, shown
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
+    from specbatch.sweeps.http_engine import HttpEngine
 
 
 WARM_UP_TOKENS = 16
@@ -64,14 +67,40 @@ def run_sweep(
     `folder` exists; where it holds points of the same sweep, they stay as they are. On an error or Ctrl-C the summary
     of what is finished is written first. Refused: a concurrency that an engine cannot hold.
     """
-    configs = fitted(configs, options)
+    fit = fitted(configs, options)
+    return _finish(fit, lambda: _loaded(fit, options.workload, log), options, folder, log, report)
+
+
+def run_server(
+    server: HttpEngine,
+    options: SweepOptions,
+    folder: Path,
+    *,
+    log: Callable[[str], None] | None = None,
+    report: Report | None = None,
+) -> str:
+    """The same with a server as the one configuration, by its model's name. A point of which every request failed is
+    refused, which ends the sweep."""
+    return _finish(
+        {server.model: server.config}, lambda: nullcontext({server.model: server}), options, folder, log, report
+    )
+
+
+def _finish(
+    configs: Mapping[str, Described],
+    load: Callable[[], AbstractContextManager[Mapping[str, Engine | HttpEngine]]],
+    options: SweepOptions,
+    folder: Path,
+    log: Callable[[str], None] | None,
+    report: Report | None,
+) -> str:
     plan = plan_of(configs, options)
     check_plan(folder, plan)
     left = [point for point in points(configs, options) if not point.is_finished(folder)]
     try:
         if left:
-            done = partial(save, folder, plan)
-            _run(configs, options, left, done, log, _counter(options, left, report))
+            with load() as engines:
+                _run(engines, options, left, partial(save, folder, plan), log, _counter(options, left, report))
     except KeyboardInterrupt:
         finished = sum(point.is_finished(folder) for point in points(configs, options))
         works = "the same command with this --out goes on"
@@ -84,34 +113,53 @@ def run_sweep(
     return summary
 
 
+@contextmanager
+def _loaded(
+    configs: Mapping[str, EngineConfig], workload: Workload, log: Callable[[str], None] | None
+) -> Iterator[dict[str, Engine | HttpEngine]]:
+    """The engines of the configurations, on one copy of the weights."""
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        check_draft(configs.values(), log)
+        for index, (name, config) in enumerate(configs.items()):
+            first, side = next(iter(engines.values()), None), Place(index, len(configs))
+            with of_lengths(config, workload):
+                engine = load_engine(name, config, log, weights_of=first, place=side)
+            engines[name] = stack.enter_context(engine)
+        yield {**engines}
+
+
 def _run(
-    configs: Mapping[str, EngineConfig],
+    engines: Mapping[str, Engine | HttpEngine],
     options: SweepOptions,
     left: list[Point],
     done: Callable[[Point, RunRecord], None],
     log: Callable[[str], None] | None,
     count: Callable[[Completion], None],
 ) -> None:
-    with ExitStack() as stack:
-        engines: dict[str, Engine] = {}
-        check_draft(configs.values(), log)
-        for index, (name, config) in enumerate(configs.items()):
-            first, side = next(iter(engines.values()), None), Place(index, len(configs))
-            with of_lengths(config, options.workload):
-                engine = load_engine(name, config, log, weights_of=first, place=side)
-            engines[name] = stack.enter_context(engine)
-        tokenizer = next(iter(engines.values())).tokenizer
-        most = max(options.concurrency)
-        every = options.workload.prompts(tokenizer, options.workload.count(most))
-        for name, engine in engines.items():
-            _check_concurrency(name, engine, most, [len(prompt) for prompt in every], options.workload)
-        for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
-            now = list(ours)
-            prompts = every[: options.workload.count(concurrency)]
-            for name in dict.fromkeys(point.configuration for point in now):
-                _warm_up(engines[name], prompts[:concurrency], options.workload.params)
-            for point in now:
-                done(point, _measure(engines[point.configuration], prompts, options.workload, concurrency, count))
+    workload, tokenizer = options.workload, next(iter(engines.values())).tokenizer
+    most, told = max(options.concurrency), set[str]()
+    every = workload.prompts(tokenizer, workload.count(most))
+    params = workload.params(len(every))
+    for name, engine in engines.items():
+        _check_concurrency(name, engine.caps, most, every, params)
+    for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
+        now = list(ours)
+        prompts = every[: workload.count(concurrency)]
+        for name in dict.fromkeys(point.configuration for point in now):
+            _warm_up(engines[name], prompts[:concurrency], params[:concurrency])
+        for point in now:
+            engine = engines[point.configuration]
+            record = _measure(engine, prompts, params[: len(prompts)], workload, concurrency, count)
+            where = f"{point.configuration} at concurrency {concurrency}, repeat {point.repeat}"
+            failed = "; ".join(f"{error} ({number})" for error, number in failures(record))
+            if failed and not record.metrics["requests"]:
+                raise SpecbatchError(f"every request of {where} failed: {failed}; points that were finished are kept")
+            for line in record.workload["doubts"]:
+                if log is not None and line not in told:
+                    log(f"doubtful: {where}: {line}")
+                told.add(line)
+            done(point, record)
 
 
 def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[str, EngineConfig]:
@@ -132,7 +180,7 @@ def of_lengths(config: EngineConfig, workload: Workload) -> Iterator[None]:
     except SpecbatchError as error:
         if error.setting != "max_model_len" or config.max_model_len != workload.max_model_len:
             raise
-        lengths = {name: getattr(workload, name) for name in ("shared_len", "input_len", "output_len")}
+        lengths = {name: shown(getattr(workload, name)) for name in ("shared_len", "input_len", "output_len")}
         name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
         works = f"with {' and '.join(f'{other}={lengths[other]}' for other in others)} that is {error}"
         raise refuse(name, lengths[name], works) from None
@@ -162,10 +210,15 @@ def load_engine(
     return Engine(config, log=say, weights_of=weights_of, place=place)
 
 
-def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int], workload: Workload) -> None:
-    """Refuse what would wait for a place or for pages: its numbers would be of another concurrency."""
-    caps = engine.caps
-    limit = held_at_once(caps, [length + workload.output_len for length in lengths])
+def _check_concurrency(
+    name: str, caps: dict[str, Any], most: int, prompts: list[list[int]], params: list[SamplingParams]
+) -> None:
+    """Refuse what would wait for a place or for pages: its numbers would be of another concurrency. A server says
+    nothing of its pages."""
+    if "kv_pages" not in caps:
+        return
+    lengths = [len(prompt) + wanted.max_new_tokens for prompt, wanted in zip(prompts, params, strict=True)]
+    limit = held_at_once(caps, lengths)
     if most > limit:
         raise refuse(
             "concurrency",
@@ -175,14 +228,15 @@ def _check_concurrency(name: str, engine: Engine, most: int, lengths: list[int],
         )
 
 
-def _warm_up(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
-    short = replace(params, max_new_tokens=min(params.max_new_tokens, WARM_UP_TOKENS))
+def _warm_up(engine: Engine | HttpEngine, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+    short = [replace(wanted, max_new_tokens=min(wanted.max_new_tokens, WARM_UP_TOKENS)) for wanted in params]
     engine.generate(prompts, short, concurrency=len(prompts))
 
 
 def _measure(
-    engine: Engine,
+    engine: Engine | HttpEngine,
     prompts: list[list[int]],
+    params: list[SamplingParams],
     workload: Workload,
     concurrency: int,
     on_completion: Callable[[Completion], None],
@@ -194,13 +248,16 @@ def _measure(
     engine.reset_record()
     completions = engine.generate(
         prompts,
-        workload.params,
+        params,
         concurrency=concurrency,
         arrivals=workload.arrivals(len(prompts)),
         on_completion=on_completion,
     )
-    output = sha256_of([completion.token_ids for completion in completions])
-    return engine.record(concurrency=concurrency, workload=workload.describe(prompts) | {"output_sha256": output})
+    record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
+    record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
+    real = simulated(record) is None  # else the text is no model's
+    record.workload["doubts"] = list(doubts(workload, completions, params)) if real else []
+    return record
 
 
 def _counter(options: SweepOptions, left: list[Point], report: Report | None) -> Callable[[Completion], None]:

@@ -17,6 +17,7 @@ BREAK_EVEN = (
     "over step time, the same number of requests, prompts left out); drafting pays above it."
 )
 CHOOSING = 0.03  # what drafting at the best length may lose where that is nothing
+ERRORS_SHOWN = 3
 CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "state_bytes", "state_checkpoints")
 
 
@@ -25,12 +26,15 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
     first = records[0]
     config, hardware = first.config, first.hardware
     device = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
+    if "server" in config:
+        device = f"unknown; asked from {device}"
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     origin = "" if config["load_format"] == "auto" else f" ({config['load_format']})"
     return {
         "model": f"{config['model']}{origin}",
         "device": f"{_resolved('device', records)} ({device})",
         "dtype": _resolved("dtype", records),
-        "versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
+        "versions": f"unknown; asked from {versions}" if "server" in config else versions,
     }
 
 
@@ -108,6 +112,13 @@ def losses(points: Iterable[tuple[str, float | None, float | None, RunRecord]]) 
     causes = dict.fromkeys(suspects(config["speculation"]["algorithm"], config["load_format"]) for config in real)
     expected = f"; if more was to be accepted, likely causes: {'; '.join(causes)}" if causes else ""
     return f"low acceptance: below break-even: {places}\n  fewer drafts or requests at once need less of it{expected}"
+
+
+def failures(record: RunRecord) -> list[tuple[str, int]]:
+    """The errors of a server by what it said, the most frequent first; a few of them where they differ."""
+    found = sorted(record.counters.get("errors", {}).items(), key=lambda item: -item[1])
+    rest = sum(count for _, count in found[ERRORS_SHOWN:])
+    return found[:ERRORS_SHOWN] + ([("other errors", rest)] if rest else [])
 
 
 def graphs_of(record: RunRecord, kind: str) -> dict[str, dict[str, Any]]:

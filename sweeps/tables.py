@@ -22,6 +22,7 @@ from specbatch.sweeps.summaries import (
     BREAK_EVEN,
     caps_text,
     drafts,
+    failures,
     heading,
     losses,
     number,
@@ -32,6 +33,7 @@ from specbatch.sweeps.summaries import (
     verdict,
     with_spread,
 )
+from specbatch.sweeps.workloads import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -234,24 +236,16 @@ def _said(row: Any) -> str | None:
 def about(records: list[RunRecord]) -> dict[str, str]:
     """What was run on what, by the name of its line."""
     work = records[0].workload
-    text = f"{work['input_len']} input tokens each" if work.get("input_len") else "text"
-    if shared := work.get("shared"):
-        text += " ({shared_len} of them shared by the {group_prompts} of each of {groups} groups)".format(**shared)
-    rate = work.get("request_rate")
     names = {record.workload["configuration"]: record for record in records}
-    return run_on(records) | {
-        "workload": f"{work['dataset']}, {text}, output "
-        f"{'exactly' if work['ignore_eos'] else 'at most'} {work['output_len']}, greedy, seed {work['seed']}",
-        "arrivals": f"{rate:g} requests per second at random (Poisson): times count from there, throughput follows "
-        "the rate, and concurrency is the most that are worked on"
-        if rate
-        else "closed loop: as many as concurrency says are kept unfinished",
-        "configurations": "; ".join(
-            f"{name}: {speculation_of(record)}, {Graphs(**record.config['graphs'])}" for name, record in names.items()
-        ),
-        "effective caps": _by_name({name: caps_text(record) for name, record in names.items()}),
-        "prefix cache": _by_name({name: _prefix_cache(record) for name, record in names.items()}),
-    }
+    return (
+        run_on(records)
+        | lines_of(work)
+        | {
+            "configurations": "; ".join(f"{name}: {_made_of(record)}" for name, record in names.items()),
+            "effective caps": _by_name({name: caps_text(record) for name, record in names.items()}),
+            "prefix cache": _by_name({name: _prefix_cache(record) for name, record in names.items()}),
+        }
+    )
 
 
 def _by_name(texts: dict[str, str]) -> str:
@@ -261,13 +255,27 @@ def _by_name(texts: dict[str, str]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
+def _made_of(record: RunRecord) -> str:
+    return str(record.config.get("server") or f"{speculation_of(record)}, {Graphs(**record.config['graphs'])}")
+
+
 def _prefix_cache(record: RunRecord) -> str:
-    return "on" if record.config["prefix_cache"] else "off"
+    asked = record.config["prefix_cache"]
+    return asked if isinstance(asked, str) else "on" if asked else "off"
+
+
+def _remarks(record: RunRecord) -> Iterator[str]:
+    """What is often the same of all points."""
+    for doubt in record.workload.get("doubts", ()):
+        yield f"DOUBTFUL: {doubt}"
+    if why := record.counters.get("no_accept_length"):
+        yield f"No accept length: {why}"
 
 
 def _notes(records: list[RunRecord]) -> list[str]:
     notes = ["Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."]
     tokens: dict[tuple[int, int], dict[str, str]] = {}
+    remarks: dict[str, list[str]] = {}
     for record in records:
         work = record.workload
         where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
@@ -278,6 +286,9 @@ def _notes(records: list[RunRecord]) -> list[str]:
         if drafts(record) and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         notes += replay_notes(record, where)
+        for remark in _remarks(record):
+            remarks.setdefault(remark, []).append(where)
+        notes += [f"FAILED: {where}: {count} requests: {error}." for error, count in failures(record)]
         cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
         if cached and inputs:
             kept = "; states of prefixes {kept} kept, {loaded} begun with, {evicted} gone"
@@ -286,6 +297,8 @@ def _notes(records: list[RunRecord]) -> list[str]:
                 f"CACHED: {where}: {cached} input tokens ({100 * cached / inputs:.1f}%) came from the prefix "
                 f"cache{states}."
             )
+    for remark, (first, *others) in remarks.items():
+        notes.append(f"{remark} ({first}{f', and {len(others)} other points' if others else ''}).")
     means = {record.workload["configuration"]: mean for record in records if (mean := simulated(record))}
     for name, mean in means.items():
         notes.append(

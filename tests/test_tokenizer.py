@@ -217,3 +217,15 @@ def test_splitting_rules_of_gguf_files() -> None:
     assert split("llama-bpe", "I'Ll go\n\n x") == ["I", "'Ll", "Ġgo", "ĊĊ", "Ġx"]
     with pytest.raises(SpecbatchError, match=r"tokenizer.ggml.pre='gpt-9'.*smollm, qwen2"):
         gguf_tokenizer.pre_tokenizer("gpt-9")
+
+
+def test_a_template_may_have_a_switch_for_thinking(tmp_path: Path, backend: Backend) -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend, chat_template=template))
+    messages = [{"role": "user", "content": "x"}]
+    shown = [tokenizer.apply_chat_template(messages, enable_thinking=on) for on in (None, True, False)]
+    assert shown == ["x<think>", "x<think>", "x"]
+    plain = Tokenizer.from_folder(write(tmp_path, backend, chat_template="{{ messages[0].content }}"))
+    assert plain.apply_chat_template(messages) == "x"
+    with pytest.raises(SpecbatchError, match=r"thinking=False: the chat template of .* has no such switch"):
+        plain.apply_chat_template(messages, enable_thinking=False)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from specbatch.commands.load import length, server_of, whole_number
 from specbatch.commands.options import EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, say, show
 from specbatch.config import EngineConfig
@@ -27,25 +28,69 @@ BENCH_SETS = (*("spec", "decode_graph", "prefill_graph", "max_running", "max_mod
 
 @takes_engine(without=("spec",))
 def sweep(
+    context: typer.Context,
     engine: EngineOptions,
     concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
     configs: Annotated[
         str, Option(help="Some of baseline, v1, v2, v2+piecewise; or a TOML or YAML file of configurations.")
     ] = "baseline,v1,v2",
-    dataset: Annotated[str, Option(help="random, gsp, gsm8k or FILE.jsonl.")] = "random",
-    data: Annotated[Path | None, Option(help="The GSM8K file, for --dataset gsm8k.")] = None,
-    input_len: Annotated[int, Option(help="Tokens per random prompt; with gsp its own.")] = 128,
-    output_len: Annotated[int, Option(help="Tokens per answer; the most, for datasets of text.")] = 128,
+    dataset: Annotated[
+        str,
+        Option(
+            help="random, gsp, gsm8k, lm-eval:TASK (what that task asks) or FILE.jsonl (lines as for generate, or "
+            "turns as in MT-Bench, of which the first is asked: later ones would need the answers before them)."
+        ),
+    ] = "random",
+    data: Annotated[Path | None, Option(help="The questions, for --dataset gsm8k and lm-eval:gsm8k.")] = None,
+    input_len: Annotated[
+        str, Option(metavar="N|N-M", help="Tokens per random prompt, or fewest and most; with gsp its question.")
+    ] = "128",
+    output_len: Annotated[
+        str, Option(metavar="N|N-M", help="Tokens per answer, or fewest and most; for text only the most.")
+    ] = "128",
     groups: Annotated[int, Option(help="gsp: groups of prompts that begin alike.")] = 32,
     group_prompts: Annotated[int, Option(help="gsp: prompts of each group.")] = 16,
-    shared_len: Annotated[int, Option(help="gsp: tokens that the prompts of a group share.")] = 2048,
+    shared_len: Annotated[
+        str,
+        Option(
+            "--shared-len",
+            "--system-len",
+            metavar="N|N-M",
+            help="gsp: tokens of the system prompt that a group shares.",
+        ),
+    ] = "2048",
+    chat_template: Annotated[
+        bool | None,
+        Option(
+            "--chat-template/--no-chat-template",
+            help="Ask texts as messages, rendered by the model's template; or render nothing. Default: messages only.",
+        ),
+    ] = None,
+    thinking: Annotated[
+        bool | None, Option("--thinking/--no-thinking", help="The template's enable_thinking. Default: its own.")
+    ] = None,
     request_rate: Annotated[
         float, Option(help="Prompts that arrive in a second, at random. inf: one when another one ends.")
     ] = math.inf,
+    burst: Annotated[
+        str, Option(metavar="N|all", help="Prompts that arrive together, at that rate; all: a point's at once.")
+    ] = "1",
     prompts_per_concurrency: Annotated[
         int, Option(help="A point runs this many times its concurrency (4 at least).")
     ] = 4,
     repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
+    engine_kind: Annotated[
+        str, Option("--engine", metavar="specbatch|http", help="http: the server at --base-url in place of our engine.")
+    ] = "specbatch",
+    base_url: Annotated[
+        str | None, Option(help="An OpenAI-compatible server (vLLM, SGLang), such as http://localhost:8000.")
+    ] = None,
+    send: Annotated[
+        str, Option(metavar="ids|text", help="http: prompts as token ids, which no server can read differently.")
+    ] = "ids",
+    api_key_env: Annotated[
+        str | None, Option(metavar="NAME", help="http: environment variable that holds the server's key.")
+    ] = None,
     output: Annotated[
         Path | None,
         Option("--output", "--out", help="Folder: a new one, or that of the same sweep cut short. [out/sweep-TIME]"),
@@ -81,29 +126,46 @@ def sweep(
     Ratios are over the configuration named baseline. Several models (model = ...) run one after the other, each in a
     process and a folder of its own.
 
-    Each point leaves record.json and requests.jsonl; the summary is made from them. The same command with the --out of
-    a sweep that was cut short runs what is missing.
+    specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B --dataset gsm8k
+
+    With --engine http the same prompts go to a server at the same times (/v1/completions, streamed), and the table is
+    of the same numbers by this machine's clock. Settings of the engine are the server's own, so that only --model (one
+    of its models), --tokenizer and --seed can be given. Its prefix cache is emptied before each point where it can be
+    (SGLang's /flush_cache, vLLM's /reset_prefix_cache). Requests that fail are counted by what the server said, and
+    make the exit status 1.
+
+    Each point leaves record.json and requests.jsonl; the summary is made from them. Outputs that do not look like what
+    was asked (cut off, reasoning where it is off, marks of a template) are told. The same command with the --out of a
+    sweep that was cut short runs what is missing.
     """
     from specbatch.sweeps.grid import by_model
     from specbatch.sweeps.points import PLAN
-    from specbatch.sweeps.runner import SweepOptions, run_sweep
+    from specbatch.sweeps.runner import SweepOptions, run_server, run_sweep
     from specbatch.sweeps.workloads import Workload
 
     steps = _whole_numbers("concurrency", concurrency)
     workload = Workload(
         dataset,
         data,
-        input_len,
-        output_len,
+        length("input_len", input_len),
+        length("output_len", output_len),
         prompts_per_concurrency,
         engine.seed,
         groups=groups,
         group_prompts=group_prompts,
-        shared_len=shared_len,
+        shared_len=length("shared_len", shared_len),
         request_rate=request_rate,
+        burst=0 if burst == "all" else whole_number("burst", burst, "all"),
+        chat_template=chat_template,
+        thinking=thinking,
     )
     options = SweepOptions(steps, repeats, workload)
-    engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=workload.is_grouped)
+    server = server_of(engine, context.params, lambda name: _given(context, name))
+    engines = {}
+    if server is None:
+        engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=workload.is_grouped)
+    if dry_run and server is not None:
+        raise refuse("dry_run", True, "how fast a server is nobody knows beforehand; leave it out")
     if dry_run:
         from specbatch.sweeps.estimate import dry_run as planned
 
@@ -112,7 +174,10 @@ def sweep(
     resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         models = by_model(engines)
-        if len(models) == 1:
+        if server is not None:
+            with progress("sweep") as report:
+                summary, rows = run_server(server, options, folder, log=say, report=report), _summary_rows(folder)
+        elif len(models) == 1:
             with progress("sweep") as report:
                 summary, rows = run_sweep(engines, options, folder, log=say, report=report), _summary_rows(folder)
         else:
@@ -121,6 +186,8 @@ def sweep(
                 summary += _in_a_process(name, ours, options, folder / name)
                 rows += [{"model": name, **row} for row in _summary_rows(folder / name)]
     show(f"{summary}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    if server is not None and _failed(folder):
+        raise typer.Exit(1)
 
 
 def _in_a_process(name: str, engines: dict[str, EngineConfig], options: SweepOptions, folder: Path) -> str:
@@ -271,6 +338,13 @@ def _summary_rows(folder: Path) -> list[dict[str, Any]]:
     from specbatch.sweeps.tables import as_json, load_records, table
 
     return as_json(table(load_records(folder)))
+
+
+def _failed(folder: Path) -> bool:
+    """Did a request of the sweep in `folder` fail?"""
+    from specbatch.sweeps.tables import load_records
+
+    return any(record.counters.get("errors") for record in load_records(folder))
 
 
 def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:

@@ -62,7 +62,7 @@ def open_checkpoint(
     of what a `config.json` says; a draft may have its own. Random weights are made on `device`. Raises
     SpecbatchError, one line, for everything that cannot be opened.
     """
-    override = _open_tokenizer(tokenizer) if tokenizer else None
+    override = open_tokenizer(tokenizer) if tokenizer else None
     if load_format == "dummy":
         return _open_dummy(model, seed, override, read, device)
     from specbatch.weights.bundled import MODELS, pull
@@ -159,7 +159,8 @@ def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Lo
     return _open_folder(folder, model, model, load_format, tokenizer, log, read)
 
 
-def _open_tokenizer(tokenizer: str) -> Tokenizer:
+def open_tokenizer(tokenizer: str) -> Tokenizer:
+    """From a folder with tokenizer.json, or a hub id. Raises SpecbatchError where there is none."""
     from specbatch.tokenizer import Tokenizer
     from specbatch.weights import hub
 

@@ -9,18 +9,10 @@ import time
 
 import pytest
 
-HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "matplotlib")
+HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "matplotlib", "scipy")
 COMMANDS = [
-    "eval",
-    "check",
-    "sweep",
-    "report",
-    "bench",
-    "trace",
-    "train-draft",
-    "generate",
-    "send-one",
-    "doctor",
+    *("eval", "check", "sweep", "report", "bench", "trace", "compare", "gate"),
+    *("train-draft", "generate", "send-one", "doctor"),
     "models",
 ]
 
@@ -32,7 +24,8 @@ def plain(text: str) -> str:
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
-        "commands = [[], ['sweep'], ['bench'], ['train-draft'], ['eval'], ['check'], ['report']];"
+        "names = 'sweep bench train-draft eval check report compare gate'.split();"
+        "commands = [[], *([name] for name in names)];"
         "pages = [[*command, '--help'] for command in commands];"
         "results = [CliRunner().invoke(app, words) for words in pages];"
         "assert all(result.exit_code == 0 for result in results), results;"
@@ -83,6 +76,14 @@ def test_help_of_train_draft_has_an_example_and_none_of_what_drafts_while_runnin
         assert option in shown
     for option in ("--spec ", "--kv-pages", "--draft-tokens", "--draft-topk", "--prefix-cache", "--max-model-len"):
         assert option not in shown
+
+
+@pytest.mark.parametrize("command", ["compare", "gate"])
+def test_help_of_a_command_that_judges_has_an_example_and_no_engine(run, command):
+    shown = plain(run(command, "--help").output)
+    assert f"specbatch {command} out/" in shown
+    assert "--output" in shown
+    assert "--model" not in shown
 
 
 def test_version(run):

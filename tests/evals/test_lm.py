@@ -132,3 +132,20 @@ def test_answers_reach_lm_evals_cache(make_engine: Any) -> None:
         ("generate_until", "a", "A"),
         ("generate_until", "b", "B"),
     ]
+
+
+def test_reasoning_is_not_scored_and_stays_in_the_answers(make_engine: Any) -> None:
+    said = {"a": "<think>7?</think> 8", "b<think>": "7?</think>9", "c": "10", "d": "<think>11?", "e<think>\n": "12?"}
+    model = SpecBatchLM(make_engine(said.__getitem__), "toy", chat_template=True)
+    assert model.generate_until([ask(prompt) for prompt in said]) == ["8", "9", "10", "", ""]
+    assert [answer.completion.text for answer in model.answers] == list(said.values())
+
+
+@pytest.mark.parametrize(("thinking", "switch"), [(None, {}), (False, {"enable_thinking": False})])
+def test_the_templates_switch(make_engine: Any, thinking: bool | None, switch: dict[str, bool]) -> None:
+    engine, told = make_engine(lambda prompt: "x"), []
+    engine.tokenizer.apply_chat_template = lambda messages, **options: told.append(options) or "rendered"
+    model = SpecBatchLM(engine, "toy", chat_template=True, thinking=thinking)
+    model.apply_chat_template([{"role": "user", "content": "a"}])
+    model.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False)
+    assert told == [switch, switch]

@@ -1,0 +1,149 @@
+"""Two runs' answers to the same questions, and the exact test of whether fewer are right.
+
+McNemar's test (Psychometrika 12, 1947) looks at the questions whose verdict changed alone: if nothing fell, each of
+them is as likely lost as gained. Its exact form is a binomial test. Two separate standard errors would call a drop of 4
+points of 500 questions noise; the same answers, paired, can show one of a point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.evals.report import EvalReport
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Of `n` questions: those that were right and are wrong now (lost), and the other way round (gained)."""
+
+    n: int
+    right_before: int
+    lost: tuple[int, ...] = ()
+    gained: tuple[int, ...] = ()
+
+    @property
+    def right_after(self) -> int:
+        return self.right_before - len(self.lost) + len(self.gained)
+
+    @property
+    def delta(self) -> float:
+        """Accuracy after less accuracy before."""
+        return (len(self.gained) - len(self.lost)) / self.n
+
+    @property
+    def changed(self) -> int:
+        return len(self.lost) + len(self.gained)
+
+    def p_fallen(self) -> float:
+        """How likely as many of the changed questions, or more, are lost if nothing fell (one-sided)."""
+        return self._p("greater")
+
+    def p_changed(self) -> float:
+        """The two-sided p value."""
+        return self._p("two-sided")
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """Of `delta`, given how many changed: Clopper and Pearson's interval of the share gained. It holds 0 exactly
+        where the two-sided test shows nothing."""
+        from scipy.stats import binomtest
+
+        if not self.changed:
+            return 0.0, 0.0
+        share = binomtest(len(self.gained), self.changed).proportion_ci(confidence, method="exact")
+        scale = self.changed / self.n
+        return scale * (2 * float(share.low) - 1), scale * (2 * float(share.high) - 1)
+
+    def _p(self, alternative: str) -> float:
+        from scipy.stats import binomtest
+
+        if not self.changed:
+            return 1.0
+        return float(binomtest(len(self.lost), self.changed, alternative=alternative).pvalue)
+
+
+def pick_score(report: EvalReport, filter: str | None, metric: str | None) -> tuple[str, str]:
+    """The answer filter and metric meant; None is the only one there is."""
+    known = [(score.filter, score.metric) for score in report.scores]
+    found = [pair for pair in known if filter in (None, pair[0]) and metric in (None, pair[1])]
+    if len(found) == 1:
+        return found[0]
+    named = "; ".join(f'filter = "{name}", metric = "{kind}"' for name, kind in known)
+    setting, value = ("metric", metric) if metric is not None else ("filter", filter)
+    raise refuse(setting, value, f"{report.task} has {named}; name one of them in [accuracy]")
+
+
+def changes(before: EvalReport, after: EvalReport, filter: str, metric: str) -> Changes:
+    """Pair the answers by question. Refused: other questions, and scores that are not right or wrong."""
+    old, new = (_verdicts(report, filter, metric) for report in (before, after))
+    if apart := sorted(doc for doc in {*old, *new} if old.get(doc, ("",))[0] != new.get(doc, ("",))[0]):
+        raise SpecbatchError(
+            f"the answers do not pair: question {apart[0]} and {len(apart) - 1} more were asked otherwise or not at all"
+        )
+    lost = tuple(doc for doc in old if old[doc][1] and not new[doc][1])
+    gained = tuple(doc for doc in old if new[doc][1] and not old[doc][1])
+    return Changes(len(old), sum(right for _, right in old.values()), lost, gained)
+
+
+def is_binary(report: EvalReport, filter: str, metric: str) -> bool:
+    return all(row["scores"].get(filter, {}).get(metric) in (0, 1) for row in report.questions)
+
+
+def load_answers(setting: str, path: Path) -> EvalReport | None:
+    """The report of an `eval` in `path`; None where it is another command's."""
+    if not (path / "questions.jsonl").is_file():
+        return None
+    try:
+        return EvalReport.load(path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        line = next(iter(str(error).splitlines()), "")
+        raise refuse(setting, str(path), f"its answers cannot be read ({type(error).__name__}: {line})") from error
+
+
+def detectable_drop(n: int, churn: float, *, alpha: float, power: float) -> float | None:
+    """The smallest true drop of accuracy that the one-sided test at `alpha` finds with probability `power`.
+
+    churn: share of questions that are gained by chance, and as many lost, whatever else happens. Exact: gained and lost
+    questions are multinomial. None if not even losing all the others would do.
+    """
+    steps = int(n * (1 - 2 * churn))
+    low, high = 0, steps + 1  # drops in questions: too small, and large enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        if found_with(n, churn, middle / n, alpha=alpha) >= power:
+            high = middle
+        else:
+            low = middle
+    return high / n if high <= steps else None
+
+
+def found_with(n: int, churn: float, drop: float, *, alpha: float) -> float:
+    """The probability with which the test at `alpha` finds a true `drop`."""
+    import numpy as np
+    from scipy.stats import binom
+
+    first, last = int(binom.ppf(1e-12, n, churn)), int(binom.isf(1e-12, n, churn))
+    gained = np.arange(max(first, 0), last + 1)
+    least = np.array(_least_lost(gained[0], gained[-1], alpha))
+    share = min(1.0, (churn + drop) / (1 - churn))  # of the questions that are not gained
+    return float((binom.pmf(gained, n, churn) * binom.sf(least - 1, n - gained, share)).sum())
+
+
+def _least_lost(first: int, last: int, alpha: float) -> list[int]:
+    """For first, first + 1, ... last questions gained: how many must be lost for the test to fail. It only rises."""
+    from scipy.stats import binom
+
+    found, lost = [], 0
+    for gained in range(first, last + 1):
+        while binom.sf(lost - 1, lost + gained, 0.5) > alpha:
+            lost += 1
+        found.append(lost)
+    return found
+
+
+def _verdicts(report: EvalReport, filter: str, metric: str) -> dict[int, tuple[str, bool]]:
+    """By question: the hash of its prompt, and whether the answer was right. lm-eval scores repeats together."""
+    if not is_binary(report, filter, metric):
+        raise refuse("metric", metric, "is not 0 or 1 for every question; a paired test needs right or wrong")
+    return {row["doc_id"]: (row["prompt_hash"], bool(row["scores"][filter][metric])) for row in report.questions}

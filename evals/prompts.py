@@ -1,0 +1,42 @@
+"""What a task asks, as prompts for a load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import refuse
+from specbatch.evals.task import load_task, quiet
+from specbatch.prompts import Prompt
+
+FEWSHOT_SEED = 1234  # lm-eval's own, as in `specbatch eval`
+
+
+def task_prompts(name: str, data: Path | None, *, as_messages: bool) -> tuple[list[Prompt], tuple[str, ...]]:
+    """All prompts of an lm-eval task in its order, with its own number of worked examples, and the texts that end an
+    answer. `as_messages`: as conversations, each example a turn, in place of one text. Refuses what `load_task` does,
+    and conversations of a task that begins its answers itself."""
+    task = load_task(name, num_fewshot=None, data=data, fewshot_data=None, seed=FEWSHOT_SEED).task
+
+    def rendered(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not add_generation_prompt:
+            works = f"task {name} begins its answers itself, which is no message; use --no-chat-template"
+            raise refuse("chat_template", True, works)
+        return json.dumps(messages)
+
+    with quiet():
+        task.build_all_requests(
+            rank=0,
+            world_size=1,
+            apply_chat_template=as_messages,
+            fewshot_as_multiturn=as_messages,
+            chat_template=rendered if as_messages else None,
+        )
+    asked: list[tuple[str, dict[str, Any]]] = [request.args for request in task.instances]
+    if as_messages:
+        prompts = [Prompt(number, "messages", json.loads(text)) for number, (text, _) in enumerate(asked, start=1)]
+    else:
+        prompts = [Prompt(number, "prompt", text) for number, (text, _) in enumerate(asked, start=1)]
+    until = asked[0][1].get("until", [])
+    return prompts, tuple(text for text in ([until] if isinstance(until, str) else until) if text)

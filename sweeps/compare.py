@@ -1,0 +1,214 @@
+"""`specbatch compare A B`: what changed from one run to another, and whether the numbers show it.
+
+* delta: after - before. gain: delta / before, in percent. "(regression)" stands where the interval of delta holds no
+  zero and lies on the worse side, "(no difference shown)" where it holds zero, "(not judged)" where there is none.
+  Times that were not taken in turns (one run a side, or all of one side first) are "better" or "worse, not in turns".
+  Each number is the mean over repeats.
+* intervals: see `specbatch.sweeps.intervals`; of accuracy, see `specbatch.evals.paired`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import SpecbatchError
+from specbatch.evals.paired import changes, is_binary, load_answers
+from specbatch.sweeps.evidence import Place, Point, Run, differences, load_run, match
+from specbatch.sweeps.intervals import CONFIDENCE, Interval, interval
+from specbatch.sweeps.measures import MEASURES, Better
+from specbatch.sweeps.summaries import replay_notes
+
+BETTER, WORSE, SAME, UNJUDGED = "better", "regression", "no difference shown", "not judged"
+NOT_IN_TURNS = {BETTER: "better, not in turns", WORSE: "worse, not in turns", SAME: SAME}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric at one point, in `unit`. None: not measured, or no interval."""
+
+    section: str
+    configuration: str
+    size: int | str
+    metric: str
+    unit: str
+    better: Better
+    before: float | None
+    after: float | None
+    delta: float | None
+    gain_percent: float | None
+    low: float | None
+    high: float | None
+    over: str
+    verdict: str
+    decimals: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found; `differs` is what else is not the same: settings, caps, versions, hardware."""
+
+    before: Path
+    after: Path
+    model: str
+    differs: dict[str, list[str]]
+    rows: list[Row]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "before": str(self.before),
+            "after": str(self.after),
+            "model": self.model,
+            "confidence": CONFIDENCE,
+            "differs": self.differs,
+            "rows": [{name: value for name, value in asdict(row).items() if name != "decimals"} for row in self.rows],
+            "notes": self.notes,
+        }
+
+    def csv(self) -> str:
+        """One line per row, numbers in full."""
+        names = [item.name for item in fields(Row) if item.name != "decimals"]
+        text = io.StringIO()
+        table = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        table.writerows(asdict(row) for row in self.rows)
+        return text.getvalue()
+
+    def markdown(self) -> str:
+        from tabulate import tabulate
+
+        places = [name for name in ("section", "configuration", "size") if any(getattr(row, name) for row in self.rows)]
+        titles = ["concurrency" if name == "size" and "section" not in places else name for name in places]
+        body = [[*(getattr(row, name) for name in places), *_cells(row)] for row in self.rows]
+        headers = [*titles, "metric", "before", "after", "delta", "gain", f"{CONFIDENCE:.0%} interval of delta", "over"]
+        shown = tabulate(body, headers, tablefmt="github", disable_numparse=True)
+        lines = [f"before: {self.before}", f"after: {self.after}", f"model: {self.model}"]
+        lines += [f"differs: {name}: {'; '.join(texts)}" for name, texts in self.differs.items()]
+        return "\n".join([*(f"* {line}" for line in lines), "", shown, "", *(f"* {note}" for note in self.notes), ""])
+
+
+def compare(before: Path, after: Path) -> Comparison:
+    """Hold run `after` against run `before`. Refused: runs of other models or workloads, with what differs."""
+    old, new = load_run("before", before), load_run("after", after)
+    pairs = match(old, new)
+    notes = [
+        f"ONLY IN {path}: {place}"
+        for path, places in ((before, pairs.only_before), (after, pairs.only_after))
+        for place in places
+    ]
+    rows: list[Row] = []
+    for place, points in pairs.both.items():
+        for path, point in zip((before, after), points, strict=True):
+            where = f"{path} {place}".rstrip()
+            notes += [f"FAILED: {where}: {point.failed}"] if point.failed else list(_notes(point, where))
+        if not any(point.failed for point in points):
+            rows += [*_answers(place, *points), *_numbers(place, *points)]
+    if not rows:
+        raise SpecbatchError(f"{before} and {after} have no number in common; every point of one of them failed")
+    differs = differences(pairs)
+    return Comparison(before, after, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
+
+
+def _numbers(place: Place, before: Point, after: Point) -> Iterator[Row]:
+    for name, measure in MEASURES.items():
+        old, new = before.value(name), after.value(name)
+        if old is None and new is None:
+            continue
+        found = interval(name, measure, before, after)
+        yield _row(
+            place, measure.title, measure.unit, measure.better, (old, new), found, measure.factor, measure.decimals
+        )
+
+
+def _answers(place: Place, before: Point, after: Point) -> Iterator[Row]:
+    """Accuracy, question by question, under every filter; how many answers ran into their limit. Of one run a side."""
+    if len(before.paths) > 1 or len(after.paths) > 1:
+        return
+    old, new = (load_answers("run", point.paths[0]) for point in (before, after))
+    if old is None or new is None:
+        return
+    values = {(score.filter, score.metric): score.value for score in new.scores}
+    for score in old.scores:
+        pair = score.filter, score.metric
+        if pair not in values:
+            continue
+        found = Interval(None, None, "not right or wrong")
+        if is_binary(old, *pair) and is_binary(new, *pair):
+            changed = changes(old, new, *pair)
+            counts = f"{len(changed.lost)} lost, {len(changed.gained)} gained, p = {changed.p_changed():.3g}"
+            found = Interval(*changed.interval(CONFIDENCE), f"{changed.n} questions, paired: {counts}")
+        yield _row(place, " ".join(pair), "%", "higher", (score.value, values[pair]), found, 100, 2)
+    plain = Interval(None, None, "shares of the answers")
+    yield _row(place, "truncated answers", "%", "lower", (old.truncated, new.truncated), plain, 100, 1)
+
+
+def _row(
+    place: Place,
+    title: str,
+    unit: str,
+    better: Better,
+    values: tuple[float | None, float | None],
+    found: Interval,
+    factor: float,
+    decimals: int,
+) -> Row:
+    before, after = (None if value is None else factor * value for value in values)
+    delta = None if before is None or after is None else after - before
+    low, high = (None if end is None or delta is None else factor * end for end in (found.low, found.high))
+    verdict = UNJUDGED
+    if low is not None and high is not None:
+        verdict = SAME if low <= 0 <= high else BETTER if (low > 0) == (better == "higher") else WORSE
+        verdict = verdict if found.in_turns else NOT_IN_TURNS[verdict]
+    gain = 100 * delta / before if delta is not None and before else None
+    return Row(*place, title, unit, better, before, after, delta, gain, low, high, found.over, verdict, decimals)
+
+
+def _cells(row: Row) -> list[str]:
+    sign = f"+.{row.decimals}f"
+    gain = "-" if row.gain_percent is None else f"{row.gain_percent:+.1f}%"
+    ends = "-" if row.low is None or row.high is None else f"{row.low:{sign}} to {row.high:{sign}}"
+    return [
+        f"{row.metric} ({row.unit})" if row.unit else row.metric,
+        *("-" if value is None else f"{value:.{row.decimals}f}" for value in (row.before, row.after)),
+        "-" if row.delta is None else f"{row.delta:{sign}}",
+        gain if row.verdict == BETTER else f"{gain} ({row.verdict})",
+        ends,
+        row.over,
+    ]
+
+
+def _notes(point: Point, where: str) -> Iterator[str]:
+    for record in point.records:
+        yield from replay_notes(record, where)
+        wanted = record.workload.get("prompts", len(record.requests))
+        if isinstance(wanted, int) and (done := record.metrics.get("requests") or 0) < wanted:
+            yield f"INCOMPLETE: {where}: {done:g} of {wanted} prompts finished"
+
+
+def _reading(rows: list[Row], differs: dict[str, list[str]]) -> Iterator[str]:
+    """What a reader must know before believing the table."""
+    if "hardware" in differs:
+        yield "DIFFERENT HARDWARE: times and throughput say as much of the machines as of the runs."
+    judged = [row for row in rows if row.verdict != UNJUDGED]
+    if any(row.verdict in (NOT_IN_TURNS[BETTER], NOT_IN_TURNS[WORSE]) for row in rows):
+        yield (
+            "NOT IN TURNS: times of one run, and those of one side taken after the other's, differ by what the machine "
+            "did meanwhile, too. sweep --repeats 3 takes its configurations in turns; take two versions in turns into "
+            "A/1 B/1 A/2 B/2, and compare A with B."
+        )
+    chance = math.floor(len(judged) * (1 - CONFIDENCE) + 0.5)
+    if chance:
+        yield f"Of {len(judged)} intervals at {CONFIDENCE:.0%}, about {chance} would miss zero if nothing differed."
+
+
+def _model(run: Run) -> str:
+    config = next(iter(run.points.values())).records[0].config
+    origin = "" if config["load_format"] == "auto" else f" ({config['load_format']})"
+    return f"{config['model']}{origin}"

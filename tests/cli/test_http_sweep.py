@@ -1,0 +1,136 @@
+"""`specbatch sweep --engine http`: the same workload, records and tables, made by a server on loopback."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from openai_server import Script, serving
+
+SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
+
+
+class Bytes:
+    """One token per byte; 256 ends."""
+
+    name, vocab_size, eos_ids, bos_id = "bytes", 257, frozenset({256}), None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+@pytest.fixture
+def tokenizer(monkeypatch):
+    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name: Bytes())
+
+
+@pytest.fixture
+def sweep(run, tmp_path, tokenizer):
+    """`sweep(script, *words)`: the result of a sweep over a server that does what the script says."""
+
+    def call(script: Script, *words: object, out: str = "out"):
+        with serving(script) as url:
+            return run("sweep", "--engine", "http", "--base-url", url, "--output", tmp_path / out, *words)
+
+    return call
+
+
+def records(folder: Path) -> dict[str, dict]:
+    found = sorted(folder.glob("*/c*/r*/record.json"))
+    return {str(path.parent.relative_to(folder)): json.loads(path.read_text()) for path in found}
+
+
+def test_points_records_and_table(sweep, run, engine, tmp_path):
+    script = Script(model="org/toy")
+    result = sweep(script, "--concurrency", "1,3", "--repeats", 2, *SMALL)
+    assert result.exit_code == 0, result.output
+    found = records(tmp_path / "out")
+    assert list(found) == [f"org_toy/c{c}/r{r}" for c in (1, 3) for r in (1, 2)]
+    assert engine.built == [], "no engine of ours was made"
+    table = list(csv.DictReader((tmp_path / "out/summary.csv").open()))
+    assert [(row["concurrency"], row["configuration"], row["repeats"]) for row in table] == [
+        ("1", "org/toy", "2"),
+        ("3", "org/toy", "2"),
+    ]
+    assert all(float(row["output_tok_s"]) > 0 and row["accept_length"] == row["ratio"] == "" for row in table)
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert "| org/toy" in summary
+    assert "server at http://127.0.0.1:" in summary
+    assert "emptied by /flush_cache" in summary
+    assert "device: http://127.0.0.1:" in summary
+    assert "unknown; asked from" in summary
+    assert summary.count("No accept length: /metrics shows no counter of drafts") == 1
+    assert "(org/toy at concurrency 1, repeat 1, and 3 other points)." in summary
+    assert "DOUBTFUL" not in summary
+    # warm-up, then both repeats of 4 and of 6 prompts, each behind an emptied cache
+    assert script.emptied == [1, 5, 12, 18]
+    assert [body["max_tokens"] for body in script.bodies] == [5] * 24
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for body in script.bodies)
+
+    run("sweep", "--concurrency", "1,3", "--configs", "baseline", "--output", tmp_path / "ours", *SMALL)
+    ours = records(tmp_path / "ours")
+    for place in ("c1/r1", "c3/r1"):
+        assert (
+            found[f"org_toy/{place}"]["workload"]["prompts_sha256"]
+            == ours[f"baseline/{place}"]["workload"]["prompts_sha256"]
+        )
+    asked = [body["prompt"] for body in script.bodies[1:5]]
+    assert len({tuple(prompt) for prompt in asked}) == 4
+    assert all(len(prompt) == 6 for prompt in asked)
+
+
+def test_text_with_a_rate_and_what_looks_wrong(sweep, jsonl, tmp_path):
+    source = jsonl({"question": "6 x 7?"}, {"question": "4?"})
+    script = Script(extra_prompt_tokens=1)
+    words = ("--dataset", source, "--chat-template", "--request-rate", 200, "--concurrency", 2, *SMALL[2:])
+    result = sweep(script, *words)
+    assert result.exit_code == 0, result.output
+    assert bytes(script.bodies[-1]["prompt"]).decode() in ("<user>6 x 7?", "<user>4?")
+    assert not script.bodies[-1]["ignore_eos"]
+    work = records(tmp_path / "out")["org_toy/c2/r1"]["workload"]
+    assert (work["chat_template"], work["rendered"], work["request_rate"], work["thinking"]) == (True, True, 200, None)
+    for said in ("all answers were cut off at 5 tokens: use more, or", "input tokens were counted where"):
+        assert any(said in doubt for doubt in work["doubts"])
+        assert said in result.stderr
+        assert f"DOUBTFUL: {work['doubts'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
+
+
+def test_requests_that_fail_are_named_in_the_table_and_make_the_exit_status_1(sweep, tmp_path):
+    script = Script(fails=lambda number: {"status": 500, "message": "boom"} if number in (2, 3) else None)
+    result = sweep(script, "--concurrency", 1, *SMALL)
+    assert result.exit_code == 1
+    assert "FAILED: org/toy at concurrency 1, repeat 1: 2 requests: HTTP 500: boom." in result.stdout
+    assert "INCOMPLETE: org/toy at concurrency 1, repeat 1: 2 of 4 prompts finished." in result.stdout
+    (record,) = records(tmp_path / "out").values()
+    assert record["counters"]["errors"] == {"HTTP 500: boom": 2}
+
+
+def test_a_server_that_dies_leaves_the_finished_points_from_which_the_same_command_goes_on(run, tmp_path, tokenizer):
+    script = Script(fails=lambda number: {"status": 502, "message": "gone"} if 5 <= number < 9 else None)
+    with serving(script) as url:
+        words = ("sweep", "--engine", "http", "--base-url", url, "--concurrency", "1", "--repeats", 3, *SMALL)
+        result = run(*words, "--output", tmp_path / "out")
+        assert result.exit_code == 2
+        assert "every request of org/toy at concurrency 1, repeat 2 failed: HTTP 502: gone (4)" in result.stderr
+        assert list(records(tmp_path / "out")) == ["org_toy/c1/r1"]
+        assert (tmp_path / "out/summary.md").exists()
+        again = run(*words, "--output", tmp_path / "out")
+        assert again.exit_code == 0, again.output
+    assert list(records(tmp_path / "out")) == [f"org_toy/c1/r{repeat}" for repeat in (1, 2, 3)]
+    assert len(script.bodies) == 1 + 4 + 4 + 1 + 4 + 4
+
+
+def test_what_a_server_counts_of_its_drafts_is_in_the_table(sweep, tmp_path):
+    def metrics(script: Script) -> str:
+        names = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 3}
+        return "\n".join(f"vllm:spec_decode_num_{name}_total {n * len(script.bodies)}" for name, n in names.items())
+
+    result = sweep(Script(metrics=metrics), "--concurrency", 1, "--json", *SMALL)
+    (row,) = json.loads(result.stdout)["rows"]
+    assert (row["accept_length"], row["accept_rate"]) == (2.5, 0.5)
+    assert "No accept length" not in (tmp_path / "out/summary.md").read_text()

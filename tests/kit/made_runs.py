@@ -1,0 +1,85 @@
+"""Records, sweeps and evals as if an engine had run: what reads them is tested without one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.evals.report import EvalReport, Score
+from specbatch.metrics import RunRecord, summarize
+from specbatch.request import Completion, RequestMetrics
+
+
+def metrics_of(*, verifies: int = 10, emitted: int = 20, ttft: float = 0.1, **more: Any) -> RequestMetrics:
+    tpot = more.pop("tpot_s", 0.01)
+    return RequestMetrics(
+        prompt_tokens=8, output_tokens=emitted + 1, ttft_s=ttft, tpot_s=tpot, e2e_s=1.0, verify_steps=verifies,
+        emitted=emitted, drafted=40, accepted=emitted - verifies, accept_length=emitted / verifies, **more,
+    )  # fmt: skip
+
+
+def make_record(
+    rows: list[RequestMetrics],
+    *,
+    configuration: str | None = "v1",
+    concurrency: int = 4,
+    repeat: int = 1,
+    duration: float = 2.0,
+    config: EngineConfig | None = None,
+    created: str = "2030-01-01T00:00:00+00:00",
+    finish: str = "length",
+    **work: Any,
+) -> RunRecord:
+    """What an engine would have recorded of requests with these numbers."""
+    done = [Completion(index, [], [], "", finish, row) for index, row in enumerate(rows)]
+    place = {"configuration": configuration, "concurrency": concurrency, "repeat": repeat, "place": 0}
+    workload = {"dataset": "random", "output_len": 4, "prompts": len(rows), "prompts_sha256": "same", **work}
+    return RunRecord(
+        config=asdict(config or EngineConfig(speculation=Speculation("ngram", "v1"))),
+        caps={"device": "cpu", "dtype": "float32", "max_running": 4},
+        metrics=summarize(done, duration, concurrency),
+        counters={},
+        requests=[item.as_row() for item in done],
+        workload=workload | (place if configuration else {}),
+        versions={"torch": "2.13"},
+        hardware={"cpu": "abacus", "cores": 2},
+        created=created,
+    )
+
+
+def put_sweep(folder: Path, *records: RunRecord) -> Path:
+    """Write records as `sweep` does."""
+    for record in records:
+        work = record.workload
+        place = folder / work["configuration"] / f"c{work['concurrency']}" / f"r{work['repeat']}"
+        place.mkdir(parents=True)
+        record.save(place)
+    return folder
+
+
+def make_report(right: str, *, unparsed: float = 0.0, config: EngineConfig | None = None, **work: Any) -> EvalReport:
+    """Answers to one question per letter of `right`: 1 is right. The filter "strict" finds the others right."""
+    numbers = RequestMetrics(output_tokens=11, ttft_s=0.1, tpot_s=0.01, verify_steps=5, emitted=10, accept_length=2.0)
+    done = [Completion(index, [], [], "", "stop", numbers) for index in range(len(right))]
+    config = config or EngineConfig(speculation=Speculation("ngram", "v1"))
+    record = RunRecord(
+        asdict(config), {"device": "cpu", "dtype": "float32"}, summarize(done, 2.0), {},
+        [item.as_row() for item in done], versions={}, hardware={"cpu": "abacus", "cores": 2},
+    )  # fmt: skip
+    rows = [
+        {
+            "doc_id": index, "repeat": 0, "prompt_hash": f"hash {index}", "finish_reason": "stop",
+            "scores": {"loose": {"match": float(letter)}, "strict": {"match": 1 - float(letter)}},
+        }
+        for index, letter in enumerate(right)
+    ]  # fmt: skip
+    share = right.count("1") / len(right)
+    scores = [Score("loose", "match", share, None, len(right), unparsed)]
+    scores.append(Score("strict", "match", 1 - share, None, len(right), None))
+    report = EvalReport(
+        "sums", "1", "0.4", "here", 0, "none", 1, None, False, 32, "same", scores, rows, record,
+    )  # fmt: skip
+    record.workload.update({"command": "eval", **report.settings(), **work})
+    return report

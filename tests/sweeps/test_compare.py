@@ -1,0 +1,209 @@
+"""compare: pairing, directions, verdicts and the forms of the table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+from made_runs import make_record, make_report, metrics_of, put_sweep
+
+from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.metrics import RunRecord
+from specbatch.sweeps.compare import BETTER, NOT_IN_TURNS, SAME, UNJUDGED, WORSE, Comparison, Row, compare
+from specbatch.sweeps.measures import MEASURES
+
+
+def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
+    (row,) = (row for row in result.rows if row.metric == metric and row.size == size)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("emitted", "ttft", "length", "first"),
+    [(22, 0.2, BETTER, NOT_IN_TURNS[WORSE]), (18, 0.05, WORSE, NOT_IN_TURNS[BETTER]), (20, 0.1, SAME, SAME)],
+)
+def test_directions(tmp_path, emitted, ttft, length, first):
+    old = put_sweep(tmp_path / "a", make_record([metrics_of() for _ in range(12)]))
+    new = put_sweep(tmp_path / "b", make_record([metrics_of(emitted=emitted, ttft=ttft) for _ in range(12)]))
+    result = compare(old, new)
+    accept, mean = row_of(result, "accept length"), row_of(result, "mean TTFT")
+    assert (accept.verdict, mean.verdict) == (length, first)
+    assert (accept.before, accept.after) == (2.0, emitted / 10)
+    assert accept.gain_percent == pytest.approx(100 * (emitted / 20 - 1))
+    assert (mean.before, mean.after, mean.unit) == (pytest.approx(100), pytest.approx(1000 * ttft), "ms")
+    assert row_of(result, "output throughput").verdict == UNJUDGED  # one run a side
+    assert ("(regression)" in result.markdown()) == (length == WORSE)
+    assert ("NOT IN TURNS" in result.markdown()) == (first != SAME)
+
+
+def test_every_measure_knows_its_direction():
+    higher = {name for name, measure in MEASURES.items() if measure.better == "higher"}
+    assert higher == {"output_throughput", "accept_length", "accept_rate", "graph_coverage"}
+
+
+def test_times_are_judged_over_repeats(tmp_path):
+    def runs(name: str, times: list[float], hour: int) -> Path:
+        made = [
+            make_record([metrics_of(ttft=t)] * 3, repeat=n, created=f"2030-01-01T{hour:02}:00:0{n}+00:00")
+            for n, t in enumerate(times, 1)
+        ]
+        return put_sweep(tmp_path / name, *made)
+
+    old, slow, alike = runs("a", [1.0, 1.1, 1.2], 1), runs("b", [1.5, 1.6, 1.7], 1), runs("c", [1.0, 1.2, 1.4], 2)
+    row = row_of(compare(old, slow), "mean TTFT")
+    assert (row.verdict, row.over) == (WORSE, "3 and 3 runs")
+    assert row.before == pytest.approx(1100)  # the mean
+    assert row_of(compare(slow, old), "p99 TTFT").verdict == BETTER
+    late = runs("d", [1.5, 1.6, 1.7], 2)
+    for pair, verdict in (((old, late), WORSE), ((late, old), BETTER)):
+        assert row_of(compare(*pair), "mean TTFT").verdict == NOT_IN_TURNS[verdict]
+        assert "NOT IN TURNS" in compare(*pair).markdown()
+    assert row_of(compare(old, alike), "mean TTFT").verdict == SAME
+    assert "NOT IN TURNS" not in compare(old, slow).markdown()
+
+
+def test_rounds_of_one_run_pair(tmp_path):
+    """The machine slows down threefold; within a round v2 is always a little slower."""
+    for n, t in enumerate([1.0, 2.0, 3.0], 1):
+        put_sweep(tmp_path, make_record([metrics_of(ttft=t)], repeat=n))
+        put_sweep(tmp_path, make_record([metrics_of(ttft=t + 0.1 + n / 1000)], repeat=n, configuration="v2"))
+    row = row_of(compare(tmp_path / "v1", tmp_path / "v2"), "mean TTFT")
+    assert (row.verdict, row.over) == (WORSE, "3 runs, paired by round")
+
+
+def test_repeats_may_come_from_several_runs(tmp_path):
+    for side, number in product("ab", "12"):
+        put_sweep(tmp_path / side / number, make_record([metrics_of()]))
+    assert row_of(compare(tmp_path / "a", tmp_path / "b"), "mean TTFT").over == "2 and 2 runs"
+
+
+def test_repeats_of_one_side_are_one_run_of_the_other(tmp_path):
+    """Sums by prompt over the repeats, against the only run."""
+    old = put_sweep(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
+    new = put_sweep(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
+    row = row_of(compare(old, new), "mean TTFT")
+    assert (row.verdict, row.over, row.low) == (NOT_IN_TURNS[WORSE], "12 prompts, paired", pytest.approx(2000))
+    assert row_of(compare(new, old), "p99 TTFT").over == "needs two runs a side"
+
+
+def test_points_pair_by_place_and_others_are_named(tmp_path):
+    rows = [metrics_of()] * 10
+    old = put_sweep(
+        tmp_path / "a", *(make_record(rows, configuration=n, concurrency=c) for n in ("v1", "v2") for c in (1, 4))
+    )
+    new = put_sweep(
+        tmp_path / "b", make_record(rows, configuration="v2"), make_record(rows, configuration="v2", concurrency=9)
+    )
+    put_sweep(tmp_path / "b", make_record(rows, configuration="baseline"))
+    result = compare(old, new)
+    assert {(row.configuration, row.size) for row in result.rows} == {("v2", 4)}
+    assert [note for note in result.notes if note.startswith("ONLY")] == [
+        f"ONLY IN {old}: v1 concurrency 1",
+        f"ONLY IN {old}: v2 concurrency 1",
+        f"ONLY IN {old}: v1 concurrency 4",
+        f"ONLY IN {new}: baseline concurrency 4",
+        f"ONLY IN {new}: v2 concurrency 9",
+    ]
+    assert {row.configuration for row in compare(old / "v1", old / "v2").rows} == {""}  # these are what is compared
+
+
+def test_markdown_csv_and_json_say_the_same(tmp_path):
+    old = put_sweep(tmp_path / "a", make_record([metrics_of()] * 12))
+    new = put_sweep(tmp_path / "b", make_record([metrics_of(emitted=18)] * 12))
+    result = compare(old, new)
+    lines = [line for line in result.markdown().splitlines() if line.startswith("| 4 ")]
+    (shown,) = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "accept length" in line)
+    assert shown == [
+        "4", "accept length (tokens)", "2.000", "1.800", "-0.200", "-10.0% (regression)", "-0.200 to -0.200",
+        "12 prompts, paired",
+    ]  # fmt: skip
+    table = list(csv.DictReader(io.StringIO(result.csv())))
+    body = json.loads(json.dumps(result.as_dict()))
+    assert list(table[0]) == list(body["rows"][0]) == [
+        "section", "configuration", "size", "metric", "unit", "better", "before", "after", "delta", "gain_percent",
+        "low", "high", "over", "verdict",
+    ]  # fmt: skip
+    (line,) = (row for row in table if row["metric"] == "accept length")
+    assert (float(line["delta"]), line["verdict"]) == (pytest.approx(-0.2), "regression")
+    assert set(body) == {"before", "after", "model", "confidence", "differs", "rows", "notes"}
+    assert len(lines) == len(table) == len(body["rows"])
+
+
+def test_what_else_differs_is_said(tmp_path):
+    v2 = EngineConfig(speculation=Speculation("ngram", "v2"))
+    other = make_record([metrics_of()] * 12, config=v2)
+    other.versions["torch"], other.hardware["cpu"], other.caps["max_running"] = "2.14", "slide rule", 3
+    result = compare(put_sweep(tmp_path / "a", make_record([metrics_of()] * 12)), put_sweep(tmp_path / "b", other))
+    assert result.differs == {
+        "speculation.schedule": ["v1 -> v2"],
+        "effective max_running": ["4 -> 3"],
+        "torch version": ["2.13 -> 2.14"],
+        "hardware": ["abacus, 2 cores -> slide rule, 2 cores"],
+    }
+    assert "DIFFERENT HARDWARE" in result.markdown()
+
+
+def test_chance_is_counted(tmp_path):
+    folder = put_sweep(tmp_path / "a", *(make_record([metrics_of()] * 12, concurrency=c) for c in range(1, 9)))
+    result = compare(folder, folder)
+    judged = [row for row in result.rows if row.low is not None]
+    assert f"Of {len(judged)} intervals at 95%, about {round(len(judged) / 20)} would" in result.markdown()
+
+
+def test_failed_unfinished_and_unreplayed_points_are_noted(tmp_path):
+    graphs = EngineConfig(device="cuda", graphs=Graphs(decode="whole"))
+    good = make_record([metrics_of()] * 12, config=graphs)
+    good.metrics["requests"] = 11
+    good.counters = {"graphs": {"decode": {"replays": 0, "fallbacks": {}, "padded": 0}}}
+    bad = RunRecord(good.config, {}, {}, {}, [], {**good.workload, "error": "no memory", "concurrency": 8})
+    other = make_record([metrics_of()] * 12, config=graphs, concurrency=8)
+    other.counters = {"graphs": {"decode": {"replays": 5, "fallbacks": {}, "padded": 0}}}
+    old, new = put_sweep(tmp_path / "a", good, other), put_sweep(tmp_path / "b", good, bad)
+    notes = compare(old, new).notes
+    assert f"NO REPLAYS: {old} concurrency 4: decode graphs were asked for and none was replayed." in notes
+    assert f"INCOMPLETE: {new} concurrency 4: 11 of 12 prompts finished" in notes
+    assert f"FAILED: {new} concurrency 8: no memory" in notes
+    assert {row.size for row in compare(old, new).rows} == {4}
+    with pytest.raises(SpecbatchError, match="no number in common"):
+        compare(old / "v1" / "c8", new / "v1" / "c8")
+
+
+def test_the_output_of_generate(tmp_path):
+    record = make_record([metrics_of()] * 12, configuration=None, command="generate")
+    kept = ("index", "finish_reason", "accept_length", "verify_steps", "ttft_s", "tpot_s", "e2e_s", "output_tokens")
+    rows = [{name: row[name] for name in kept} for row in record.requests]
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / f"{name}.record.json").write_text(record.summary())
+    result = compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl.record.json")
+    accept, rate = row_of(result, "accept length", ""), row_of(result, "accept rate", "")
+    assert (accept.before, accept.verdict, accept.over) == (2.0, SAME, "12 prompts, paired")
+    assert (rate.verdict, rate.over) == (UNJUDGED, "no rows")
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")  # the record is of a part of the rows
+    assert row_of(compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), "accept length", "").over == "no rows"
+
+
+def test_answers_are_compared_question_by_question(tmp_path):
+    for name, right in (("old", "1" * 20 + "0" * 20), ("new", "0" * 10 + "1" * 12 + "0" * 18)):
+        (tmp_path / name).mkdir()
+        make_report(right).save(tmp_path / name)
+    result = compare(tmp_path / "old", tmp_path / "new")
+    loose, strict = row_of(result, "loose match", ""), row_of(result, "strict match", "")
+    assert (loose.before, loose.after, loose.verdict) == (50.0, 30.0, WORSE)
+    assert loose.over == "40 questions, paired: 10 lost, 2 gained, p = 0.0386"
+    assert (strict.verdict, strict.low, strict.high) == (BETTER, pytest.approx(-loose.high), pytest.approx(-loose.low))
+    assert row_of(result, "truncated answers", "").verdict == UNJUDGED
+    assert {row.verdict for row in compare(tmp_path / "old", tmp_path / "old").rows} == {SAME, UNJUDGED}
+
+
+def test_graded_answers_have_no_exact_test(tmp_path):
+    report = make_report("1100")
+    report.questions[0]["scores"]["loose"]["match"] = 0.4
+    report.save(tmp_path)
+    row = row_of(compare(tmp_path, tmp_path), "loose match", "")
+    assert (row.verdict, row.over) == (UNJUDGED, "not right or wrong")
