@@ -85,7 +85,7 @@ OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "boundaries from 1 to 8", "layers.0"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 4, 8]}, "boundaries from 1 to 8", "layers.0"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 2, 8]}, "3 different features", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": "2,4,5"}, "give a list of layers", "layers.0"),
+    ({"eagle_aux_hidden_state_layer_ids": "2,4,5"}, "must list whole numbers from 0", "layers.0"),
     ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle'", "layers.0"),
     ({"quantization_config": {"bits": 4}}, "quantization_config", "layers.0"),
     ({"architectures": ["DeepseekV3ForCausalLMEagle3"]}, "architectures", "layers.0"),
