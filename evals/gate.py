@@ -16,7 +16,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.paired import Changes, changes, detectable_drop, load_answers, pick_score
 from specbatch.evals.policy import Accuracy, Bound, Policy, load_policy
 from specbatch.evals.report import EvalReport
-from specbatch.sweeps.evidence import Pairs, Point, device_of, load_run, match
+from specbatch.sweeps.evidence import Measured, Pairs, device_of, load_run, match
 from specbatch.sweeps.measures import MEASURES
 from specbatch.sweeps.summaries import graphs_of, simulated
 
@@ -152,7 +152,7 @@ def _refuse_other_device(policy: Policy, pairs: Pairs) -> None:
             raise refuse("baseline", devices[0], f"{works}at_most in place of worsens_at_most")
 
 
-def _finished(point: str, found: Point) -> Check:
+def _finished(point: str, found: Measured) -> Check:
     """Every prompt has an answer."""
     done = sum(int(record.metrics.get("requests") or 0) for record in found.records)
     wanted = sum(max(_prompts(record.workload), len(record.requests)) for record in found.records) or done
@@ -164,7 +164,7 @@ def _prompts(workload: dict[str, Any]) -> int:
     return wanted if isinstance(wanted, int) else 0
 
 
-def _graphs(point: str, found: Point) -> Iterator[Check]:
+def _graphs(point: str, found: Measured) -> Iterator[Check]:
     """Graphs that were asked for are replayed, in each repeat."""
     for kind, mode in found.records[0].config["graphs"].items():
         if mode == "off":
@@ -175,7 +175,7 @@ def _graphs(point: str, found: Point) -> Iterator[Check]:
             yield Check(f"{name.replace('_', ' ')} graphs replayed", point, min(replays) > 0, str(min(replays)), "> 0")
 
 
-def _bounds(name: str, bound: Bound, point: str, after: Point, before: Point | None) -> Iterator[Check]:
+def _bounds(name: str, bound: Bound, point: str, after: Measured, before: Measured | None) -> Iterator[Check]:
     measure = MEASURES[name]
     higher = measure.better == "higher"
     value = after.value(name)
@@ -199,7 +199,7 @@ def _bounds(name: str, bound: Bound, point: str, after: Point, before: Point | N
 
 
 def _accuracy(
-    rules: Accuracy, point: str, after: Point, before: Point | None
+    rules: Accuracy, point: str, after: Measured, before: Measured | None
 ) -> tuple[list[Check], AccuracyTest | None]:
     new = _answers("run", after)
     filter, metric = pick_score(new, rules.filter, rules.metric)
@@ -231,7 +231,7 @@ def _accuracy(
     return checks, test
 
 
-def _answers(setting: str, point: Point) -> EvalReport:
+def _answers(setting: str, point: Measured) -> EvalReport:
     path, *others = point.paths
     if others:
         raise refuse(setting, str(path.parent), f"holds {1 + len(others)} runs, and answers are judged of one; name it")

@@ -10,7 +10,6 @@ verify; `ngram` a lookup in rows of 4,096 and 40,000 tokens; `sample` a draw and
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -24,12 +23,12 @@ from specbatch.kernels.law import law_of, probabilities
 from specbatch.kernels.ngram import ngram_match_ref
 from specbatch.kernels.ngram_triton import ngram_match
 from specbatch.kernels.sampling import TARGET
-from specbatch.sweeps.machine import require_cuda
+from specbatch.sweeps.machine import replay_seconds, require_cuda
 from specbatch.verification import Proposal, verify
 
 VOCABULARY = 151_936
 BATCHES, ROWS = (1, 32, 128), (1, 4, 16)
-CALLS, REPLAYS = 8, 9
+CALLS = 8
 SLOTS, WIDTH = 129, 48_000
 LAWS = {"plain": (0, 1.0), "top-k 20, top-p 0.95": (20, 0.95), "top-p 0.9": (0, 0.9)}
 SPREADS = {"peaked": 4.0, "flat": 0.5}  # of the logits: some 10 tokens make 90%, or nearly all of them
@@ -42,21 +41,13 @@ class Case(NamedTuple):
 
 
 def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
-    """Of one call, in a captured graph."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    """Of one call, where several stand one behind the other."""
+
+    def every() -> None:
         for _ in range(calls):
             call()
-    times: list[float] = []
-    for _ in range(REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times[2:])
+
+    return 1e6 * replay_seconds(every) / calls
 
 
 class Inputs:

@@ -19,7 +19,7 @@ from typing import Any
 
 from specbatch.errors import SpecbatchError
 from specbatch.evals.paired import changes, is_binary, load_answers
-from specbatch.sweeps.evidence import Place, Point, Run, differences, load_run, match
+from specbatch.sweeps.evidence import Measured, Run, Where, differences, load_run, match
 from specbatch.sweeps.intervals import CONFIDENCE, Interval, interval
 from specbatch.sweeps.measures import MEASURES, Better
 from specbatch.sweeps.summaries import replay_notes
@@ -116,7 +116,7 @@ def compare(before: Path, after: Path) -> Comparison:
     return Comparison(before, after, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
 
 
-def _numbers(place: Place, before: Point, after: Point) -> Iterator[Row]:
+def _numbers(place: Where, before: Measured, after: Measured) -> Iterator[Row]:
     for name, measure in MEASURES.items():
         old, new = before.value(name), after.value(name)
         if old is None and new is None:
@@ -127,7 +127,7 @@ def _numbers(place: Place, before: Point, after: Point) -> Iterator[Row]:
         )
 
 
-def _answers(place: Place, before: Point, after: Point) -> Iterator[Row]:
+def _answers(place: Where, before: Measured, after: Measured) -> Iterator[Row]:
     """Accuracy, question by question, under every filter; how many answers ran into their limit. Of one run a side."""
     if len(before.paths) > 1 or len(after.paths) > 1:
         return
@@ -150,7 +150,7 @@ def _answers(place: Place, before: Point, after: Point) -> Iterator[Row]:
 
 
 def _row(
-    place: Place,
+    place: Where,
     title: str,
     unit: str,
     better: Better,
@@ -184,7 +184,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _notes(point: Point, where: str) -> Iterator[str]:
+def _notes(point: Measured, where: str) -> Iterator[str]:
     for record in point.records:
         yield from replay_notes(record, where)
         wanted = record.workload.get("prompts", len(record.requests))

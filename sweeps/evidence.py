@@ -29,7 +29,7 @@ _CAPS = ("device", "dtype", "kv_dtype", "attention_backend", "draft_shape", *CAP
 _RECORD = ".record.json"
 
 
-class Place(NamedTuple):
+class Where(NamedTuple):
     """Where in a run a point is; "" where the run has no such thing. size: of a bench, or the concurrency."""
 
     section: str = ""
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Point:
+class Measured:
     """The records of one place, a repeat each, and the folder of each (of `generate`: its output file)."""
 
     paths: list[Path]
@@ -71,7 +71,7 @@ class Point:
 @dataclass(frozen=True)
 class Run:
     path: Path
-    points: dict[Place, Point]
+    points: dict[Where, Measured]
 
     @property
     def configurations(self) -> set[str]:
@@ -82,9 +82,9 @@ class Run:
 class Pairs:
     """Points that both runs have, by place, and the places that only one of them has."""
 
-    both: dict[Place, tuple[Point, Point]]
-    only_before: list[Place]
-    only_after: list[Place]
+    both: dict[Where, tuple[Measured, Measured]]
+    only_before: list[Where]
+    only_after: list[Where]
 
 
 def load_run(setting: str, path: Path) -> Run:
@@ -97,9 +97,9 @@ def load_run(setting: str, path: Path) -> Run:
     ]
     if not found:
         raise refuse(setting, str(path), "holds no record.json; name what eval, sweep, bench or generate wrote")
-    points: dict[Place, Point] = {}
+    points: dict[Where, Measured] = {}
     for folder, record in sorted(found, key=lambda item: _order(item[1])):
-        point = points.setdefault(_place(record), Point([], []))
+        point = points.setdefault(_place(record), Measured([], []))
         if point.records and (apart := _apart(_settings(point.records[0]), _settings(record))):
             others = f"{point.paths[0]} and {folder} ({'; '.join(apart)})"
             raise refuse(setting, str(path), f"holds runs of different settings, such as {others}; name one of them")
@@ -178,11 +178,11 @@ def _generated(output: Path, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [row | {"emitted": round((row["accept_length"] or 0) * row["verify_steps"])} for row in rows]
 
 
-def _place(record: RunRecord) -> Place:
+def _place(record: RunRecord) -> Where:
     work = record.workload
     if "configuration" not in work:
-        return Place()
-    return Place(work.get("section", ""), work["configuration"], work.get("size", work.get("concurrency", "")))
+        return Where()
+    return Where(work.get("section", ""), work["configuration"], work.get("size", work.get("concurrency", "")))
 
 
 def _order(record: RunRecord) -> tuple[Any, ...]:
@@ -191,7 +191,7 @@ def _order(record: RunRecord) -> tuple[Any, ...]:
     return place.section, size, work.get("place", 0), work.get("repeat", 0)
 
 
-def _refuse_different(place: Place, before: Point, after: Point) -> None:
+def _refuse_different(place: Where, before: Measured, after: Measured) -> None:
     if apart := _apart(*(_identity(point.records[0]) for point in (before, after))):
         where = f" at {place}" if str(place) else ""
         works = "compare runs of one model on the same prompts"
@@ -230,7 +230,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _names(places: dict[Place, Any]) -> str:
+def _names(places: dict[Where, Any]) -> str:
     return "; ".join(str(place) or "one unnamed point" for place in places)
 
 

@@ -16,8 +16,7 @@ from specbatch.kernels.experts import Experts
 from specbatch.kernels.linear import Norm
 from specbatch.kernels.routing import Routing, route_ref
 from specbatch.kernels.weight import Weight
-from specbatch.sweeps.accept_speed import microseconds
-from specbatch.sweeps.machine import measure_machine, require_cuda
+from specbatch.sweeps.machine import measure_machine, replay_seconds, require_cuda
 
 HIDDEN, TOKENS, BLOCKS, SIDE = 2048, (1, 4, 32, 128, 512, 2048, 8192), 3, 128
 SHAPES = {
@@ -56,7 +55,7 @@ def rows_of(name: str, float8: bool, read: float, rate: float) -> list[list[obje
         hit = len(route_ref(blocks[0]._router(xs[0])[:, : rule.logits], rule)[1].unique())
         size = 3 * inner * HIDDEN
         floor = max(hit * size * (1 if float8 else 2) / read, 2 * tokens * rule.width * size / rate) * 1e6
-        took = microseconds(run, 1) / BLOCKS
+        took = 1e6 * replay_seconds(run) / BLOCKS
         found.append([name, tokens, hit, took, floor, took / floor])
     return found
 

@@ -10,9 +10,6 @@ medians. The floor is the time to read the weights once at 4.57 TB/s, the most a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,7 +17,7 @@ import triton.language as tl
 from tabulate import tabulate
 
 from specbatch.kernels import skinny_gemm
-from specbatch.sweeps.machine import require_cuda
+from specbatch.sweeps.machine import replay_seconds, require_cuda
 
 READ = 4.57e6  # bytes per microsecond
 HIDDEN, QKV, INNER, VOCABULARY, LAYERS = 4096, 6144, 12288, 151936, 36
@@ -58,23 +55,6 @@ def _attention(qkv: torch.Tensor, pdl: bool) -> torch.Tensor:
     return y
 
 
-def _microseconds(run: Callable[[], object]) -> float:
-    """A replay of what `run` launches."""
-    run()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return float(median(times[2:]))
-
-
 def _matrix(outputs: int, inputs: int) -> torch.Tensor:
     return torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16).mul_(inputs**-0.5)
 
@@ -108,7 +88,7 @@ class Bench:
                 h = self.product("gate+up", x, gated, x, pdl=pdl)
                 x = self.product("down", h, down, x, pdl=pdl)
 
-        return _microseconds(run) / MEASURED_LAYERS
+        return 1e6 * replay_seconds(run, REPEATS) / MEASURED_LAYERS
 
     def single(self, name: str, rows: int, *, library: bool) -> float:
         """Microseconds of one product; ours with the norm, residual or gating that the model has there."""
@@ -122,7 +102,7 @@ class Bench:
                 else:
                     self.product(name, x, weight, residual)
 
-        return _microseconds(run) / len(weights)
+        return 1e6 * replay_seconds(run, REPEATS) / len(weights)
 
 
 @torch.inference_mode()

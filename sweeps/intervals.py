@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.metrics import RunRecord
-from specbatch.sweeps.evidence import Point
+from specbatch.sweeps.evidence import Measured
 from specbatch.sweeps.measures import Measure
 
 CONFIDENCE = 0.95
@@ -53,7 +53,7 @@ class Sample:
     indices: tuple[int, ...] | None
 
 
-def interval(name: str, measure: Measure, before: Point, after: Point) -> Interval:
+def interval(name: str, measure: Measure, before: Measured, after: Measured) -> Interval:
     """The interval of metric `name`."""
     if before.value(name) is None or after.value(name) is None:
         return Interval(None, None, "not measured")
@@ -118,7 +118,7 @@ def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Inte
     return Interval(float(found.low), float(found.high), over)
 
 
-def _in_turns(before: Point, after: Point) -> bool:
+def _in_turns(before: Measured, after: Measured) -> bool:
     old, new = ([record.created for record in point.records] for point in (before, after))
     return min(new) <= max(old) and min(old) <= max(new)
 

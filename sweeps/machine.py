@@ -55,6 +55,15 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
     return median([timed(run) for _ in range(repeats + 3)][3:])
 
 
+def replay_seconds(run: Callable[[], object], repeats: int = 9) -> float:
+    """Median time of a replay of what `run` launches, in a CUDA graph."""
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return median_seconds(graph.replay, torch.device("cuda"), repeats)
+
+
 def _on_device(run: Callable[[], object]) -> float:
     begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()

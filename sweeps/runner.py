@@ -96,18 +96,18 @@ def _finish(
 ) -> str:
     plan = plan_of(configs, options)
     check_plan(folder, plan)
-    left = [point for point in points(configs, options) if not point.is_finished(folder)]
+    every = list(points(configs, options))
+    left = [point for point in every if not point.is_finished(folder)]
     try:
         if left:
             with load() as engines:
                 _run(engines, options, left, partial(save, folder, plan), log, _counter(options, left, report))
     except KeyboardInterrupt:
-        finished = sum(point.is_finished(folder) for point in points(configs, options))
+        finished = sum(point.is_finished(folder) for point in every)
         works = "the same command with this --out goes on"
         raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}; {works}") from None
     finally:
-        any_finished = any(point.is_finished(folder) for point in points(configs, options))
-        summary = write_summary(folder) if any_finished else ""
+        summary = write_summary(folder) if any(point.is_finished(folder) for point in every) else ""
     if log is not None and (below := losses_of(load_records(folder))):
         log(below)
     return summary

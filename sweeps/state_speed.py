@@ -22,8 +22,7 @@ from specbatch.kernels.plain_states import plain_delta, plain_mamba
 from specbatch.kernels.recurrent import Fold
 from specbatch.kernels.spans import Spans
 from specbatch.kernels.tree import ancestors_of
-from specbatch.sweeps.accept_speed import microseconds
-from specbatch.sweeps.machine import require_cuda
+from specbatch.sweeps.machine import replay_seconds, require_cuda
 
 BATCHES = (1, 32, 128)
 ROWS = ((1, False), (2, False), (4, False), (8, False), (8, True))  # of a verify; a tree?
@@ -101,8 +100,7 @@ def timed(layers: Sequence[Layer], run: Callable[[Layer], object]) -> float:
         for layer in layers:
             run(layer)
 
-    every()
-    return microseconds(every, 1) / len(layers)
+    return 1e6 * replay_seconds(every) / len(layers)
 
 
 def _verified(fold: Fold, layer: Layer) -> object:

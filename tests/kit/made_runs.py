@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from specbatch.config import EngineConfig, Speculation
@@ -47,16 +46,6 @@ def make_record(
         hardware={"cpu": "abacus", "cores": 2},
         created=created,
     )
-
-
-def put_sweep(folder: Path, *records: RunRecord) -> Path:
-    """Write records as `sweep` does."""
-    for record in records:
-        work = record.workload
-        place = folder / work["configuration"] / f"c{work['concurrency']}" / f"r{work['repeat']}"
-        place.mkdir(parents=True)
-        record.save(place)
-    return folder
 
 
 def make_report(right: str, *, unparsed: float = 0.0, config: EngineConfig | None = None, **work: Any) -> EvalReport:

@@ -11,6 +11,7 @@ from specbatch.acceptance import Acceptance
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.metrics import RunRecord, acceptance, emitted_histogram, summarize
 from specbatch.request import Completion, RequestMetrics
+from specbatch.sweeps.points import Point
 
 DRAFTS = 4
 ORDER = ("baseline", "v1", "v2", "v2+piecewise")  # within a round
@@ -93,7 +94,7 @@ def saved(folder: Path, *records: RunRecord) -> Path:
     """The records as a sweep leaves them."""
     for record in records:
         work = record.workload
-        point = folder / work["configuration"] / f"c{work['concurrency']}" / f"r{work['repeat']}"
+        point = Point(work["configuration"], 0, work["concurrency"], work["repeat"]).folder(folder)
         point.mkdir(parents=True)
         record.save(point)
     return folder

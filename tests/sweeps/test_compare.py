@@ -9,7 +9,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from made_runs import make_record, make_report, metrics_of, put_sweep
+from made_runs import make_record, make_report, metrics_of
+from swept import saved
 
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
@@ -28,8 +29,8 @@ def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
     [(22, 0.2, BETTER, NOT_IN_TURNS[WORSE]), (18, 0.05, WORSE, NOT_IN_TURNS[BETTER]), (20, 0.1, SAME, SAME)],
 )
 def test_directions(tmp_path, emitted, ttft, length, first):
-    old = put_sweep(tmp_path / "a", make_record([metrics_of() for _ in range(12)]))
-    new = put_sweep(tmp_path / "b", make_record([metrics_of(emitted=emitted, ttft=ttft) for _ in range(12)]))
+    old = saved(tmp_path / "a", make_record([metrics_of() for _ in range(12)]))
+    new = saved(tmp_path / "b", make_record([metrics_of(emitted=emitted, ttft=ttft) for _ in range(12)]))
     result = compare(old, new)
     accept, mean = row_of(result, "accept length"), row_of(result, "mean TTFT")
     assert (accept.verdict, mean.verdict) == (length, first)
@@ -52,7 +53,7 @@ def test_times_are_judged_over_repeats(tmp_path):
             make_record([metrics_of(ttft=t)] * 3, repeat=n, created=f"2030-01-01T{hour:02}:00:0{n}+00:00")
             for n, t in enumerate(times, 1)
         ]
-        return put_sweep(tmp_path / name, *made)
+        return saved(tmp_path / name, *made)
 
     old, slow, alike = runs("a", [1.0, 1.1, 1.2], 1), runs("b", [1.5, 1.6, 1.7], 1), runs("c", [1.0, 1.2, 1.4], 2)
     row = row_of(compare(old, slow), "mean TTFT")
@@ -70,22 +71,22 @@ def test_times_are_judged_over_repeats(tmp_path):
 def test_rounds_of_one_run_pair(tmp_path):
     """The machine slows down threefold; within a round v2 is always a little slower."""
     for n, t in enumerate([1.0, 2.0, 3.0], 1):
-        put_sweep(tmp_path, make_record([metrics_of(ttft=t)], repeat=n))
-        put_sweep(tmp_path, make_record([metrics_of(ttft=t + 0.1 + n / 1000)], repeat=n, configuration="v2"))
+        saved(tmp_path, make_record([metrics_of(ttft=t)], repeat=n))
+        saved(tmp_path, make_record([metrics_of(ttft=t + 0.1 + n / 1000)], repeat=n, configuration="v2"))
     row = row_of(compare(tmp_path / "v1", tmp_path / "v2"), "mean TTFT")
     assert (row.verdict, row.over) == (WORSE, "3 runs, paired by round")
 
 
 def test_repeats_may_come_from_several_runs(tmp_path):
     for side, number in product("ab", "12"):
-        put_sweep(tmp_path / side / number, make_record([metrics_of()]))
+        saved(tmp_path / side / number, make_record([metrics_of()]))
     assert row_of(compare(tmp_path / "a", tmp_path / "b"), "mean TTFT").over == "2 and 2 runs"
 
 
 def test_repeats_of_one_side_are_one_run_of_the_other(tmp_path):
     """Sums by prompt over the repeats, against the only run."""
-    old = put_sweep(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
-    new = put_sweep(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
+    old = saved(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
+    new = saved(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
     row = row_of(compare(old, new), "mean TTFT")
     assert (row.verdict, row.over, row.low) == (NOT_IN_TURNS[WORSE], "12 prompts, paired", pytest.approx(2000))
     assert row_of(compare(new, old), "p99 TTFT").over == "needs two runs a side"
@@ -93,13 +94,13 @@ def test_repeats_of_one_side_are_one_run_of_the_other(tmp_path):
 
 def test_points_pair_by_place_and_others_are_named(tmp_path):
     rows = [metrics_of()] * 10
-    old = put_sweep(
+    old = saved(
         tmp_path / "a", *(make_record(rows, configuration=n, concurrency=c) for n in ("v1", "v2") for c in (1, 4))
     )
-    new = put_sweep(
+    new = saved(
         tmp_path / "b", make_record(rows, configuration="v2"), make_record(rows, configuration="v2", concurrency=9)
     )
-    put_sweep(tmp_path / "b", make_record(rows, configuration="baseline"))
+    saved(tmp_path / "b", make_record(rows, configuration="baseline"))
     result = compare(old, new)
     assert {(row.configuration, row.size) for row in result.rows} == {("v2", 4)}
     assert [note for note in result.notes if note.startswith("ONLY")] == [
@@ -113,8 +114,8 @@ def test_points_pair_by_place_and_others_are_named(tmp_path):
 
 
 def test_markdown_csv_and_json_say_the_same(tmp_path):
-    old = put_sweep(tmp_path / "a", make_record([metrics_of()] * 12))
-    new = put_sweep(tmp_path / "b", make_record([metrics_of(emitted=18)] * 12))
+    old = saved(tmp_path / "a", make_record([metrics_of()] * 12))
+    new = saved(tmp_path / "b", make_record([metrics_of(emitted=18)] * 12))
     result = compare(old, new)
     lines = [line for line in result.markdown().splitlines() if line.startswith("| 4 ")]
     (shown,) = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "accept length" in line)
@@ -138,7 +139,7 @@ def test_what_else_differs_is_said(tmp_path):
     v2 = EngineConfig(speculation=Speculation("ngram", "v2"))
     other = make_record([metrics_of()] * 12, config=v2)
     other.versions["torch"], other.hardware["cpu"], other.caps["max_running"] = "2.14", "slide rule", 3
-    result = compare(put_sweep(tmp_path / "a", make_record([metrics_of()] * 12)), put_sweep(tmp_path / "b", other))
+    result = compare(saved(tmp_path / "a", make_record([metrics_of()] * 12)), saved(tmp_path / "b", other))
     assert result.differs == {
         "speculation.schedule": ["v1 -> v2"],
         "effective max_running": ["4 -> 3"],
@@ -149,7 +150,7 @@ def test_what_else_differs_is_said(tmp_path):
 
 
 def test_chance_is_counted(tmp_path):
-    folder = put_sweep(tmp_path / "a", *(make_record([metrics_of()] * 12, concurrency=c) for c in range(1, 9)))
+    folder = saved(tmp_path / "a", *(make_record([metrics_of()] * 12, concurrency=c) for c in range(1, 9)))
     result = compare(folder, folder)
     judged = [row for row in result.rows if row.low is not None]
     assert f"Of {len(judged)} intervals at 95%, about {round(len(judged) / 20)} would" in result.markdown()
@@ -163,7 +164,7 @@ def test_failed_unfinished_and_unreplayed_points_are_noted(tmp_path):
     bad = RunRecord(good.config, {}, {}, {}, [], {**good.workload, "error": "no memory", "concurrency": 8})
     other = make_record([metrics_of()] * 12, config=graphs, concurrency=8)
     other.counters = {"graphs": {"decode": {"replays": 5, "fallbacks": {}, "padded": 0}}}
-    old, new = put_sweep(tmp_path / "a", good, other), put_sweep(tmp_path / "b", good, bad)
+    old, new = saved(tmp_path / "a", good, other), saved(tmp_path / "b", good, bad)
     notes = compare(old, new).notes
     assert f"NO REPLAYS: {old} concurrency 4: decode graphs were asked for and none was replayed." in notes
     assert f"INCOMPLETE: {new} concurrency 4: 11 of 12 prompts finished" in notes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from made_runs import make_record, metrics_of, put_sweep
+from made_runs import make_record, metrics_of
+from swept import saved
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.sweeps.compare import compare
-from specbatch.sweeps.evidence import Place, load_run
+from specbatch.sweeps.evidence import Where, load_run
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,8 @@ from specbatch.sweeps.evidence import Place, load_run
     ],
 )
 def test_other_models_and_workloads_are_refused_with_what_differs(tmp_path, change, said):
-    old = put_sweep(tmp_path / "a", make_record([metrics_of()] * 12))
-    new = put_sweep(tmp_path / "b", make_record([metrics_of()] * 12, **change))
+    old = saved(tmp_path / "a", make_record([metrics_of()] * 12))
+    new = saved(tmp_path / "b", make_record([metrics_of()] * 12, **change))
     with pytest.raises(SpecbatchError, match=said) as error:
         compare(old, new)
     assert "\n" not in str(error.value)
@@ -35,25 +36,25 @@ def test_other_models_and_workloads_are_refused_with_what_differs(tmp_path, chan
 def test_random_weights_of_another_seed_are_another_model(tmp_path):
     a, b = (make_record([metrics_of()], config=EngineConfig(load_format="dummy", seed=seed)) for seed in (1, 2))
     with pytest.raises(SpecbatchError, match="seed of the weights 1 and 2"):
-        compare(put_sweep(tmp_path / "a", a), put_sweep(tmp_path / "b", b))
+        compare(saved(tmp_path / "a", a), saved(tmp_path / "b", b))
     a.config["load_format"] = b.config["load_format"] = "auto"
-    assert compare(put_sweep(tmp_path / "c", a), put_sweep(tmp_path / "d", b)).differs["seed"] == ["1 -> 2"]
+    assert compare(saved(tmp_path / "c", a), saved(tmp_path / "d", b)).differs["seed"] == ["1 -> 2"]
 
 
 def test_runs_without_a_common_point_are_refused(tmp_path):
-    old = put_sweep(tmp_path / "a", make_record([metrics_of()], concurrency=1))
-    new = put_sweep(tmp_path / "b", make_record([metrics_of()], concurrency=2))
+    old = saved(tmp_path / "a", make_record([metrics_of()], concurrency=1))
+    new = saved(tmp_path / "b", make_record([metrics_of()], concurrency=2))
     with pytest.raises(SpecbatchError, match="no point in common: concurrency 1, and concurrency 2"):
         compare(old, new)
 
 
 def test_a_folder_of_different_runs_is_refused(tmp_path):
-    put_sweep(tmp_path / "a", make_record([metrics_of()]))
-    put_sweep(tmp_path / "b", make_record([metrics_of()], config=EngineConfig(speculation=Speculation("ngram", "v2"))))
+    saved(tmp_path / "a", make_record([metrics_of()]))
+    saved(tmp_path / "b", make_record([metrics_of()], config=EngineConfig(speculation=Speculation("ngram", "v2"))))
     with pytest.raises(SpecbatchError, match=r"speculation\.schedule v1 and v2"):
         load_run("before", tmp_path)
-    put_sweep(tmp_path / "c" / "1", make_record([metrics_of()]))
-    put_sweep(tmp_path / "c" / "2", make_record([metrics_of()], prompts_sha256="other"))
+    saved(tmp_path / "c" / "1", make_record([metrics_of()]))
+    saved(tmp_path / "c" / "2", make_record([metrics_of()], prompts_sha256="other"))
     with pytest.raises(SpecbatchError, match="prompts_sha256 same and other"):
         load_run("before", tmp_path / "c")
 
@@ -77,7 +78,7 @@ def test_no_record_and_another_schema_are_refused(tmp_path):
     record = make_record([metrics_of()])
     record.schema = 2
     with pytest.raises(SpecbatchError, match="schema 2, and this version reads 1"):
-        load_run("before", put_sweep(tmp_path, record))
+        load_run("before", saved(tmp_path, record))
 
 
 def test_places_of_a_bench(tmp_path):
@@ -87,6 +88,6 @@ def test_places_of_a_bench(tmp_path):
         folder = tmp_path / section / "v1" / str(size) / "r1"
         folder.mkdir(parents=True)
         record.save(folder)
-    assert list(load_run("before", tmp_path).points) == [Place("decode", "v1", 1)]
+    assert list(load_run("before", tmp_path).points) == [Where("decode", "v1", 1)]
     (row,) = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "step")
     assert (row.section, row.before) == ("decode", pytest.approx(4.0))
