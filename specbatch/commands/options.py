@@ -279,11 +279,10 @@ class EngineOptions:
 
 
 def with_graphs(config: EngineConfig) -> EngineConfig:
-    """Iterations from graphs where the device can: nobody wants to time the host by accident."""
-    from specbatch.build import find_device
+    """Iterations from graphs where the device can."""
+    from specbatch.build import find_device, usual_decode_graph
 
-    decode = "whole" if find_device(config.device).type == "cuda" else "off"
-    return replace(config, graphs=replace(config.graphs, decode=decode))
+    return replace(config, graphs=replace(config.graphs, decode=usual_decode_graph(find_device(config.device))))
 
 
 def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -167,3 +167,12 @@ def scored_file(write_rows: Callable[[str, Sequence[object]], Path]) -> Path:
 @pytest.fixture
 def shots_file(write_rows: Callable[[str, Sequence[object]], Path]) -> Path:
     return write_rows("shots.jsonl", sums(500, 12))
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        (tmp_path / "policy.toml").write_text(text)
+        return tmp_path / "policy.toml"
+
+    return write

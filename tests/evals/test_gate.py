@@ -33,15 +33,6 @@ def put(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.fixture
-def policy(tmp_path: Path) -> Any:
-    def write(text: str) -> Path:
-        (tmp_path / "policy.toml").write_text(text)
-        return tmp_path / "policy.toml"
-
-    return write
-
-
 def check(result: GateResult, name: str) -> Any:
     (found,) = (item for item in result.checks if item.name == name)
     return found

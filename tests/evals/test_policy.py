@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from specbatch.errors import SpecbatchError
 from specbatch.evals import policy as module
 from specbatch.evals.policy import load_policy
-
-
-@pytest.fixture
-def policy(tmp_path: Path) -> Any:
-    def write(text: str) -> Path:
-        (tmp_path / "policy.toml").write_text(text)
-        return tmp_path / "policy.toml"
-
-    return write
 
 
 @pytest.mark.parametrize(
