@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 # Of float8_e4m3fn where all bit patterns but the two that are no numbers come alike.
 _FLOAT8_NORM = 100.06
+_PART = 1 << 24
 
 
 def random_tensor(
@@ -42,7 +43,9 @@ def random_float8(name: str, shape: Shape, seed: int, device: str | torch.device
     bits = torch.empty(shape, device=device, dtype=torch.uint8).random_(
         0, 254, generator=_generator(name, seed, device)
     )
-    bits += bits >= 127  # 127 and 255 are NaN
+    # 127 and 255 are NaN. Part by part: a mask of all would leave a hole as large as the weights in a GPU's memory.
+    for part in bits.view(-1).split(_PART):
+        part += part >= 127
     return bits.view(torch.float8_e4m3fn)
 
 
