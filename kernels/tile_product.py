@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 # Four values of e4m3 in a word: each byte becomes the high one of two, its exponent and fraction move to where bfloat16
 # has them, and 2^120 makes up for the other bias, of subnormal values too. Nothing is rounded. The compiler's own way
 # is one instruction a value on a unit that is slower than the memory.
@@ -29,9 +28,8 @@ mul.rn.bf16x2 $1, b, scale;
 def widened(values, kind: tl.constexpr):
     """Values of float8_e4m3fn, none of them NaN, in another type."""
     if kind == tl.bfloat16:
-        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [values], dtype=kind, is_pure=True, pack=4)
-    else:
-        return values.to(kind)
+        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return values.to(kind)
 
 
 @triton.jit
