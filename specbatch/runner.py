@@ -194,7 +194,7 @@ class Runner:
                 times.append(seconds_of(work, device))
             return min(times)
 
-        measured = {}
+        measured: dict[int, dict[int, float]] = {}
         for bucket in reversed(lengths.buckets):
             slots, bound = [0] * bucket, self.scheduler.rows + 1
             # From long to short, so that what prepares the drafter runs once, too.
