@@ -48,7 +48,7 @@ def read_rows(setting: str, source: str | Path, split: str | None, columns: Coll
         works = f"cannot be read as a data set ({lines[0].rstrip('.')}); name a JSONL file or a data set"
         raise refuse(setting, str(source), works) from None
     if rows and not any(rows):
-        works = f"no row has a prompt in {' or '.join(name for name in columns)} (it has {names}); name one by --column"
+        works = f"no row has a {' or '.join(columns)}; columns are {names} (generate takes any of them by --column)"
         raise refuse(setting, str(source), works)
     return [_without_none(row) for row in rows]
 

@@ -22,7 +22,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config import EngineConfig
-from specbatch.dataset import is_saved, write_rows
+from specbatch.dataset import is_saved, read_rows, write_rows
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.metrics import write_atomic
 from specbatch.partial import PartialRows, row_seed
@@ -155,8 +155,8 @@ class BatchJob:
     ) -> list[dict[str, Any]]:
         """Generate what is missing and write the output; return its rows in input order.
 
-        Refused, or left out with `skip_bad`: prompts that this engine cannot run. KeyboardInterrupt and errors leave the
-        finished rows in the partial file.
+        Refused, or left out with `skip_bad`: prompts that this engine cannot run. KeyboardInterrupt and errors leave
+        the finished rows in the partial file.
         """
         encoded = self._encode(engine, {i: item for i, item in self.prompts.items() if i not in self.finished})
         total = len(self.finished) + len(encoded)
@@ -217,9 +217,10 @@ class BatchJob:
             for line in lines:
                 self.log(f"skipped {line}")
             return
-        works = "mend them" if self.skip_bad or len(bad) == total else "mend them, or pass --skip-bad to leave them out"
         if len(bad) == 1:
-            raise refuse("input", f"{self.source}:{bad[0].line}", bad[0].what)
+            hint = " (--skip-bad leaves it out)" if total > 1 else ""
+            raise refuse("input", f"{self.source}:{bad[0].line}", bad[0].what + hint)
+        works = "mend them, or pass --skip-bad to leave them out" if len(bad) < total else "mend them"
         raise refuse("input", self.source, "\n".join([f"{len(bad)} of {total} lines are bad; {works}:", *lines]))
 
     @property
@@ -264,6 +265,13 @@ class BatchJob:
         return row
 
 
+def read_output(output: Path) -> list[dict[str, Any]]:
+    """The rows of a finished output, of whichever kind."""
+    if output.is_file() and output.suffix != ".parquet":
+        return [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
+    return [dict.fromkeys(_TYPES) | row for row in read_rows("output", output, None, _TYPES)]
+
+
 def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
     """The numbers of a run in a line."""
     said = f"{metrics['requests']} prompts, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
@@ -284,6 +292,8 @@ def _place_of(output: str | Path) -> Path:
     if place.suffix and not str(output).endswith("/"):
         works = "name a .jsonl or .parquet file, or a folder (with a / at the end if its name has a dot)"
         raise refuse("output", str(output), works)
+    if place.exists() and not place.is_dir():
+        raise refuse("output", str(place), "exists already and is no folder; name another one")
     if place.is_dir() and not is_saved(place):
         raise refuse("output", str(place), "is a folder with other things in it; name a new one, or a .jsonl file")
     return place

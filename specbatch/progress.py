@@ -22,8 +22,10 @@ class NotedReport(Protocol):
 
 @contextmanager
 def progress(label: str, done: int = 0) -> Iterator[NotedReport]:
-    """Yield a function to call with (done, total) as often as one likes. `done`: what an earlier run had finished, which
-    says nothing of the time left."""
+    """Yield a function to call with (done, total) as often as one likes.
+
+    `done`: what an earlier run had finished, which says nothing of the time left.
+    """
     if not sys.stderr.isatty():
         yield _lines(label, done)
         return

@@ -134,7 +134,7 @@ def _json_row(line: bytes) -> Any:
         raise _MalformedError(f"not UTF-8 (byte {error.start + 1}); write one JSON object a line") from error
     except json.JSONDecodeError as error:
         raise _MalformedError(
-            f"not JSON ({error.msg} at column {error.colno}); write one JSON object a line"
+            f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno}); write one JSON object a line"
         ) from error
     except RecursionError as error:
         works = "not JSON that can be read (nested too deeply); write one JSON object a line"
