@@ -1,7 +1,7 @@
 """Data sets of Hugging Face, in and out: what the `datasets` library opens and writes.
 
-In: hf:OWNER/NAME[@REVISION][:CONFIG] with a split, a folder of `save_to_disk`, a .parquet, .arrow, .json, .csv or .tsv
-file. Out: a .parquet file, or a folder of `save_to_disk`.
+In: hf:OWNER/NAME[@REVISION][:CONFIG] with a split, a folder of `save_to_disk`, a .parquet, .arrow, .csv or .tsv file
+(.json is read by `specbatch.prompts`: the library would make dates of texts that look like some). Out: a .parquet file, or a folder of `save_to_disk`.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ from specbatch.errors import SpecbatchError, refuse
 
 HUB = "hf:"
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json"}
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("state.json", "dataset_info.json")
 
 
 def is_dataset(source: str | Path) -> bool:
-    """Does `datasets` read this? All else is JSONL."""
+    """Does `datasets` read this? All else is JSON."""
     path = Path(source)
     return str(source).startswith(HUB) or path.suffix in (*_SEPARATORS, *_BUILDERS) or path.is_dir()
 
 
-def read_rows(setting: str, source: str | Path, split: str | None, columns: Collection[str]) -> list[dict[str, Any]]:
-    """All rows of a data set, of those `columns` that it has; a row lacks what is None in it.
+def read_rows(
+    setting: str, source: str | Path, split: str | None, columns: Collection[str], beside: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """All rows of a data set, of those `columns` that it has, and of those `beside` them; a row lacks what is None.
 
     Cells of .csv and .tsv are texts as they stand. Refused: what cannot be opened, a split that there is not or that
-    is needed and not given.
+    is needed and not given, and a data set without any of the `columns`.
     """
     try:
         with _quiet(), TemporaryDirectory(prefix="specbatch-") as cache:
-            table = _split(setting, source, _open(setting, str(source), split, cache), split)
-            kept = [name for name in table.column_names if name in columns]
-            rows = table.select_columns(kept).to_list() if kept else [{} for _ in range(len(table))]
-            names = ", ".join(table.column_names)
+            table = _split(source, _open(str(source), split, cache), split)
+            names = table.column_names
+            if not set(names) & set(columns):
+                works = f"has {', '.join(names)} and no {', '.join(columns)}; name its column (generate --column NAME)"
+                raise refuse(setting, str(source), works)
+            rows = table.select_columns([name for name in names if name in (*columns, *beside)]).to_list()
     except SpecbatchError:
         raise
     except Exception as error:  # the library's, Arrow's, the network's and the disk's errors have no common kind
-        lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        works = f"cannot be read as a data set ({lines[0].rstrip('.')}); name a JSONL file or a data set"
-        raise refuse(setting, str(source), works) from None
-    if rows and not any(rows):
-        works = f"no row has a {' or '.join(columns)}; columns are {names} (generate takes any of them by --column)"
-        raise refuse(setting, str(source), works)
+        cause = error.__cause__ or error
+        said = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        line = next(iter(said.strip().splitlines()), type(cause).__name__).rstrip(".")
+        raise refuse(setting, str(source), f"cannot be read ({line}); name a JSONL file or a data set") from None
     return [_without_none(row) for row in rows]
 
 
@@ -88,7 +90,7 @@ def is_saved(folder: Path) -> bool:
     return all(path.name in _SAVED or path.suffix == ".arrow" for path in folder.iterdir())
 
 
-def _open(setting: str, source: str, split: str | None, cache: str) -> Any:
+def _open(source: str, split: str | None, cache: str) -> Any:
     from datasets import Dataset, load_dataset, load_from_disk
 
     path = Path(source)
@@ -109,7 +111,7 @@ def _open(setting: str, source: str, split: str | None, cache: str) -> Any:
     return load_dataset(_BUILDERS[path.suffix], data_files=source, split="train", cache_dir=cache)
 
 
-def _split(setting: str, source: str | Path, found: Any, split: str | None) -> Any:
+def _split(source: str | Path, found: Any, split: str | None) -> Any:
     """The one table that is meant."""
     if not isinstance(found, dict):
         if split is not None and not str(source).startswith(HUB):

@@ -27,7 +27,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.metrics import write_atomic
 from specbatch.partial import PartialRows, row_seed
 from specbatch.progress import NotedReport, Speed
-from specbatch.prompts import BadLine, Prompt, scan_prompts
+from specbatch.prompts import BadLine, Prompt, scan_prompts, where
 from specbatch.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class BatchJob:
         if not bad:
             return
         self.skipped += bad
-        lines = [f"{self.source}:{item.line}: {item.what}" for item in bad[:SHOWN]]
+        lines = [f"{where(self.source, item.line)}: {item.what}" for item in bad[:SHOWN]]
         lines += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
         if self.skip_bad and len(bad) < total:
             for line in lines:
@@ -219,7 +219,7 @@ class BatchJob:
             return
         if len(bad) == 1:
             hint = " (--skip-bad leaves it out)" if total > 1 else ""
-            raise refuse("input", f"{self.source}:{bad[0].line}", bad[0].what + hint)
+            raise refuse("input", where(self.source, bad[0].line), bad[0].what + hint)
         works = "mend them, or pass --skip-bad to leave them out" if len(bad) < total else "mend them"
         raise refuse("input", self.source, "\n".join([f"{len(bad)} of {total} lines are bad; {works}:", *lines]))
 

@@ -74,9 +74,14 @@ def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FO
     prompts: list[Prompt] = []
     for item in scan_prompts(path, setting, forms):
         if isinstance(item, BadLine):
-            raise refuse(setting, f"{path}:{item.line}", item.what)
+            raise refuse(setting, where(path, item.line), item.what)
         prompts.append(item)
     return prompts
+
+
+def where(source: str | Path, line: int) -> str:
+    """A line of JSONL as editors know it; a row of a data set or of an array may be none in its file."""
+    return f"{source} row {line}" if is_dataset(source) or Path(source).suffix == ".json" else f"{source}:{line}"
 
 
 def scan_prompts(
@@ -87,7 +92,8 @@ def scan_prompts(
     split: str | None = None,
     column: str | None = None,
 ) -> list[Prompt | BadLine]:
-    """What each line of a JSONL file (blank ones are none) or row of a data set of `specbatch.dataset` holds, in order.
+    """What each line of a JSONL file holds (blank ones are none), in order; or item of the array of a .json file, or row
+    of a data set as in `specbatch.dataset`.
 
     column: the key that holds the prompt, in place of `forms`. One of their names means that form; else a text is a
     prompt, a list of numbers token ids, any other list messages. split: of a data set. Refused: a file that cannot be
@@ -97,11 +103,11 @@ def scan_prompts(
     found: list[Prompt | BadLine] = []
     for number, row in _rows(source, setting, forms, split):
         try:
-            found.append(_prompt(_json_row(row) if isinstance(row, bytes) else row, forms, number))
+            found.append(_prompt(_parsed(row, _LINES) if isinstance(row, bytes) else row, forms, number))
         except _MalformedError as error:
             found.append(BadLine(number, str(error)))
     if not found:
-        raise refuse(setting, str(source), "holds no prompts; write one JSON object a line")
+        raise refuse(setting, str(source), f"holds no prompts; write {_LINES}")
     return found
 
 
@@ -110,7 +116,7 @@ def _rows(
 ) -> Iterator[tuple[int, bytes | Any]]:
     """Lines that are not blank, or rows, with their numbers from 1."""
     if is_dataset(source):
-        yield from enumerate(read_rows(setting, source, split, (*forms, *_IDS)), start=1)
+        yield from enumerate(read_rows(setting, source, split, forms, _IDS), start=1)
         return
     if split is not None:
         raise refuse("split", split, f"{source} has no splits; leave it out")
@@ -118,7 +124,14 @@ def _rows(
         content = Path(source).read_bytes()
     except OSError as error:
         raise refuse(setting, str(source), f"cannot be read ({error.strerror}); name a JSONL file") from error
-    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if Path(source).suffix == ".json" and content.lstrip().startswith(b"["):
+        try:
+            yield from enumerate(_parsed(content, "an array of objects, or one object a line"), start=1)
+        except _MalformedError as error:
+            raise refuse(setting, str(source), str(error)) from None
+        return
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield number, line
 
@@ -127,20 +140,19 @@ class _MalformedError(ValueError):
     """What is wrong with a line."""
 
 
-def _json_row(line: bytes) -> Any:
+def _parsed(text: bytes, works: str) -> Any:
     try:
-        return json.loads(line.decode())
+        return json.loads(text.decode())
     except UnicodeDecodeError as error:
-        raise _MalformedError(f"not UTF-8 (byte {error.start + 1}); write one JSON object a line") from error
+        what = f"not UTF-8 (byte {error.start + 1})"
     except json.JSONDecodeError as error:
-        raise _MalformedError(
-            f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno}); write one JSON object a line"
-        ) from error
-    except RecursionError as error:
-        works = "not JSON that can be read (nested too deeply); write one JSON object a line"
-        raise _MalformedError(works) from error
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        what = f"not JSON ({error.msg.removesuffix(' at')} at {place})"
+    except RecursionError:
+        what = "not JSON that can be read (nested too deeply)"
     except ValueError as error:  # a number of thousands of digits
-        raise _MalformedError(f"not JSON that can be read ({error}); write one JSON object a line") from error
+        what = f"not JSON that can be read ({str(error).partition(';')[0]})"
+    raise _MalformedError(f"{what}; write {works}")
 
 
 def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
@@ -185,6 +197,7 @@ def is_text(value: str) -> bool:
     return True
 
 
+_LINES = "one JSON object a line"
 _IDS = ("id", "question_id")  # the second is of MT-Bench
 _EXPECTED = {
     "prompt": "a string",
