@@ -1,7 +1,8 @@
 """Data sets of Hugging Face, in and out: what the `datasets` library opens and writes.
 
-In: hf:OWNER/NAME[@REVISION][:CONFIG] with a split, a folder of `save_to_disk`, a .parquet, .arrow, .csv or .tsv file
-(.json is read by `specbatch.prompts`: the library would make dates of texts that look like some). Out: a .parquet file, or a folder of `save_to_disk`.
+In: hf:OWNER/NAME[@REVISION][:CONFIG] with a split, a folder of `save_to_disk`, a .parquet, .arrow, .csv or .tsv file.
+Out: a .parquet file, or a folder of `save_to_disk`. JSON is read by `specbatch.prompts`: the library would make dates
+of texts that look like some.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def scan_prompts(
     split: str | None = None,
     column: str | None = None,
 ) -> list[Prompt | BadLine]:
-    """What each line of a JSONL file holds (blank ones are none), in order; or item of the array of a .json file, or row
-    of a data set as in `specbatch.dataset`.
+    """What each line of a JSONL file holds, in order; blank ones are none. Or each item of the array of a .json file,
+    or row of a data set of `specbatch.dataset`.
 
     column: the key that holds the prompt, in place of `forms`. One of their names means that form; else a text is a
     prompt, a list of numbers token ids, any other list messages. split: of a data set. Refused: a file that cannot be
