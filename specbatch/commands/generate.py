@@ -17,8 +17,8 @@ def generate(
         str,
         Argument(
             metavar="IN",
-            help="JSONL; a .parquet, .arrow, .csv, .tsv or .json file; a folder of save_to_disk; or "
-            "hf:OWNER/NAME[@REVISION][:CONFIG].",
+            help="JSONL; a .parquet, .arrow, .csv, .tsv or .json file; a folder of save_to_disk; or hf:OWNER/NAME of the "
+            "hub, with @REVISION and :CONFIG behind it if need be.",
         ),
     ],
     engine: EngineOptions,
@@ -31,7 +31,7 @@ def generate(
             help="FILE.jsonl, FILE.parquet or a folder for load_from_disk. Appears when all is done.",
         ),
     ],
-    split: Annotated[str | None, Option(help="Of a data set that has several, such as test or train[:100].")] = None,
+    split: Annotated[str | None, Option(help="Of a data set: test, or of the hub also train[:100].")] = None,
     column: Annotated[
         str | None,
         Option(
@@ -78,8 +78,7 @@ def generate(
 
     {"messages": [{"role": "user", "content": "Name a river."}]}
 
-    Rows come in the order of the input. The index of a row is the place of its line (or row) there, from 0, also where
-    bad lines are left out.
+    Rows keep the order of the input; the index of each is the place of its line or row there, from 0.
     """
     from specbatch.generate import BatchJob, summary
     from specbatch.metrics import write_atomic
