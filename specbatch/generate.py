@@ -269,7 +269,8 @@ def read_output(output: Path) -> list[dict[str, Any]]:
     """The rows of a finished output, of whichever kind."""
     if output.is_file() and output.suffix != ".parquet":
         return [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
-    return [dict.fromkeys(_TYPES) | row for row in read_rows("output", output, None, _TYPES)]
+    there = dict.fromkeys(name for name in _TYPES if name != "id")  # as in a line, though it may be none
+    return [there | row for row in read_rows("output", output, None, _TYPES)]
 
 
 def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from pathlib import Path
 
 import datasets
@@ -12,9 +14,9 @@ from specbatch.dataset import is_dataset, is_saved, read_rows, write_rows
 from specbatch.errors import SpecbatchError
 
 ROWS = [
-    {"prompt": "a\nb", "id": "1", "other": "x"},
-    {"prompt": 'é, "c"', "id": "NA", "other": "y"},
-    {"prompt": "12", "id": "", "other": "z"},
+    {"prompt": "a\nb", "id": "007", "other": "x"},
+    {"prompt": 'é, "c"', "id": "1e3", "other": "y"},
+    {"prompt": "NA", "id": "12", "other": "z"},
 ]
 WANTED = [{"prompt": row["prompt"], "id": row["id"]} for row in ROWS]
 TYPES = {"index": "int64", "id": "string", "token_ids": "[int32]", "accept_length": "float64"}
@@ -63,7 +65,7 @@ def test_a_folder_of_splits(tmp_path):
     table = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"a": table, "b": table.select([2])}).save_to_disk(tmp_path / "two")
     datasets.DatasetDict({"a": table}).save_to_disk(tmp_path / "one")
-    assert read_rows("input", tmp_path / "two", "b", ("prompt",)) == [{"prompt": "12"}]
+    assert read_rows("input", tmp_path / "two", "b", ("prompt",)) == [{"prompt": "NA"}]
     assert len(read_rows("input", tmp_path / "one", None, ("prompt",))) == 3
     for split in (None, "c"):
         with pytest.raises(SpecbatchError, match=f"split={split!r}: .*two has a, b; use one of them"):
@@ -107,7 +109,10 @@ def test_a_hub_out_of_reach(monkeypatch):
         ("none.csv", None, r"\(No such file or directory\)"),
     ],
 )
-def test_what_is_no_data_set_is_refused_with_the_librarys_reason(tmp_path, name, content, said, capfd):
+def test_what_is_no_data_set_is_refused_with_the_librarys_reason(tmp_path, name, content, said, capfd, monkeypatch):
+    logged = logging.Handler()
+    logged.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [logged])
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(SpecbatchError, match=f"{name}': cannot be read .*{said}"):

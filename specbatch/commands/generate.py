@@ -17,8 +17,8 @@ def generate(
         str,
         Argument(
             metavar="IN",
-            help="JSONL; a .parquet, .arrow, .csv, .tsv or .json file; a folder of save_to_disk; or hf:OWNER/NAME of the "
-            "hub, with @REVISION and :CONFIG behind it if need be.",
+            help="JSONL; a .parquet, .arrow, .csv, .tsv or .json file; a folder of save_to_disk; or hf:OWNER/NAME of "
+            "the hub, with @REVISION and :CONFIG behind it if need be.",
         ),
     ],
     engine: EngineOptions,

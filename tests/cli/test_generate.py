@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import tempfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import datasets
@@ -261,6 +261,12 @@ def test_a_shorter_context_on_resume_keeps_what_is_finished(run, engine, jsonl, 
     engine.interrupt_after = None
     assert run("generate", source, "-o", out, "--max-model-len", 150).exit_code == 0
     assert [row["index"] for row in rows(out)] == [0, 1]
+    engine.interrupt_after = 1
+    run("generate", jsonl({"prompt": "b" * 90}, {"prompt": "a"}), "-o", out, "--overwrite")
+    engine.interrupt_after = None
+    result = run("generate", tmp_path / "in.jsonl", "-o", out, "--max-model-len", 150, "--skip-bad")
+    assert result.exit_code == 0  # all that is missing is too long now
+    assert [row["index"] for row in rows(out)] == [1]
 
 
 LINES = st.lists(
@@ -326,10 +332,11 @@ def test_rows_are_the_good_lines_in_order_whatever_was_cut_off_where(engine, lin
 
 @pytest.mark.parametrize("name", ["out.parquet", "out", "qwen3.5/"])
 def test_a_table_has_the_rows_of_the_lines(run, engine, jsonl, tmp_path, name):
-    source = jsonl(*(row | {"id": str(n)} if n else row for n, row in enumerate(PROMPTS)))
-    run("generate", source, "-o", tmp_path / "out.jsonl", "--spec", "v2")
+    source = jsonl(*PROMPTS[:3], PROMPTS[3] | {"id": "4"})
+    options = ("--spec", "v2", "--max-new-tokens", 1)
+    run("generate", source, "-o", tmp_path / "out.jsonl", *options)
     engine.interrupt_after = 2
-    words = ("generate", source, "-o", f"{tmp_path}/{name}", "--spec", "v2")
+    words = ("generate", source, "-o", f"{tmp_path}/{name}", *options)
     assert run(*words).exit_code == 130
     path = tmp_path / name
     assert not path.exists()
@@ -375,6 +382,13 @@ def test_another_split_or_column_is_another_job(run, engine, tmp_path):
         result = run(*words, *other)
         assert result.exit_code == 2
         assert "was made with another input file" in result.stderr
+
+
+def test_the_same_text_in_another_form_is_another_job(run, engine, jsonl, tmp_path):
+    words = ("generate", jsonl(*[{"prompt": "a", "question": "a"}] * 2), "-o", tmp_path / "out.jsonl", "--column")
+    engine.interrupt_after = 1
+    assert run(*words, "prompt").exit_code == 130
+    assert "was made with another input file" in run(*words, "question").stderr
 
 
 @pytest.mark.parametrize(
@@ -424,6 +438,18 @@ def test_a_summary_is_the_last_line_on_standard_error(run, jsonl, tmp_path):
         assert result.stderr.splitlines()[-1] == f"generate: 4 prompts, 12 output tokens in 2.0 s: 6 tok/s{said}"
     nothing = {"requests": 0, "output_tokens": 0, "duration_s": 0.0, "output_throughput": None, "accept_length": None}
     assert summary(nothing, drafts=True) == "0 prompts, 0 output tokens in 0.0 s"
+
+
+def test_the_time_left_counts_no_earlier_work(run, engine, jsonl, tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(
+        "specbatch.commands.generate.progress", lambda *words: begun.append(words) or nullcontext(lambda *told: None)
+    )
+    engine.interrupt_after = 3
+    run("generate", jsonl(*PROMPTS), "-o", tmp_path / "out.jsonl")
+    engine.interrupt_after = None
+    run("generate", jsonl(*PROMPTS), "-o", tmp_path / "out.jsonl")
+    assert begun == [("generate", 0), ("generate", 3)]
 
 
 def test_progress_says_how_fast_and_where_an_earlier_run_stopped(engine, jsonl, tmp_path):
