@@ -118,6 +118,17 @@ def test_a_generate_that_is_killed_goes_on_with_the_same_command(run, sent):
     assert not partial.exists()
 
 
+def test_what_this_model_cannot_take_is_a_bad_line(run):
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    lines = [{"prompt": "ab"}, {"prompt_token_ids": [999999]}, chat, {"prompt": "x" * 90}, {"prompt_token_ids": [3]}]
+    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = run("generate", "in.jsonl", "-o", "out.jsonl", "--max-new-tokens", 4, "--skip-bad").stderr
+    assert "skipped in.jsonl:2: prompt 1='token 999999': token ids go from 0 to 256\n" in said
+    assert "skipped in.jsonl:3: chat_template=None: bytes has none" in said
+    assert "skipped in.jsonl:4: max_new_tokens of prompt 3=4: the prompt has 90 tokens and max_model_len=64" in said
+    assert [json.loads(line)["index"] for line in Path("out.jsonl").read_text().splitlines()] == [0, 4]
+
+
 def test_send_one_streams_what_it_returns(run):
     words = ("--prompt", "hello", "--max-new-tokens", 12, "--spec", "v2")
     result = json.loads(run("send-one", *words, "--json").stdout)
