@@ -123,7 +123,8 @@ def _rows(
     try:
         content = Path(source).read_bytes()
     except OSError as error:
-        raise refuse(setting, str(source), f"cannot be read ({error.strerror}); name a JSONL file") from error
+        works = f"cannot be read ({error.strerror}); name a JSONL file, or hf:OWNER/NAME"
+        raise refuse(setting, str(source), works) from error
     content = content.removeprefix(codecs.BOM_UTF8)
     if Path(source).suffix == ".json" and content.lstrip().startswith(b"["):
         try:
