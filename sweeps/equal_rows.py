@@ -1,19 +1,26 @@
 """What equal rows do to a product and to an iteration: `python -m specbatch.sweeps.equal_rows`.
 
 A GPU at its power limit runs a product faster when the rows are all alike: fewer bits change between one and the next.
-Other engines' benchmarks of simulated acceptance write the same token everywhere, ours the model's own choices, so that
-figures differ by what was multiplied and not by who multiplied it. Here the same engine runs both ways: with its random
-embedding, and with one in which all tokens have the first one's row.
+What other engines benchmark without a checkpoint is nearly that. SGLang's simulated acceptance writes one fixed token,
+and random weights of vLLM and SGLang (`initialize_dummy_weights`) are uniform within 1e-3, norms included, with the
+same seed for every tensor: what a layer adds is a billionth of an embedding, so that rows of one token stay the same in
+all layers, and a DFLASH draft, which sees the mask token at every place, drafts one token for all of them. Ours keep
+the size of activations and choose different tokens. Figures then differ by what was multiplied, not by who multiplied.
+
+Here the same engine, with the same recordings, runs all three ways: with its own random weights; with an embedding in
+which all tokens have the first one's row; and with weights as those two make them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
+from specbatch.memory.kv_cache import KVCache
 from specbatch.metrics import steps_at
 from specbatch.sweeps.machine import median_seconds, require_cuda
 from specbatch.sweeps.workloads import Workload
@@ -43,17 +50,38 @@ def products() -> None:
         print(f"| {name} | {once * 1e6:.1f} | {2e-12 * ROWS * HIDDEN * WIDE / once:.0f} |", flush=True)
 
 
+def weights_of(root: Any, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Every tensor of `dtype` that hangs from `root`, once, but for tables of rope and keys and values."""
+    seen: set[int] = set()
+    left = [root]
+    while left:
+        item = left.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            if item.dtype == dtype:
+                yield item
+        elif isinstance(item, (tuple, list)):
+            left += item
+        elif type(item).__module__.startswith("specbatch.") and not isinstance(item, KVCache):
+            left += [value for name, value in vars(item).items() if name not in ("cos", "sin")]
+
+
 def steps(engine: Engine, accept_length: float) -> None:
     """The time of an iteration that runs all requests."""
     prompts = Workload(input_len=PROMPT, output_len=NEW_TOKENS, prompts_per_concurrency=1).prompts(
         engine.tokenizer, BATCH
     )
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    print(f"\n| tokens | repeat | ms per step of {BATCH} requests | tok/s |\n|---|---|---|---|")
-    for name in ("as chosen", "embedded alike"):
-        if name == "embedded alike":
-            embedding = engine._model.embedding
+    print(f"\n| weights | repeat | ms per step of {BATCH} requests | tok/s |\n|---|---|---|---|")
+    embedding = engine._model.embedding
+    for name in ("own, tokens as chosen", "own, tokens embedded alike", "as vLLM and SGLang make them"):
+        if name.endswith("alike"):
             embedding[:] = embedding[:1].clone()
+        if name.startswith("as"):
+            for weight in weights_of((engine._model, engine._runner._drafter), engine._model.dtype):
+                weight.uniform_(-1e-3, 1e-3, generator=torch.Generator("cuda").manual_seed(1234))
         engine.generate(prompts, params, concurrency=BATCH)
         for repeat in range(1, REPEATS + 1):
             engine.reset_record()
