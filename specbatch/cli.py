@@ -19,7 +19,8 @@ from typer.core import TyperGroup
 from specbatch import SpecbatchError, __version__
 from specbatch.commands import judge, measure, train
 from specbatch.commands.check import check
-from specbatch.commands.options import EngineOptions, Json, takes_engine
+from specbatch.commands.generate import generate
+from specbatch.commands.options import Concurrency, EngineOptions, Json, takes_engine
 from specbatch.commands.output import fresh_folder, open_engine, rows_table, say, show
 from specbatch.commands.report import report as report_command
 from specbatch.errors import refuse
@@ -47,11 +48,6 @@ class Commands(TyperGroup):
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 models = typer.Typer(no_args_is_help=True, help="Bundled models: list them, fetch one.")
 app.add_typer(models, name="models")
-
-Concurrency = Annotated[int | None, Option(help="Keep at most this many requests unfinished; also sets --max-running.")]
-ChatTemplate = Annotated[
-    bool, Option("--chat-template/--no-chat-template", help="Render messages by the model's template.")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -177,58 +173,7 @@ app.command("trace")(measure.trace_steps)
 app.command()(judge.compare)
 app.command()(judge.gate)
 app.command("train-draft")(train.train_draft)
-
-
-@app.command()
-@takes_engine()
-def generate(
-    source: Annotated[Path, Argument(metavar="IN.jsonl", help="One prompt, question or messages object a line.")],
-    engine: EngineOptions,
-    output: Annotated[Path, Option("--output", "-o", metavar="OUT.jsonl", help="Appears when all is done.")],
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, Option(help="1 is off.")] = 1.0,
-    top_k: Annotated[int, Option(help="0 is off.")] = 0,
-    min_p: Annotated[float, Option(help="0 is off.")] = 0.0,
-    max_new_tokens: Annotated[int, Option(help="Longest answer.")] = 128,
-    stop: Annotated[
-        list[str] | None, Option(help="End an answer before this text; may be given several times.")
-    ] = None,
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the model's own end tokens.")] = False,
-    chat_template: ChatTemplate = True,
-    concurrency: Concurrency = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Throw an existing output away.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Run the prompts of a JSONL file; the same command continues where an interrupted one stopped.
-
-    specbatch generate prompts.jsonl -o answers.jsonl --max-new-tokens 256 --spec v2
-
-    A line is an object with prompt, prompt_token_ids, question or messages, and an id if you like.
-    """
-    from specbatch.generate import BatchJob
-    from specbatch.metrics import write_atomic
-    from specbatch.request import SamplingParams
-
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
-    config = engine.config(concurrency=concurrency)
-    job = BatchJob.open(source, output, config, params, chat_template=chat_template, overwrite=overwrite)
-    if job.finished:
-        say(f"continuing: {len(job.finished)} of {len(job.prompts)} are finished")
-    with open_engine(config) as running, progress("generate") as report:
-        rows = job.run(running, concurrency=concurrency, report=report)
-        record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
-    beside = output.with_name(f"{output.name}.record.json")
-    write_atomic(beside, record.summary())
-    result = {"output": str(output), "rows": len(rows), "record": str(beside), "metrics": record.metrics}
-    show(f"{len(rows)} rows in {output}; what they were made with, and how fast: {beside}", result, as_json=as_json)
+app.command()(generate)
 
 
 @app.command("send-one")

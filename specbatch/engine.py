@@ -137,7 +137,7 @@ class Engine:
         settings = self._settings(params, len(prompts))
         encoded = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
         for index, (prompt, setting) in enumerate(zip(encoded, settings, strict=True)):
-            self._check(index, prompt.token_ids, setting)
+            self.check(prompt.token_ids, setting, index)
         return self._work(encoded, settings, concurrency or len(encoded), arrivals)
 
     def _work(
@@ -185,6 +185,15 @@ class Engine:
             self._drop_work()
             if self._state == "busy":
                 self._state = "ready"
+
+    def check(self, tokens: Sequence[int], params: SamplingParams, index: int = 0) -> None:
+        """Refuse a prompt that could never run: none, too long with its answer, or with ids that the model has not."""
+        self._scheduler.check(len(tokens), params.max_new_tokens, index)
+        wrong = [token for token in tokens if not 0 <= token < self.model_config.vocab_size]
+        if wrong:
+            raise refuse(
+                f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
+            )
 
     def next_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [V] on the host: what the model says behind `tokens`, in a prompt pass like any other."""
@@ -328,14 +337,6 @@ class Engine:
             return EmbeddedPrompt(self.tokenizer.encode(prompt))
         asked = prompt if isinstance(prompt, EmbeddedPrompt) else EmbeddedPrompt(prompt)
         return asked.checked(index, self.model_config.hidden_size)
-
-    def _check(self, index: int, tokens: Sequence[int], params: SamplingParams) -> None:
-        self._scheduler.check(len(tokens), params.max_new_tokens, index)
-        wrong = [token for token in tokens if not 0 <= token < self.model_config.vocab_size]
-        if wrong:
-            raise refuse(
-                f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
-            )
 
     def _submit(self, index: int, prompt: EmbeddedPrompt, params: SamplingParams, arrived: float) -> None:
         if self._opened is None:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 
 class SpecbatchError(ValueError):
-    """What was asked cannot be run. The message is one line; commands print it and exit with status 2.
+    """What was asked cannot be run. The message is one line, or one more for each of
+    several bad lines of a file; commands print it and exit with status 2.
 
     setting: what it is about, where it is about one.
     """

@@ -1,21 +1,33 @@
-"""Progress on standard error: a bar with the time left or, without a terminal, a line now and then."""
+"""Progress on standard error: a bar with the time left or, without a terminal, a line a minute."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 Report = Callable[[int, int], None]  # (done, total)
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 60.0
+SECONDS_OF_SPEED = 10.0
+
+
+class NotedReport(Protocol):
+    """A `Report` that can say more, such as a speed."""
+
+    def __call__(self, done: int, total: int, note: str = "", /) -> None: ...
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Report]:
-    """Yield a function to call with (done, total) as often as one likes."""
+def progress(label: str, done: int = 0) -> Iterator[NotedReport]:
+    """Yield a function to call with (done, total) as often as one likes.
+
+    `done`: what an earlier run had finished, which says nothing of the time left.
+    """
     if not sys.stderr.isatty():
-        yield _lines(label)
+        yield _lines(label, done)
         return
     from rich.console import Console
     from rich.progress import (
@@ -34,22 +46,55 @@ def progress(label: str) -> Iterator[Report]:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(label, total=None, completed=done, note="")
+
+        def report(done: int, total: int, note: str = "") -> None:
+            bar.update(task, completed=done, total=total, note=note)
+
+        yield report
 
 
-def _lines(label: str) -> Report:
+class Speed:
+    """What a stream of tokens is doing: tokens per second over the last seconds, and how many requests have begun and
+    not ended."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._recent: deque[tuple[float, int]] = deque()
+        self._tokens = 0  # of the recent ones
+        self._running: set[int] = set()
+
+    def add(self, index: int, tokens: int, *, ended: bool) -> None:
+        """Request `index` has so many more tokens."""
+        self._recent.append((self._clock(), tokens))
+        self._tokens += tokens
+        (self._running.discard if ended else self._running.add)(index)
+
+    def __str__(self) -> str:
+        now = self._clock()
+        since = max(self._start, now - SECONDS_OF_SPEED)
+        while self._recent and self._recent[0][0] < since:
+            self._tokens -= self._recent.popleft()[1]
+        rate = self._tokens / (now - since) if now > since else 0.0
+        return f"{rate:.0f} tok/s, {len(self._running)} running"
+
+
+def _lines(label: str, before: int) -> NotedReport:
     start = last = time.monotonic()
 
-    def report(done: int, total: int) -> None:
+    def report(done: int, total: int, note: str = "") -> None:
         nonlocal last
         now = time.monotonic()
-        if done < total and now - last < SECONDS_BETWEEN_LINES:
+        if now - last < SECONDS_BETWEEN_LINES:
             return
         last = now
-        left = f", about {(now - start) / done * (total - done):.0f} s left" if 0 < done < total else ""
-        print(f"{label}: {done}/{total} after {now - start:.0f} s{left}", file=sys.stderr, flush=True)
+        new = done - before
+        left = f", about {(now - start) / new * (total - done):.0f} s left" if new > 0 else ""
+        more = f", {note}" if note else ""
+        print(f"{label}: {done}/{total} after {now - start:.0f} s{left}{more}", file=sys.stderr, flush=True)
 
     return report

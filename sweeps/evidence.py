@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.generate import read_output
 from specbatch.metrics import SCHEMA, RunRecord
 from specbatch.sweeps.summaries import CAPS
 
@@ -149,12 +150,12 @@ def _records(setting: str, path: Path) -> Iterator[tuple[Path, RunRecord]]:
     output = path.with_name(path.name.removesuffix(_RECORD))
     beside = output.with_name(output.name + _RECORD)
     try:
-        if path.is_dir():
-            for file in sorted(path.rglob("record.json")):
-                yield file.parent, _checked(setting, file, RunRecord.load(file.parent))
-        elif beside.is_file():
+        if beside.is_file():
             body = json.loads(beside.read_text(encoding="utf-8"))
             yield output, _checked(setting, beside, RunRecord(**body, requests=_generated(output, body)))
+        elif path.is_dir():
+            for file in sorted(path.rglob("record.json")):
+                yield file.parent, _checked(setting, file, RunRecord.load(file.parent))
     except (OSError, ValueError, TypeError, KeyError) as error:
         if isinstance(error, SpecbatchError):
             raise
@@ -170,9 +171,9 @@ def _checked(setting: str, file: Path, record: RunRecord) -> RunRecord:
 
 def _generated(output: Path, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of `generate`, if the record covers all of them: it does not where an earlier run began them."""
-    if not output.is_file():
+    if not output.exists():
         return []
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
+    rows = read_output(output)
     if len(rows) != body["metrics"]["requests"]:
         return []
     return [row | {"emitted": round((row["accept_length"] or 0) * row["verify_steps"])} for row in rows]

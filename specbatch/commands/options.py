@@ -27,6 +27,7 @@ from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
+Concurrency = Annotated[int | None, Option(help="Keep at most this many requests unfinished; also sets --max-running.")]
 _MODEL, _SPEC, _ENGINE = "Model", "Speculation", "Engine"
 _OF_DRAFTS = (
     *("draft_tokens", "draft_steps", "draft_topk", "aux_layers", "draft_rope_theta"),

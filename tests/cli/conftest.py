@@ -87,26 +87,39 @@ class StubEngine:
         arrivals: list[float] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
+        out: dict[int, Completion] = {}
+        for event in self.stream(prompts, params, concurrency=concurrency, arrivals=arrivals):
+            if event.completion is not None:
+                out[event.index] = event.completion
+                if on_completion is not None:
+                    on_completion(event.completion)
+        return [out[index] for index in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: list[Any],
+        params: Any = None,
+        *,
+        concurrency: int | None = None,
+        arrivals: list[float] | None = None,
+    ) -> Iterator[Any]:
         StubEngine.arrived.append(arrivals)
         StubEngine.order.append(f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        out: list[Completion | None] = [None] * len(prompts)
         for index in reversed(range(len(prompts))):  # completions arrive in another order than the input's
             if StubEngine.interrupt_after == 0:
                 raise KeyboardInterrupt
             if StubEngine.interrupt_after is not None:
                 StubEngine.interrupt_after -= 1
-            out[index] = self._complete(index, prompts[index], each[index])
-            self.done.append(out[index])  # type: ignore[arg-type]
-            if on_completion is not None:
-                on_completion(out[index])  # type: ignore[arg-type]
-        return [completion for completion in out if completion is not None]
+            completion = self._complete(index, prompts[index], each[index])
+            self.done.append(completion)
+            for token in completion.token_ids:
+                yield types.SimpleNamespace(index=index, token_ids=[token], completion=None)
+            yield types.SimpleNamespace(index=index, token_ids=[], completion=completion)
 
-    def stream(self, prompts: list[Any], params: Any = None, *, concurrency: int | None = None) -> Iterator[Any]:
-        completion = self.generate(prompts, params)[0]
-        for token in completion.token_ids:
-            yield types.SimpleNamespace(index=0, token_ids=[token], completion=None)
-        yield types.SimpleNamespace(index=0, token_ids=[], completion=completion)
+    def check(self, tokens: list[int], params: SamplingParams, index: int = 0) -> None:
+        if len(tokens) + params.max_new_tokens > self.caps["max_model_len"]:
+            raise refuse(f"prompt {index}", f"{len(tokens)} tokens", "too long for the stub")
 
     def forget_prefixes(self) -> None:
         StubEngine.forgot += 1
@@ -126,8 +139,7 @@ class StubEngine:
 
     def _complete(self, index: int, prompt: Any, params: SamplingParams) -> Completion:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if len(ids) + params.max_new_tokens > self.caps["max_model_len"]:
-            raise refuse("prompt", f"{len(ids)} tokens", "too long for the stub")
+        self.check(ids, params)
         tokens = [(ids[-1] + step) % 256 for step in range(1, params.max_new_tokens + 1)]
         drafted = self.config.speculation.drafted
         emitted = len(tokens) - 1

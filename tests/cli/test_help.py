@@ -24,7 +24,7 @@ def plain(text: str) -> str:
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
-        "names = 'sweep bench train-draft eval check report compare gate'.split();"
+        "names = 'generate sweep bench train-draft eval check report compare gate'.split();"
         "commands = [[], *([name] for name in names)];"
         "pages = [[*command, '--help'] for command in commands];"
         "results = [CliRunner().invoke(app, words) for words in pages];"

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import specbatch
 from specbatch.cli import app
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-model-len", "64")
@@ -82,6 +88,45 @@ def test_generate_gives_the_same_tokens_under_every_schedule(run, spec):
     )
     assert tokens == plain
     assert len(plain) == 3
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_a_generate_that_is_killed_goes_on_with_the_same_command(run, sent):
+    Path("in.jsonl").write_text("".join(json.dumps({"prompt": f"{n}" * 3}) + "\n" for n in range(24)))
+    words = ("generate", "in.jsonl", "--max-new-tokens", "30", "--temperature", "1", "--concurrency", "2")
+    command = [sys.executable, "-m", "specbatch", *words, "-o", "out.jsonl", *TOY]
+    here = {**os.environ, "PYTHONPATH": str(Path(specbatch.__file__).parents[1])}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=here)
+    partial = Path("out.jsonl.partial")
+    deadline = time.monotonic() + 60
+    while not partial.exists() or partial.read_text().count("\n") < 4:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(sent)
+    said = process.communicate()[1]
+    assert process.returncode == (130 if sent == signal.SIGINT else -sent)
+    assert sent != signal.SIGINT or "the same command continues" in said
+    assert not Path("out.jsonl").exists()
+    kept = partial.read_text().count("\n") - 1
+    assert 3 <= kept < 24
+    assert f"continuing: {kept} of 24 are finished" in run(*words, "-o", "out.jsonl").stderr
+    run(*words, "-o", "once.jsonl")
+    made = [[json.loads(line) for line in Path(name).read_text().splitlines()] for name in ("out.jsonl", "once.jsonl")]
+    same = [[(row["index"], row["token_ids"], row["text"]) for row in each] for each in made]
+    assert same[0] == same[1]
+    assert not partial.exists()
+
+
+def test_what_this_model_cannot_take_is_a_bad_line(run):
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    lines = [{"prompt": "ab"}, {"prompt_token_ids": [999999]}, chat, {"prompt": "x" * 90}, {"prompt_token_ids": [3]}]
+    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = run("generate", "in.jsonl", "-o", "out.jsonl", "--max-new-tokens", 4, "--skip-bad").stderr
+    assert "skipped in.jsonl:2: prompt 1='token 999999': token ids go from 0 to 256\n" in said
+    assert "skipped in.jsonl:3: chat_template=None: bytes has none" in said
+    assert "skipped in.jsonl:4: max_new_tokens of prompt 3=4: the prompt has 90 tokens and max_model_len=64" in said
+    assert [json.loads(line)["index"] for line in Path("out.jsonl").read_text().splitlines()] == [0, 4]
 
 
 def test_send_one_streams_what_it_returns(run):

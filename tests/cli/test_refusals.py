@@ -146,7 +146,7 @@ def test_a_concurrency_that_the_kv_pool_cannot_hold(run, engine, tmp_path):
 def test_a_prompt_longer_than_the_context_names_its_line(run, engine, jsonl, tmp_path):
     result = run("generate", jsonl(GOOD, {"prompt": "x" * 300}), "-o", tmp_path / "o.jsonl")
     assert result.exit_code == 2
-    assert "input='line 2': has 300 tokens" in result.stderr
+    assert "in.jsonl:2': prompt 1='300 tokens': too long for the stub (--skip-bad leaves it out)" in result.stderr
     assert engine.order == []
 
 

@@ -87,5 +87,5 @@ def test_prompts_may_lie_in_parquet(tmp_path):
         ("question", "2 + 2?", "b"),
     ]
     (tmp_path / "p.parquet").write_text(json.dumps(table))
-    with pytest.raises(SpecbatchError, match="is no Parquet file"):
+    with pytest.raises(SpecbatchError, match=r"cannot be read .*not a parquet file"):
         read_prompts(tmp_path / "p.parquet")

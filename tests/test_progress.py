@@ -1,0 +1,75 @@
+"""What a progress line says: a speed of the last seconds, and a time left that counts no work of earlier runs."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+
+from specbatch.progress import SECONDS_BETWEEN_LINES, SECONDS_OF_SPEED, Speed, progress
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def test_speed_is_of_the_last_seconds(clock):
+    speed = Speed(clock)
+    assert str(speed) == "0 tok/s, 0 running"
+    for index in range(3):
+        speed.add(index, 10, ended=False)
+    clock.now += 2
+    speed.add(0, 10, ended=True)
+    assert str(speed) == "20 tok/s, 2 running"  # 40 in the 2 s there were
+    clock.now += SECONDS_OF_SPEED
+    assert str(speed) == f"{10 / SECONDS_OF_SPEED:.0f} tok/s, 2 running"  # the first 30 are older
+    clock.now += 0.1
+    assert str(speed) == "0 tok/s, 2 running"
+    speed.add(1, 5, ended=True)
+    speed.add(2, 0, ended=True)
+    assert str(speed).endswith("0 running")
+
+
+def test_without_a_terminal_there_is_a_line_a_minute(clock, capsys):
+    with progress("work", 40) as report:
+        report(41, 100, "5 tok/s")
+        clock.now += SECONDS_BETWEEN_LINES
+        report(60, 100, "7 tok/s")
+        report(61, 100)
+        clock.now += SECONDS_BETWEEN_LINES - 1
+        report(100, 100)
+    expected = (
+        f"work: 60/100 after {SECONDS_BETWEEN_LINES:.0f} s, about {2 * SECONDS_BETWEEN_LINES:.0f} s left, 7 tok/s"
+    )
+    assert capsys.readouterr().err == f"{expected}\n"
+
+
+def test_nothing_is_known_of_the_time_left_before_the_first(clock, capsys):
+    with progress("work", 3) as report:
+        clock.now += SECONDS_BETWEEN_LINES
+        report(3, 9)
+    assert capsys.readouterr().err == f"work: 3/9 after {SECONDS_BETWEEN_LINES:.0f} s\n"
+
+
+def test_a_terminal_has_a_bar_with_the_note(monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress("work", 1) as report:
+        report(2, 4, "7 tok/s, 2 running")
+    shown = screen.getvalue()
+    assert "2/4" in shown
+    assert "7 tok/s, 2 running" in shown
