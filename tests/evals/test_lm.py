@@ -111,13 +111,6 @@ def test_refuses_what_does_not_fit_before_any_work(make_engine: Any) -> None:
     assert len(engine.calls) == 1
 
 
-def test_refuses_log_likelihoods(make_engine: Any) -> None:
-    model = SpecBatchLM(make_engine(lambda prompt: "x"), "toy")
-    for method in (model.loglikelihood, model.loglikelihood_rolling):
-        with pytest.raises(SpecbatchError, match="task='toy': needs log-likelihoods"):
-            method([])
-
-
 def test_answers_reach_lm_evals_cache(make_engine: Any) -> None:
     kept: list[tuple[Any, ...]] = []
 
