@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config import EngineConfig
 from specbatch.metrics import RunRecord, summarize
 from specbatch.request import Completion, RequestMetrics, SamplingParams
 from specbatch.scoring import Likelihood, OnScore
@@ -50,7 +49,7 @@ class FakeTokenizer:
 
 class FakeEngine:
     """Answers each prompt with `reply(text of the prompt)`, one byte a token, cut as a real engine would cut it. It
-    likes the texts that begin with it: each token that does not costs 1, each that does 0.5.
+    likes texts that begin like it: a byte that is not as in it costs 4, one that is 1/8.
 
     The last prompt finishes first; `stop_after` raises KeyboardInterrupt after so many.
     """
@@ -76,7 +75,7 @@ class FakeEngine:
             context, continuation = pairs[place]
             liked = self.tokenizer.encode(self.reply(self.tokenizer.decode(context)), add_special_tokens=False)
             said = [one == other for one, other in zip(continuation, liked, strict=False)]
-            made[place] = Likelihood(0.5 * sum(said) - len(continuation), sum(said) == len(continuation))
+            made[place] = Likelihood(3.875 * sum(said) - 4 * len(continuation), sum(said) == len(continuation))
             if on_score is not None:
                 on_score(place, made[place])
         return [made[place] for place in range(len(pairs))]
@@ -133,7 +132,7 @@ class FakeEngine:
             tokens = sum(len(continuation) for _, continuation in self.pairs)
             metrics = {"requests": len(self.pairs), "scored_tokens": tokens, "input_throughput": 10.0}
         return RunRecord(
-            config={"model": "fake", "speculation": asdict(Speculation())},
+            config=self.config.as_dict() | {"model": "fake"},
             caps=self.caps,
             metrics=metrics,
             counters={},

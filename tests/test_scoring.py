@@ -1,0 +1,171 @@
+"""How likely given texts are: against the whole sequence in float64, and against what the engine says as it generates;
+for every family, in chunks and in one pass, whatever drafts, and without a trace in what comes after."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from crossed import slow_but
+from hybrid_targets import HYBRIDS, Hybrids
+
+from specbatch import Likelihood, SamplingParams, SpecbatchError, Speculation
+
+Pair = tuple[list[int], list[int]]
+
+
+def naive(toy: Any, context: list[int], continuation: list[int]) -> Likelihood:
+    """The toy's in float64."""
+    logits = toy.logits([*context, *continuation])[len(context) - 1 : -1]
+    tokens = torch.tensor(continuation)
+    value = logits.log_softmax(-1).gather(1, tokens[:, None]).sum()
+    return Likelihood(float(value), bool((logits.argmax(-1) == tokens).all()))
+
+
+def pairs_of(toy: Any) -> list[Pair]:
+    """Of 1 to 90 tokens, some alike but for their last token, some greedy."""
+    chance = random.Random(7)
+
+    def draw(count: int) -> list[int]:
+        return [chance.randrange(37) for _ in range(count)]
+
+    pairs = [(draw(n), draw(m)) for n, m in ((1, 1), (1, 30), (12, 4), (60, 31), (30, 61), (5, 1), (119, 2), (1, 120))]
+    pairs += [(pairs[2][0], [*pairs[2][1][:-1], 9]), (pairs[5][0], [8]), (pairs[5][0], [11]), pairs[5]]
+    pairs.append(([*pairs[2][0], pairs[2][1][0]], pairs[2][1][1:]))  # the same text, cut elsewhere
+    for prompt in toy.prompts()[:4]:
+        tokens = list(toy.greedy(prompt))
+        pairs += [(list(prompt), tokens[:9]), (list(prompt), [*tokens[:8], (tokens[8] + 1) % 37])]
+    return pairs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"prefill_chunk": 7, "max_running": 2, "kv_pages": 40},
+        {"prefill_chunk": 3, "speculation": Speculation("eagle3", draft="dummy")},
+        {"speculation": Speculation("dflash", draft="dummy"), "page_size": 16},
+    ],
+)
+def test_of_the_whole_text_in_float64(toy: Any, toy_engine: Callable[..., Any], settings: dict[str, Any]) -> None:
+    pairs, seen = pairs_of(toy), []
+    with toy_engine(**settings) as engine:
+        engine._scorer._logits = 3  # rows of logits at a time, so that passes are read off in pieces
+        found = engine.score(pairs, on_score=lambda index, likelihood: seen.append((index, likelihood)))
+    for (context, continuation), likelihood in zip(pairs, found, strict=True):
+        wanted = naive(toy, context, continuation)
+        assert likelihood.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert likelihood.is_greedy == wanted.is_greedy
+    assert [likelihood.is_greedy for likelihood in found[-8:]] == [True, False] * 4
+    assert sorted(seen) == list(enumerate(found))
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3.5", "nemotron-h", "lfm2", "qwen3-moe"], HYBRIDS))
+def test_of_what_every_family_says(hybrids: Hybrids, name: str) -> None:
+    """Generated tokens are as likely as the engine said, and greedy; and generating after scoring is as before it."""
+    prompts, params = hybrids.prompts(name), SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=True)
+    with hybrids.engine(name, "ngram", prefill_chunk=5) as engine:
+        said = engine.generate(prompts, params)
+        pairs = [(prompt, item.token_ids) for prompt, item in zip(prompts, said, strict=True)]
+        wrong = [(prompt, [*tokens[:-1], (tokens[-1] + 1) % 37]) for prompt, tokens in pairs]
+        found = engine.score([*pairs, *wrong])
+        again = engine.generate(prompts, params)
+    assert [item.token_ids for item in said] == [item.token_ids for item in again] == hybrids.greedy(name, 9)
+    for item, likelihood in zip(said, found, strict=False):
+        assert item.logprobs is not None
+        assert likelihood == (pytest.approx(math.fsum(item.logprobs), abs=1e-4), True)
+    assert not any(likelihood.is_greedy for likelihood in found[len(pairs) :])
+
+
+def test_equally_likely_tokens_go_to_the_lowest(toy_engine: Callable[..., Any]) -> None:
+    with toy_engine() as engine:
+        head = engine._model.logits
+        engine._model.logits = lambda hidden: torch.zeros_like(head(hidden)).index_fill_(1, torch.tensor([5, 9]), 1.0)
+        low, high = engine.score([([1], [5]), ([1], [9])])
+    assert low.logprob == high.logprob
+    assert (low.is_greedy, high.is_greedy) == (True, False)
+
+
+def test_sums_are_float32s_of_logits_in_the_models_type(toy: Any, toy_engine: Callable[..., Any]) -> None:
+    """A sum of bfloat16s would be off by a tenth."""
+    pairs = [(list(prompt), list(toy.greedy(prompt))) for prompt in toy.prompts()[:6]]
+    with toy_engine(dtype="bfloat16") as engine:
+        for (context, continuation), likelihood in zip(pairs, engine.score(pairs), strict=True):
+            assert likelihood.logprob == pytest.approx(naive(toy, context, continuation).logprob, rel=0.05)
+            assert likelihood.logprob != float(torch.tensor(likelihood.logprob).bfloat16())
+
+
+def test_the_record_tells_of_it_alone(toy_engine: Callable[..., Any]) -> None:
+    with toy_engine(speculation=Speculation("ngram")) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+        engine.reset_record()
+        engine.score([([1, 2, 3], [4, 5]), ([6], [7])])
+        first = engine.record()
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+        both = engine.record()
+        engine.reset_record()
+        nothing = engine.record()
+    assert first.metrics.keys() == {
+        *("requests", "duration_s", "input_tokens", "scored_tokens", "request_throughput", "input_throughput")
+    }
+    assert (first.metrics["requests"], first.metrics["input_tokens"], first.metrics["scored_tokens"]) == (2, 7, 3)
+    assert first.metrics["input_throughput"] == pytest.approx(7 / (first.metrics["duration_s"] or 0))
+    assert [(row["index"], row["prompt_tokens"], row["scored_tokens"]) for row in first.requests] == [
+        (0, 3, 2),
+        (1, 1, 1),
+    ]
+    assert (both.metrics["requests"], both.metrics["output_tokens"]) == (1, 4)
+    assert both.counters["scoring"]["requests"] == 2
+    assert "scoring" not in nothing.counters
+    assert nothing.metrics["requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("pair", "complaint"),
+    [
+        (([], [1]), "context of pair 1=[]: give the token that begins a text"),
+        (([1], []), "continuation of pair 1=[]: it has no tokens"),
+        (([1], [37]), "pair 1='token 37': token ids go from 0 to 36"),
+        (([-1], [3]), "pair 1='token -1'"),
+        (("ab", [3]), "pair 1="),
+        (7, "pair 1="),
+        (([1] * 60, [2] * 62), "max_model_len=120: pair 1 has 121 tokens before its last"),
+    ],
+)
+def test_refused_pairs(toy_engine: Callable[..., Any], pair: Any, complaint: str) -> None:
+    """Before any work; the engine goes on."""
+    seen: list[Any] = []
+    with toy_engine() as engine:
+        with pytest.raises(SpecbatchError) as refused:
+            engine.score([([1], [2]), pair], on_score=lambda *what: seen.append(what))
+        assert str(refused.value).startswith(complaint)
+        assert not seen
+        assert len(engine.score([([1] * 60, [2] * 61)])) == 1
+        assert engine.score([]) == []
+        stream = engine.stream([[1]], SamplingParams(max_new_tokens=3))
+        next(stream)
+        with pytest.raises(SpecbatchError, match="the engine is busy"):
+            engine.score([([1], [2])])
+
+
+def test_logits_that_are_not_finite_are_named(toy_engine: Callable[..., Any]) -> None:
+    with toy_engine(model="toy-nan") as engine:
+        with pytest.raises(SpecbatchError, match=r"logits of pair 1 are not finite: .*dtype"):
+            engine.score([([1, 2], [3]), ([1, 36], [3])])
+        assert len(engine.generate([[5, 6]], SamplingParams(max_new_tokens=1))) == 1
+
+
+def test_an_interrupted_call_leaves_the_engine_as_it_was(toy: Any, toy_engine: Callable[..., Any]) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    prompts = [list(prompt) for prompt in toy.prompts()[:6]]
+    with toy_engine() as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.score(pairs_of(toy), on_score=stop)
+        done = engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:8] for prompt in prompts]
