@@ -225,7 +225,7 @@ def _texts(pairs: list[Checked]) -> list[_Text]:
 def _sums(owners: list[int], logprobs: list[float], greedy: list[bool]) -> Iterator[tuple[int, Likelihood]]:
     """By pair."""
     parts: dict[int, list[tuple[float, bool]]] = {}
-    for index, *part in zip(owners, logprobs, greedy, strict=True):
-        parts.setdefault(index, []).append((part[0], part[1]))
+    for index, logprob, is_greedy in zip(owners, logprobs, greedy, strict=True):
+        parts.setdefault(index, []).append((logprob, is_greedy))
     for index, tokens in parts.items():
         yield index, Likelihood(math.fsum(value for value, _ in tokens), all(right for _, right in tokens))

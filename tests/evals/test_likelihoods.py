@@ -75,7 +75,7 @@ def splits(**_):
 """
 TASKS = {
     "choice": ("multiple_choice", "{{text}}", "right", [("acc", "mean", True), ("acc_norm", "mean", True)]),
-    "likely": ("loglikelihood", "{{text}}", '"{{last}}"', [("perplexity", "perplexity", False), ("acc", "mean", True)]),
+    "likely": ("loglikelihood", "{{text}}", '" {{last}}"', [("perplexity", "perplexity", False), ("acc", "mean", True)]),
     "rolling": (
         "loglikelihood_rolling",
         "",
@@ -310,6 +310,20 @@ def test_what_was_not_measured_has_no_cell(make_engine: Any, folder: Path, tmp_p
     assert not {"truncated", "finish_reasons", "max_new_tokens"} & said.keys()
     json.dumps(said)
     assert "logprob" in report.questions[0]
+
+
+def test_an_error_by_resampling_prints_nothing(
+    capfd: pytest.CaptureFixture[str], make_engine: Any, folder: Path
+) -> None:
+    """lm-eval does so for a perplexity, and says it, in processes of its own."""
+    report = run_eval(make_engine(likes(0)), EvalOptions("likely"))
+    assert capfd.readouterr() == ("", "")
+    perplexity, acc = report.scores
+    assert (perplexity.better, acc.better, acc.value) == ("lower", "higher", 2 / 7)
+    again = run_eval(make_engine(likes(0)), EvalOptions("likely"))
+    assert perplexity.stderr
+    assert again.scores == report.scores
+    assert report.questions[0].keys() >= {"target", "logprob", "is_greedy"}
 
 
 def test_an_interrupted_run_keeps_what_was_scored(make_engine: Any, folder: Path, tmp_path: Path) -> None:
