@@ -241,7 +241,9 @@ def _assemble(
     )
     lengths = DraftLength(config.speculation.lengths, batch_buckets(config.max_running))
     prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every, states=cache.states)
-    scorer = Scorer(model, forward, batch, plan, chunk=config.prefill_chunk, every=draft.every)
+    scorer = Scorer(
+        model, forward, batch, plan, chunk=config.prefill_chunk, every=draft.every, shares=config.prefix_cache
+    )
     runner = Runner(
         scheduler,
         batch,

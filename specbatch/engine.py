@@ -192,7 +192,7 @@ class Engine:
         """How likely each continuation is behind its context: pairs of two lists of token ids, neither empty.
 
         The target runs alone, whatever `speculation` says: of a given text nothing is drafted. Texts go through it as
-        prompts do, without the prefix cache, which is emptied. The last token, which nothing follows, does not count in
+        prompts do; the prefix cache is emptied. The last token, which nothing follows, does not count in
         `max_model_len`. `on_score` is called with the index of each pair as it ends.
         """
         self.forget_prefixes()

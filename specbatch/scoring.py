@@ -1,7 +1,8 @@
 """Log-probabilities of given texts: what the target says of tokens that somebody else chose.
 
 A text passes through the target as a prompt does, by the same kernels, in chunks and in pages, while no request runs.
-Nothing is drafted or sampled. Texts that are alike but for their last token are computed once.
+Nothing is drafted or sampled. Texts that are alike but for their last token are computed once; where the prefix cache
+is on, and no layer is recurrent, so are the pages with which several texts begin, such as the choices of one question.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import operator
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,13 @@ class _Text(NamedTuple):
     members: list[int]
 
 
+class _Placed(NamedTuple):
+    """begin: tokens in pages of the text before it in its group."""
+
+    text: _Text
+    begin: int
+
+
 class Scorer:
     """Runs texts through the target of an engine while that is idle and its prefix cache empty: all pages and device
     rows are then nobody's.
@@ -67,14 +75,16 @@ class Scorer:
         *,
         chunk: int,
         every: bool,
+        shares: bool,
     ) -> None:
-        """chunk: tokens of a pass; every: `forward` gives the features of all tokens."""
+        """chunk: tokens of a pass; every: `forward` gives the features of all tokens; shares: texts may share pages."""
         self._model = model
         self._forward = forward
         self._batch = batch
         self._plan = plan
         self._chunk = chunk
         self._every = every
+        self._shares = shares and not model.recurrent_layers
         # Rows of logits at a time: they may take what the activations of their pass have left.
         self._logits = max(1, plan.workspace // (_BYTES_PER_LOGIT * model.config.vocab_size))
         self._stream = torch.cuda.Stream(batch.device) if batch.device.type == "cuda" else None
@@ -124,7 +134,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, pairs: list[Checked], on_score: OnScore | None) -> list[Likelihood]:
-        """Of checked pairs, in their order; on_score hears of each as its group ends, the longest first."""
+        """Of checked pairs, in their order; on_score hears of each as its group ends."""
         start = time.perf_counter()
         found: dict[int, Likelihood] = {}
         launched = (self._launch(group, pairs) for group in self._groups(_texts(pairs)))
@@ -145,23 +155,35 @@ class Scorer:
             self.rows.append({"index": len(self.rows), **counts, **found[index]._asdict()})
         return [found[index] for index in range(len(pairs))]
 
-    def _groups(self, texts: list[_Text]) -> Iterator[list[_Text]]:
-        """Texts of about the same length, as many as fit into a pass; one that is longer is alone."""
-        group: list[_Text] = []
+    def _groups(self, texts: list[_Text]) -> Iterator[list[_Placed]]:
+        """Those that begin alike one behind the other: as many as fit into a pass, or go on from where another one's
+        pages end."""
+        group: list[_Placed] = []
         tokens = pages = 0
-        for text in sorted(texts, key=lambda text: -len(text.tokens)):
-            count = len(text.tokens)
-            needed = pages_for(count, self._plan.page_size)
-            full = len(group) == self._batch.slots or pages + needed > self._plan.kv_pages
-            if group and (full or tokens + count > self._chunk):
+        for text in sorted(texts, key=lambda text: text.tokens):
+            begin = self._shared(group[-1].text, text) if group else 0
+            full = len(group) == self._batch.slots or pages + self._pages(text, begin) > self._plan.kv_pages
+            if group and (full or (not begin and tokens + len(text.tokens) > self._chunk)):
                 yield group
-                group, tokens, pages = [], 0, 0
-            group.append(text)
-            tokens, pages = tokens + count, pages + needed
+                group, tokens, pages, begin = [], 0, 0, 0
+            group.append(_Placed(text, begin))
+            tokens += len(text.tokens) - begin
+            pages += self._pages(text, begin)
         if group:
             yield group
 
-    def _launch(self, group: list[_Text], pairs: list[Checked]) -> tuple[list[int], Ticket]:
+    def _shared(self, before: _Text, text: _Text) -> int:
+        """How many of its tokens lie in pages of the one before; what is read off is its own."""
+        if not self._shares:
+            return 0
+        pairs = zip(before.tokens, text.tokens[: text.first], strict=False)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return alike // self._plan.page_size * self._plan.page_size
+
+    def _pages(self, text: _Text, begin: int) -> int:
+        return pages_for(len(text.tokens), self._plan.page_size) - begin // self._plan.page_size
+
+    def _launch(self, group: list[_Placed], pairs: list[Checked]) -> tuple[list[int], Ticket]:
         """The pair that each scored token is of, and on their way to the host the tokens' log-probabilities float32 and
         whether they are greedy."""
         owners: list[int] = []
@@ -169,11 +191,11 @@ class Scorer:
         device = self._batch.device
         for part in in_passes(self._place(group), self._chunk):
             shape = Prefill(self._batch.page_table, part, self._plan.page_size)
-            tokens = [token for span in part for token in group[span.slot - 1].tokens[span.start : span.end]]
+            tokens = [token for span in part for token in group[span.slot - 1].text.tokens[span.start : span.end]]
             read: list[int] = []  # rows of the pass whose logits are wanted
             asked: list[tuple[int, int]] = []  # which of these is read for which token
             for span, offset in zip(part, shape.spans.offsets, strict=False):
-                text = group[span.slot - 1]
+                text = group[span.slot - 1].text
                 for position in range(max(span.start, text.first), span.end):
                     asked += [(len(read), pairs[index][1][position - text.first]) for index in text.members]
                     owners += text.members
@@ -184,16 +206,17 @@ class Scorer:
         logprobs, greedy = (torch.cat(values) for values in zip(*found, strict=True))
         return owners, Ticket(logprobs, greedy, stream=self._stream)
 
-    def _place(self, group: list[_Text]) -> list[Span]:
-        """The texts on device rows 1, 2, ..., with the pool's pages in order."""
+    def _place(self, group: list[_Placed]) -> list[Span]:
+        """What is to be computed of the texts on device rows 1, 2, ..., with the pool's pages in order."""
         table = np.zeros((len(group), self._batch.page_table.shape[1]), np.int64)
         taken = 1  # page 0 is for padding
-        for row, text in zip(table, group, strict=True):
-            count = pages_for(len(text.tokens), self._plan.page_size)
-            row[:count] = np.arange(taken, taken + count)
-            taken += count
+        for row, (text, begin) in enumerate(group):
+            shared, own = begin // self._plan.page_size, self._pages(text, begin)
+            table[row, :shared] = table[row - 1, :shared]
+            table[row, shared : shared + own] = np.arange(taken, taken + own)
+            taken += own
         self._batch.page_table[1 : 1 + len(group)] = upload(table, self._batch.device)
-        return [Span(row, 0, len(text.tokens)) for row, text in enumerate(group, start=1)]
+        return [Span(row, begin, len(text.tokens)) for row, (text, begin) in enumerate(group, start=1)]
 
     def _read_off(
         self, hidden: torch.Tensor, asked: list[tuple[int, int]]

@@ -47,6 +47,8 @@ def pairs_of(toy: Any) -> list[Pair]:
     [
         {},
         {"prefill_chunk": 7, "max_running": 2, "kv_pages": 40},
+        {"prefill_chunk": 500, "kv_pages": 34},
+        {"prefill_chunk": 40, "prefix_cache": False},
         {"prefill_chunk": 3, "speculation": Speculation("eagle3", draft="dummy")},
         {"speculation": Speculation("dflash", draft="dummy"), "page_size": 16},
     ],
@@ -90,13 +92,32 @@ def test_equally_likely_tokens_go_to_the_lowest(toy_engine: Callable[..., Any]) 
     assert (low.is_greedy, high.is_greedy) == (True, False)
 
 
-def test_sums_are_float32s_of_logits_in_the_models_type(toy: Any, toy_engine: Callable[..., Any]) -> None:
-    """A sum of bfloat16s would be off by a tenth."""
-    pairs = [(list(prompt), list(toy.greedy(prompt))) for prompt in toy.prompts()[:6]]
+def test_logarithms_are_float32s_of_logits_in_the_models_type(toy: Any, toy_engine: Callable[..., Any]) -> None:
+    contexts = [list(prompt) for prompt in toy.prompts()[:6]]
     with toy_engine(dtype="bfloat16") as engine:
-        for (context, continuation), likelihood in zip(pairs, engine.score(pairs), strict=True):
-            assert likelihood.logprob == pytest.approx(naive(toy, context, continuation).logprob, rel=0.05)
-            assert likelihood.logprob != float(torch.tensor(likelihood.logprob).bfloat16())
+        found = engine.score([(context, [token]) for context in contexts for token in range(37)])
+        wanted = [engine.next_logits(context).log_softmax(0) for context in contexts]
+    assert [likelihood.logprob for likelihood in found] == pytest.approx(torch.cat(wanted).tolist(), abs=1e-5)
+
+
+def test_texts_that_begin_alike_share_what_they_can(toy_engine: Callable[..., Any]) -> None:
+    """The choices of two questions: 30 and 41 tokens in pages of 4, and of each choice what its tokens need."""
+    chance = random.Random(5)
+    questions = [[chance.randrange(37) for _ in range(count)] for count in (30, 41)]
+    pairs = [(question, [n, *[5] * n]) for question in questions for n in range(5)]
+    found, computed = [], []
+    for settings in ({}, {"prefill_chunk": 16}, {"prefix_cache": False}):
+        with toy_engine(max_running=10, **settings) as engine:
+            forward, seen = engine._scorer._forward, []
+            engine._scorer._forward = lambda tokens, *rest, seen=seen, forward=forward: (
+                seen.append(len(tokens)) or forward(tokens, *rest)
+            )
+            found.append(engine.score(pairs))
+            computed.append(sum(seen))
+    whole = sum(len(question) + len(choice) - 1 for question, choice in pairs)
+    assert computed == [whole - 4 * 28 - 4 * 40] * 2 + [whole]
+    for some in found[:2]:
+        assert [item.logprob for item in some] == pytest.approx([item.logprob for item in found[2]], abs=1e-5)
 
 
 def test_the_record_tells_of_it_alone(toy_engine: Callable[..., Any]) -> None:

@@ -75,7 +75,12 @@ def splits(**_):
 """
 TASKS = {
     "choice": ("multiple_choice", "{{text}}", "right", [("acc", "mean", True), ("acc_norm", "mean", True)]),
-    "likely": ("loglikelihood", "{{text}}", '" {{last}}"', [("perplexity", "perplexity", False), ("acc", "mean", True)]),
+    "likely": (
+        "loglikelihood",
+        "{{text}}",
+        '" {{last}}"',
+        [("perplexity", "perplexity", False), ("acc", "mean", True)],
+    ),
     "rolling": (
         "loglikelihood_rolling",
         "",
