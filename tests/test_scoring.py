@@ -36,6 +36,9 @@ def pairs_of(toy: Any) -> list[Pair]:
     pairs = [(draw(n), draw(m)) for n, m in ((1, 1), (1, 30), (12, 4), (60, 31), (30, 61), (5, 1), (119, 2), (1, 120))]
     pairs += [(pairs[2][0], [*pairs[2][1][:-1], 9]), (pairs[5][0], [8]), (pairs[5][0], [11]), pairs[5]]
     pairs.append(([*pairs[2][0], pairs[2][1][0]], pairs[2][1][1:]))  # the same text, cut elsewhere
+    alike = draw(22)  # what follows one context begins alike for longer than a page
+    pairs += [(draw(1) + alike[:5], [*alike[5:], n, 3]) for n in range(2)]
+    pairs += [(alike[:6], [*alike[6:], n, 3]) for n in range(3)]
     for prompt in toy.prompts()[:4]:
         tokens = list(toy.greedy(prompt))
         pairs += [(list(prompt), tokens[:9]), (list(prompt), [*tokens[:8], (tokens[8] + 1) % 37])]

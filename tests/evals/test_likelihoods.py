@@ -27,6 +27,7 @@ from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare, run_eval
 from specbatch.sweeps.compare import compare
+from specbatch.tokenizer import ByteTokenizer, Tokenizer
 
 LONGEST = 64
 SIZES: dict[str, Any] = {
@@ -254,6 +255,14 @@ def test_special_tokens_are_added_once(make_engine: Any) -> None:
     assert engine.pairs == [([256, 97, 98], [99])] * 2
     SpecBatchLM(engine, "toy", chat_template=True).loglikelihood(requests[:1])
     assert engine.pairs == [([97, 98], [99])]
+
+
+def test_the_token_that_ends_a_text() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2}))
+    assert Tokenizer(backend, name="words", eos_ids=(2, 1)).eos_id == 1
+    assert Tokenizer(backend, name="words", eos_ids=(2, 1), special_tokens={"eos_token": "c"}).eos_id == 2
+    assert Tokenizer(backend, name="words").eos_id is None
+    assert ByteTokenizer(300).eos_id == 256
 
 
 def likes(number: int) -> Callable[[str], str]:
