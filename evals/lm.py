@@ -92,6 +92,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._concurrency = concurrency
         self._on_answer = on_answer
         self._token_ids: dict[str, int] | None = None
+        self._scored: list[Instance] = []  # what `_loglikelihood_tokens` is asked about
         self.answers: list[Answer] = []
         self.prompts: list[str | list[str]] = []
         self.budget = 0
@@ -136,9 +137,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def eot_token_id(self) -> int:
         end: int | None = self._engine.tokenizer.eos_id
         if end is None:
-            works = (
-                f"its tokenizer names no token that begins or ends a text, and {self._task} has texts without a context"
-            )
+            works = f"it names no token that begins or ends a text, behind which to see the texts of {self._task}"
             raise refuse("tokenizer", self.tokenizer_name, f"{works}; give one that does, or use another task")
         return end
 

@@ -13,9 +13,13 @@ import torch
 from crossed import slow_but
 from hybrid_targets import HYBRIDS, Hybrids
 
-from specbatch import Likelihood, SamplingParams, SpecbatchError, Speculation
+from specbatch import Graphs, Likelihood, SamplingParams, SpecbatchError, Speculation
 
 Pair = tuple[list[int], list[int]]
+
+
+def on_gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")(test))
 
 
 def naive(toy: Any, context: list[int], continuation: list[int]) -> Likelihood:
@@ -45,6 +49,12 @@ def pairs_of(toy: Any) -> list[Pair]:
     return pairs
 
 
+def compare(toy: Any, pairs: list[Pair], found: list[Likelihood], tolerance: float) -> None:
+    for (context, continuation), likelihood in zip(pairs, found, strict=True):
+        wanted = naive(toy, context, continuation)
+        assert likelihood == (pytest.approx(wanted.logprob, abs=tolerance), wanted.is_greedy)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -61,19 +71,40 @@ def test_of_the_whole_text_in_float64(toy: Any, toy_engine: Callable[..., Any], 
     with toy_engine(**settings) as engine:
         engine._scorer._logits = 3  # rows of logits at a time, so that passes are read off in pieces
         found = engine.score(pairs, on_score=lambda index, likelihood: seen.append((index, likelihood)))
-    for (context, continuation), likelihood in zip(pairs, found, strict=True):
-        wanted = naive(toy, context, continuation)
-        assert likelihood.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-        assert likelihood.is_greedy == wanted.is_greedy
+    compare(toy, pairs, found, 1e-4)
     assert [likelihood.is_greedy for likelihood in found[-8:]] == [True, False] * 4
     assert sorted(seen) == list(enumerate(found))
 
 
+@on_gpu
+@pytest.mark.parametrize("graphs", [Graphs(), Graphs(decode="whole", prefill="piecewise")], ids=["eager", "graphs"])
+@pytest.mark.parametrize("speculation", [Speculation(), Speculation("eagle3", draft="dummy")], ids=["none", "eagle3"])
+@pytest.mark.parametrize("chunk", [7, 500])
+def test_on_a_gpu(
+    toy: Any, toy_engine: Callable[..., Any], graphs: Graphs, speculation: Speculation, chunk: int
+) -> None:
+    pairs, settings = pairs_of(toy), {"device": "cuda", "dtype": "float32", "prefill_chunk": chunk}
+    with toy_engine(graphs=graphs, speculation=speculation, **settings) as engine:
+        compare(toy, pairs, engine.score(pairs), 1e-3)
+        counters = engine.record().counters["graphs"]["target_prefill"]
+    assert (counters["replays"] > 0) == (graphs.prefill == "piecewise")
+
+
+@on_gpu
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_every_family_on_a_gpu(hybrids: Hybrids, name: str) -> None:
+    as_likely_as_said(hybrids, name, 1e-3, device="cuda", dtype="float32")
+
+
 @pytest.mark.parametrize("name", slow_but(["qwen3.5", "nemotron-h", "lfm2", "qwen3-moe"], HYBRIDS))
-def test_of_what_every_family_says(hybrids: Hybrids, name: str) -> None:
+def test_every_family(hybrids: Hybrids, name: str) -> None:
+    as_likely_as_said(hybrids, name, 1e-4)
+
+
+def as_likely_as_said(hybrids: Hybrids, name: str, tolerance: float, **settings: str) -> None:
     """Generated tokens are as likely as the engine said, and greedy; and generating after scoring is as before it."""
     prompts, params = hybrids.prompts(name), SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=True)
-    with hybrids.engine(name, "ngram", prefill_chunk=5) as engine:
+    with hybrids.engine(name, "ngram", prefill_chunk=5, **settings) as engine:
         said = engine.generate(prompts, params)
         pairs = [(prompt, item.token_ids) for prompt, item in zip(prompts, said, strict=True)]
         wrong = [(prompt, [*tokens[:-1], (tokens[-1] + 1) % 37]) for prompt, tokens in pairs]
@@ -82,7 +113,7 @@ def test_of_what_every_family_says(hybrids: Hybrids, name: str) -> None:
     assert [item.token_ids for item in said] == [item.token_ids for item in again] == hybrids.greedy(name, 9)
     for item, likelihood in zip(said, found, strict=False):
         assert item.logprobs is not None
-        assert likelihood == (pytest.approx(math.fsum(item.logprobs), abs=1e-4), True)
+        assert likelihood == (pytest.approx(math.fsum(item.logprobs), abs=tolerance), True)
     assert not any(likelihood.is_greedy for likelihood in found[len(pairs) :])
 
 
