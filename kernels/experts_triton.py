@@ -30,11 +30,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-_TILES = {  # rows of a block: for two bytes a value
-    16: Tile(64, 128, 4, 5),
-    32: Tile(64, 128, 4, 4),
-    64: Tile(128, 64, 4, 4),
-    128: Tile(256, 64, 8, 4),
+_TILES = {  # rows of a block: for weights of two bytes a value, and of one
+    16: (Tile(64, 128, 4, 5), Tile(128, 128, 4, 3)),
+    32: (Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
+    64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
+    128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
 
 
@@ -48,8 +48,7 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
     """The tile of a product in blocks of `rows` rows of `item` bytes a value."""
     if item == 4:
         return Tile(32, 32, 4, 2)
-    tile = _TILES[rows]
-    return tile if weight.scales is None else tile._replace(n=min(128, tile.n), k=min(SIDE, tile.k))
+    return _TILES[rows][weight.scales is not None]
 
 
 def mixture(

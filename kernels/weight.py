@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 SIDE = 128  # of a block that shares a scale
+_PART = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,12 @@ def keeps_float8(device: torch.device) -> bool:
     """Do weights stay float8 on this device? A CPU has no product with them: they are made wide once, at load, and not
     for each product, which would read and write four times what it multiplies."""
     return device.type == "cuda"
+
+
+def holds_nan(values: torch.Tensor) -> bool:
+    """Of float8_e4m3fn, contiguous. Products make numbers of them without looking: whoever reads weights must."""
+    import torch
+
+    # Part by part, so that what is needed on the way is small beside the weights.
+    parts = values.view(torch.uint8).view(-1).split(_PART)
+    return bool(torch.stack([((part & 127) == 127).any() for part in parts]).any())

@@ -70,8 +70,8 @@ class PiecewiseGraphs:
     def __init__(
         self, model: Decoder, cache: KVCache, recorder: Recorder, most: int, page_table: torch.Tensor, *, every: bool
     ) -> None:
-        """most: tokens of the largest pass. page_table: the one that all passes use. every: all rows are wanted of each
-        pass, so that what lies behind the last attention is recorded too."""
+        """most: tokens of the largest pass. page_table: the one that all passes use. every: the last features are
+        wanted of all rows, so that what lies behind the last attention is recorded too."""
         config = model.config
         mixers = [layer.mixer for layer in model.layers]
         self.counters = GraphCounters()
@@ -134,10 +134,11 @@ class PiecewiseGraphs:
             self._run(self._pieces[bucket], count, spans)
         self.counters.replays += 1
         self.counters.padded += bucket - count
+        aux = None if self._aux is None else self._aux[:count]
         if self._last is None:
             mixed = _rows(self._mixed, count, self._model.layers[-1].mixer.mixed)
-            return Features(self._model.finish(self._residual[:count], mixed, rows), None)
-        return Features(self._last[:count], None if self._aux is None else self._aux[:count])
+            return Features(self._model.finish(self._residual[:count], mixed, rows), aux)
+        return Features(self._last[:count], aux)
 
     def _run(self, pieces: list[Program], count: int, spans: Spans) -> None:
         """The pieces, and between them the cuts of the first `count` rows."""

@@ -32,7 +32,7 @@ class PromptPass:
         every: bool,
         states: States | None = None,
     ) -> None:
-        """every: the drafter wants the features of all tokens; states: of the model's recurrent layers."""
+        """every: the drafter wants the last features of all tokens; states: of the model's recurrent layers."""
         self._model = model
         self._forward = forward
         self._page_size = page_size

@@ -163,8 +163,8 @@ class Runner:
         slots = [row.slot for row in plan.rows]
         needs = Needs.of(row.request for row in plan.rows)
         drafts = self._lengths.choose(len(slots))
-        if self._prepare(plan.rows, drafts):
-            self._lap = None
+        if self._prepare(plan.rows, drafts, plan.bound):
+            self._lap = None  # that is no part of an iteration with so many drafts
         begun = time.perf_counter()
         lap, recorded = Lap.begin(self._batch.device), self.decode_counters.recorded_late
         result = self._launch(slots, needs, drafts, plan.bound)
@@ -206,16 +206,32 @@ class Runner:
         for bucket in reversed(lengths.buckets):
             slots, bound = [0] * bucket, self.scheduler.rows + 1
             # From long to short, so that what prepares the drafter runs once, too.
-            measured[bucket] = {
-                n: time_it(partial(self._launch, slots, Needs(), n, bound)) for n in reversed(lengths.lengths)
-            }
+            measured[bucket] = {}
+            for n in reversed(lengths.lengths):
+                self._shorten(slots, n, bound)
+                measured[bucket][n] = time_it(partial(self._launch, slots, Needs(), n, bound))
         lengths.times = rising(measured)
         if self._rests:
             count = min(self._chunk, self._batch.width - 1)
             lengths.catch_up_s = time_it(partial(self._catch_up, [Span(0, 0, count)]))
         return lengths.times
 
-    def _prepare(self, rows: list[Row], drafts: int) -> bool:
+    def _prepare(self, rows: list[Row], drafts: int, bound: int) -> bool:
+        """Let the drafter get ready for another number of drafts. True if anything was launched."""
+        shortened = self._shorten([row.slot for row in rows], drafts, bound)
+        return self._wake(rows, drafts) or shortened
+
+    def _shorten(self, slots: list[int], drafts: int, bound: int) -> bool:
+        """Before an iteration that drafts fewer than the one before."""
+        before, self._drafts = self._drafts, drafts
+        if drafts >= before:
+            return False
+        bucket = self._lengths.bucket(len(slots))
+        rows = upload([*slots, *[0] * (bucket - len(slots))], self._batch.device)
+        self._drafter.shorten(self._step(rows, Needs(), drafts, bound))
+        return True
+
+    def _wake(self, rows: list[Row], drafts: int) -> bool:
         """Let a drafter that rests while nothing is drafted catch up. True if anything was launched."""
         if not self._rests:
             return False
@@ -251,11 +267,6 @@ class Runner:
 
     def _launch(self, slots: list[int], needs: Needs, drafts: int, bound: int) -> Result:
         """One iteration, replayed or not."""
-        before, self._drafts = self._drafts, drafts
-        if drafts < before:
-            bucket = self._lengths.bucket(len(slots))
-            rows = upload([*slots, *[0] * (bucket - len(slots))], self._batch.device)
-            self._drafter.shorten(self._step(rows, Needs(), drafts, bound))
         if self.graphs is not None:
             return self.graphs(slots, needs, drafts)
         self.decode_counters.fall_back("off")

@@ -2,10 +2,10 @@
 
 A GPU at its power limit runs a product faster when the rows are all alike: fewer bits change between one and the next.
 What other engines benchmark without a checkpoint is nearly that. SGLang's simulated acceptance writes one fixed token,
-and random weights of vLLM and SGLang (`initialize_dummy_weights`) are uniform within 1e-3, norms included, with the same
-seed for every tensor: what a layer adds is a billionth of an embedding, so that rows of one token stay the same in all
-layers, and a DFLASH draft, which sees the mask token at every place, drafts one token for all of them. Ours keep the
-size of activations and choose different tokens. Figures then differ by what was multiplied and not by who multiplied.
+and random weights of vLLM and SGLang (`initialize_dummy_weights`) are uniform within 1e-3, norms included, with the
+same seed for every tensor: what a layer adds is a billionth of an embedding, so that rows of one token stay the same in
+all layers, and a DFLASH draft, which sees the mask token at every place, drafts one token for all of them. Ours keep
+the size of activations and choose different tokens. Figures then differ by what was multiplied, not by who multiplied.
 
 Here the same engine, with the same recordings, runs all three ways: with its own random weights; with an embedding in
 which all tokens have the first one's row; and with weights as those two make them.

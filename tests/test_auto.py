@@ -15,6 +15,7 @@ from crossed import crossed
 from specbatch import Engine, SamplingParams, SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.draft_length import DraftLength
+from specbatch.drafters.features import FeatureChain
 from specbatch.drafters.standalone import Standalone
 from specbatch.graphs import Program, graph_bytes
 from specbatch.iteration import Iteration
@@ -289,6 +290,31 @@ def test_off_where_nothing_is_accepted_and_the_most_where_all_is(
     engine.reset_record()
     engine.generate(prompts, SamplingParams(max_new_tokens=200, ignore_eos=True))
     assert shares(engine)[wanted] > 0.9
+
+
+def test_what_it_takes_to_draft_fewer_is_no_part_of_a_step(
+    toy: Any, toy_engine: Callable[..., Engine], clock: type[MadeUpClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe of nothing drafted begins with it each time, and would never find out that nothing is best."""
+    shorten, took = FeatureChain.shorten, DraftLength.took
+    found: dict[int, set[float]] = {}
+
+    def slow(self: FeatureChain, step: Any) -> None:
+        clock.now += 7.0
+        shorten(self, step)
+
+    def see(self: DraftLength, rows: int, length: int, seconds: float) -> None:
+        found.setdefault(length, set()).add(round(seconds, 6))
+        took(self, rows, length, seconds)
+
+    monkeypatch.setattr(FeatureChain, "shorten", slow)
+    monkeypatch.setattr(DraftLength, "took", see)
+    speculation = replace(auto("eagle3"), simulate_accept_length=2.0)
+    engine = toy_engine(speculation=speculation, max_model_len=300, max_running=2)
+    engine.generate([list(prompt) for prompt in toy.prompts()[:2]], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    assert engine.caps["draft_length_s"]["2"]["0"] == pytest.approx(1.0)
+    assert len(found) > 2
+    assert found == {length: {round(1.0 + 0.1 * length, 6)} for length in found}
 
 
 def test_the_length_is_each_batchs_own(

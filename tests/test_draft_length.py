@@ -216,13 +216,13 @@ def test_what_is_known_is_not_forgotten_while_nothing_is_drafted() -> None:
 
 
 def test_what_is_hardly_better_changes_nothing() -> None:
-    """From none to one draft, of which half are accepted."""
-    for gain, wanted in ((1.005, 0), (1.02, 1)):
+    """Of one draft half are accepted; where that only just pays, none is better by what no step shows."""
+    for before, gain, wanted in ((0, 1.025, 0), (0, 1.04, 1), (1, 1.015, 1), (1, 1.0, 0)):
         chooser = DraftLength((0, 1), [8])
         for _ in range(1000):
             chooser.learn(1, [0, 1] * 4)
-        chooser.times = {8: {0: 1.0, 1: 2.0}}
-        assert chooser.choose(8) == 0
+        chooser.times = {8: {0: 1.0, 1: 1.0 if before else 2.0}}
+        assert chooser.choose(8) == before
         chooser.times[8][1] = 1.5 / gain
         assert chooser.choose(8) == wanted
 

@@ -56,9 +56,10 @@ class Step:
 class Drafter(Protocol):
     """Shapes are fixed and nothing is read on the host, so that an iteration can run ahead of its results.
 
-    features: the target's, of B * N tokens after a verify; in prefill of all T if `DraftPlan.every` says so, else
-    of those that end a prompt. second_look: what to say behind a run in which hardly any first draft was accepted, from
-    requests that have ended, with nothing in flight; None: there is nothing to look at.
+    features: the target's, of B * N tokens after a verify; in prefill the last ones are those of all T if
+    `DraftPlan.every` says so, else of those that end a prompt. second_look: what to say behind a run in which hardly
+    any first draft was accepted, from requests that have ended, with nothing in flight; None: there is nothing to look
+    at.
     """
 
     second_look: SecondLook | None
@@ -90,10 +91,11 @@ class DraftPlan:
 
     config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
     for it, None if they are the target's or none; parameters: how many are loaded beside those; every: it wants the
-    target's features of every prompt token; aux: and the residual stream behind these layers; drafted: tokens drafted
-    per verify, or the most of them, None if what was asked for stands; slots: KV slots from a root on that it writes to
-    while drafting; lag: of a request that has ended, so many of the newest positions may lack the draft's own keys;
-    rests: it does nothing where nothing is drafted, and must catch up before it drafts again.
+    target's last features of every prompt token; aux: it wants the residual stream behind these layers, of every token,
+    which takes `every` where the last layer is one of them; drafted: tokens drafted per verify, or the most of them,
+    None if what was asked for stands; slots: KV slots from a root on that it writes to while drafting; lag: of a
+    request that has ended, so many of the newest positions may lack the draft's own keys; rests: it does nothing where
+    nothing is drafted, and must catch up before it drafts again.
     """
 
     build: Callable[[Decoder, Loader], Drafter]

@@ -119,7 +119,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         own = DFlash(shape, draft.tensor, model, loader.max_positions)
         return DFlashDrafter(own, loader.cache(shape, shape.num_layers, "draft"), count)
 
-    return DraftPlan(build, shape, shape.num_layers, weights=shape, every=True, aux=shape.target_layers, drafted=count)
+    every, aux = target.config.ends_in(shape.target_layers), shape.target_layers
+    return DraftPlan(build, shape, shape.num_layers, weights=shape, every=every, aux=aux, drafted=count)
 
 
 def _open(target: Checkpoint, config: EngineConfig, log: Log) -> Checkpoint:

@@ -56,7 +56,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return drafter
 
     behind = tuple(boundary - 1 for boundary in aux)
-    return head_plan(build, layer, config, parameters=parameters(files.shapes), aux=behind)
+    every = target.config.ends_in(behind)
+    return head_plan(build, layer, config, parameters=parameters(files.shapes), every=every, aux=behind)
 
 
 def _aux(

@@ -254,10 +254,11 @@ def head_plan(
     *,
     weights: ModelConfig | None = None,
     parameters: int = 0,
+    every: bool = True,
     aux: tuple[int, ...] = (),
 ) -> DraftPlan:
-    """What a head of one `layer` takes; weights, parameters and aux as in `DraftPlan`. Of a request that ends, the
-    pairs of the newest verify still wait."""
+    """What a head of one `layer` takes; weights, parameters, every and aux as in `DraftPlan`. Of a request that ends,
+    the pairs of the newest verify still wait."""
     shape = config.speculation.shape
     return DraftPlan(
         build,
@@ -265,7 +266,7 @@ def head_plan(
         kv_layers=1,
         weights=weights,
         parameters=parameters,
-        every=True,
+        every=every,
         aux=aux,
         slots=shape.draft_slots,
         lag=shape.steps + 1,

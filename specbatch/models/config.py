@@ -8,6 +8,7 @@ default.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -150,6 +151,10 @@ class ModelConfig:
     def published(self, index: int) -> tuple[int, ...]:
         """Which of those layer `index` is made of."""
         return (index,)
+
+    def ends_in(self, layers: Iterable[int]) -> bool:
+        """Is the last layer made of one of these published ones?"""
+        return any(layer in self.published(self.num_layers - 1) for layer in layers)
 
     @property
     def attention_layers(self) -> int:

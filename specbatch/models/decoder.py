@@ -125,8 +125,8 @@ class Decoder:
         given: Given | None = None,
     ) -> Features:
         """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last features are wanted, in their order;
-        None is all. With auxiliary layers all are. given: embeddings of some of the tokens."""
-        assert rows is None or not self.aux, "auxiliary features are those of all tokens"
+        None is all. Auxiliary features are those of all tokens. given: embeddings of some of the tokens."""
+        assert rows is None or not self.config.ends_in(self.aux), "auxiliary features are those of all tokens"
         x, projected = self.enter(tokens, given=given)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
         last = len(self.layers) - 1

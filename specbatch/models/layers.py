@@ -17,7 +17,7 @@ from specbatch.errors import refuse
 from specbatch.kernels.heads import Heads
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.scaled_linear import linear
-from specbatch.kernels.weight import Weight, below, keeps_float8
+from specbatch.kernels.weight import Weight, below, holds_nan, keeps_float8
 from specbatch.models.config import ModelConfig
 from specbatch.models.float8 import PLAIN, SCALES
 
@@ -152,7 +152,7 @@ class Reader:
         of_draft: bool = False,
     ) -> None:
         """of_draft: refuse whatever is not finite; the target would hide it. Of a target itself the logits show it, but
-        for the small tensors that say who is heard: of decays, and of the choice of experts."""
+        for the small tensors that say who is heard: of decays, and of the choice of experts; and for float8."""
         self.config = config
         self._of_draft = of_draft
         self.widened: set[str] = set()
@@ -204,11 +204,14 @@ class Reader:
         return self._sound(name, stored.to(device=self._device, dtype=dtype))
 
     def _sound(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if self._of_draft or values.dim() == 1 or name.endswith(PLAIN):
-            numbers = values.half() if values.dtype == torch.float8_e4m3fn else values
-            if not numbers.isfinite().all():
-                works = f"the tensor holds values that are not finite in {values.dtype}; the file is damaged"
-                raise refuse("draft" if self._of_draft else "model", name, works)
+        if values.dtype == torch.float8_e4m3fn:
+            is_sound = not holds_nan(values)
+        else:
+            is_judged = self._of_draft or values.dim() == 1 or name.endswith(PLAIN)
+            is_sound = not is_judged or bool(values.isfinite().all())
+        if not is_sound:
+            works = f"the tensor holds values that are not finite in {values.dtype}; the file is damaged"
+            raise refuse("draft" if self._of_draft else "model", name, works)
         return values
 
     def widen(self, name: str, weight: Weight) -> torch.Tensor:

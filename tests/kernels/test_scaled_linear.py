@@ -54,6 +54,17 @@ def test_product(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.de
     check(scaled_linear(x, weight, bias, residual), expected, dtype)
 
 
+@pytest.mark.parametrize("rows", [1, 40, 130])
+def test_every_float8_is_itself(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Subnormal ones and both zeros among them: each stands alone in its sum."""
+    bits = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127].repeat(128)[: 128 * 250]
+    values = bits.view(250, 128).to(device).view(torch.float8_e4m3fn)
+    weight = Weight(values, torch.ones(2, 1, device=device))
+    column = torch.arange(rows, device=device) * 37 % 128
+    x = F.one_hot(column, 128).to(dtype)
+    assert torch.equal(scaled_linear(x, weight).float(), values.float().t()[column])
+
+
 @pytest.mark.parametrize("kernels", [False, True])
 def test_it_is_a_linear(kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)

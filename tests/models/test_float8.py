@@ -350,6 +350,20 @@ def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: P
     assert f"{NAME}_scale_inv is there and no tensor of F8_E4M3" in damaged(tmp_path, widen)
 
 
+@pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
+def test_float8_that_is_no_number_is_refused(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in a tensor of several parts it lies; products would take it for 480."""
+    monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
+    monkeypatch.setattr("specbatch.kernels.weight._PART", 1000)
+    write(tmp_path, QWEN3, ["lm_head"], False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[NAME].view(torch.uint8)[100, 3] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(SpecbatchError, match=f"{NAME}.* not finite in torch.float8_e4m3fn"):
+        Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
+
+
 def test_which_weights_are_float8_is_what_the_file_says(tmp_path: Path) -> None:
     meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
     described = json.loads((tmp_path / "config.json").read_text())

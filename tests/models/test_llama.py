@@ -186,3 +186,9 @@ def test_auxiliary_features_are_the_residual_stream_behind_their_layers(pair: tu
     assert aux is not None
     close(last, states[-1][0])  # theirs is behind the final norm, too
     close(aux, torch.cat([states[2][0], states[1][0]], -1))
+    some, rows = ours.with_aux((1, 0)).forward(tokens, shape.positions, shape.on(cache), torch.tensor([8, 3])), [8, 3]
+    close(some.last, last[rows])
+    assert some.aux is not None
+    close(some.aux, aux)
+    with pytest.raises(AssertionError, match="of all tokens"):
+        ours.with_aux((0, 2)).forward(tokens, shape.positions, shape.on(cache), torch.tensor([8]))
