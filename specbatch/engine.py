@@ -78,7 +78,7 @@ class Engine:
         self._model: Decoder = parts.model
         self._scheduler = parts.scheduler
         self._runner = parts.runner
-        self._scorer = parts.scorer
+        self._scorer, self._tally = parts.scorer, parts.scorer.tally
         self._forwards = parts.forwards
         self._schedule = SCHEDULES[config.speculation.schedule](self._runner)
         self._active: dict[int, Request] = {}
@@ -238,7 +238,7 @@ class Engine:
         self._closed = 0.0
         self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
         self._counters = self._runner.start_record()
-        self._scorer.reset()
+        self._tally.reset()
         self._graph_counters = {"decode": self._runner.decode_counters}
         self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
         for counters in self._graph_counters.values():
@@ -266,10 +266,10 @@ class Engine:
             counters["states"] = asdict(self._scheduler.checkpoints.counters)
         metrics |= device_numbers(counters)
         rows = [item.as_row() for item in self._completions]
-        if self._scorer.rows:
-            counters["scoring"] = self._scorer.numbers()
+        if self._tally.rows:
+            counters["scoring"] = self._tally.numbers()
             if not rows:  # then this is all there is to tell
-                metrics, rows = counters["scoring"], self._scorer.rows
+                metrics, rows = counters["scoring"], list(self._tally.rows)
         return RunRecord(
             config=self.config.as_dict(),
             caps=dict(self.caps),

@@ -43,6 +43,37 @@ class Likelihood(NamedTuple):
 OnScore = Callable[[int, Likelihood], None]
 
 
+class Tally:
+    """What was scored since `reset`, for the record. rows: one per pair; seconds: that took."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.seconds = 0.0
+
+    def add(self, pairs: list[Checked], found: list[Likelihood], seconds: float) -> None:
+        self.seconds += seconds
+        for (context, continuation), likelihood in zip(pairs, found, strict=True):
+            counts = {"prompt_tokens": len(context), "scored_tokens": len(continuation)}
+            self.rows.append({"index": len(self.rows), **counts, **likelihood._asdict()})
+
+    def numbers(self) -> dict[str, float | None]:
+        """Of the rows; see `specbatch.metrics`."""
+        scored = sum(row["scored_tokens"] for row in self.rows)
+        total = scored + sum(row["prompt_tokens"] for row in self.rows)
+        rate = 1 / self.seconds if self.seconds else math.nan
+        return {
+            "requests": len(self.rows),
+            "duration_s": self.seconds,
+            "input_tokens": total,
+            "scored_tokens": scored,
+            "request_throughput": rate * len(self.rows),
+            "input_throughput": rate * total,
+        }
+
+
 class _Text(NamedTuple):
     """tokens: all but the last, which nothing follows. first: the position that the first token of the continuations is
     read off. members: the pairs of which it is the text."""
@@ -61,9 +92,7 @@ class _Placed(NamedTuple):
 
 class Scorer:
     """Runs texts through the target of an engine while that is idle and its prefix cache empty: all pages and device
-    rows are then nobody's.
-
-    rows: of each pair that was scored since `reset`, what the record keeps; seconds: that took.
+    rows are then nobody's. tally: what it has scored.
     """
 
     def __init__(
@@ -88,25 +117,7 @@ class Scorer:
         # Rows of logits at a time: they may take what the activations of their pass have left.
         self._logits = max(1, plan.workspace // (_BYTES_PER_LOGIT * model.config.vocab_size))
         self._stream = torch.cuda.Stream(batch.device) if batch.device.type == "cuda" else None
-        self.reset()
-
-    def reset(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.seconds = 0.0
-
-    def numbers(self) -> dict[str, float | None]:
-        """Of the rows; see `specbatch.metrics`."""
-        scored = sum(row["scored_tokens"] for row in self.rows)
-        total = scored + sum(row["prompt_tokens"] for row in self.rows)
-        rate = 1 / self.seconds if self.seconds else math.nan
-        return {
-            "requests": len(self.rows),
-            "duration_s": self.seconds,
-            "input_tokens": total,
-            "scored_tokens": scored,
-            "request_throughput": rate * len(self.rows),
-            "input_throughput": rate * total,
-        }
+        self.tally = Tally()
 
     def checked(self, pairs: Sequence[Pair]) -> list[Checked]:
         """In plain types. Refused: what is no token id, an empty part, and a text that is too long."""
@@ -149,11 +160,9 @@ class Scorer:
                 found[index] = likelihood
                 if on_score is not None:
                     on_score(index, likelihood)
-        self.seconds += time.perf_counter() - start
-        for index, (context, continuation) in enumerate(pairs):
-            counts = {"prompt_tokens": len(context), "scored_tokens": len(continuation)}
-            self.rows.append({"index": len(self.rows), **counts, **found[index]._asdict()})
-        return [found[index] for index in range(len(pairs))]
+        done = [found[index] for index in range(len(pairs))]
+        self.tally.add(pairs, done, time.perf_counter() - start)
+        return done
 
     def _groups(self, texts: list[_Text]) -> Iterator[list[_Placed]]:
         """Those that begin alike one behind the other: as many as fit into a pass, or go on from where another one's

@@ -164,6 +164,8 @@ def test_the_record_tells_of_it_alone(toy_engine: Callable[..., Any]) -> None:
         both = engine.record()
         engine.reset_record()
         nothing = engine.record()
+        engine.score([([1], [2])])
+    assert engine.record().metrics["requests"] == 1  # of a closed engine, too
     assert first.metrics.keys() == {
         *("requests", "duration_s", "input_tokens", "scored_tokens", "request_throughput", "input_throughput")
     }
