@@ -204,6 +204,10 @@ def _accuracy(
     new = _answers("run", after)
     filter, metric = pick_score(new, rules.filter, rules.metric)
     (score,) = (score for score in new.scores if (score.filter, score.metric) == (filter, metric))
+    if score.better == "lower":
+        raise refuse(
+            "metric", metric, "is the lower the better, and the rules of [accuracy] are of shares that are right"
+        )
     name = f"accuracy {filter} {metric}"
     checks = []
     if rules.at_least is not None:

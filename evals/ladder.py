@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config import EngineConfig
+from specbatch.errors import refuse
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, Progress, prepare
 from specbatch.memory.plan import Place
@@ -89,6 +90,9 @@ def run_ladder(
 ) -> Ladder:
     """Ask every rung the same questions. `folder` exists; what is finished is written when a later rung fails."""
     ready = prepare(replace(options, output=None))
+    if not ready.task.generates:
+        works = f"task {options.task} ({ready.task.kind}) scores given texts, which is the same work on every rung"
+        raise refuse("ladder", True, f"{works}: nothing is drafted or decoded; leave it out, or use a generating task")
     reports: dict[str, EvalReport] = {}
     ladder = Ladder(reports, dict(left_out or {}))
     done = 0

@@ -1,25 +1,32 @@
-"""The engine as lm-eval sees it: a model that generates.
+"""The engine as lm-eval sees it: a model that generates, and says how likely given texts are.
 
 lm = SpecBatchLM(engine, "gsm8k")
 lm_eval.simple_evaluate(model=lm, tasks=["gsm8k"])
 lm.answers                                     # every request's Completion, beside lm-eval's scores
+
+How a text becomes a context and a continuation is lm-eval's own code (`TemplateLM`), and where its model for
+transformers (`HFLM`) decides, this one decides alike: texts that are too long lose their beginning, and one without a
+context stands behind the token that begins a text, or else the one that ends it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
+from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.request import Completion, SamplingParams
 from specbatch.thinking import answer_of, opens_thinking
 
 if TYPE_CHECKING:
     from specbatch.engine import Engine
+    from specbatch.scoring import Likelihood
 
 MAX_NEW_TOKENS = 512  # where neither the user nor the task says; lm-eval's own 256 cuts chains of thought short
 _SAMPLING = ("top_p", "top_k", "min_p")
@@ -32,19 +39,37 @@ class Answer(NamedTuple):
     doc_id: int
     completion: Completion
 
+    def as_row(self) -> dict[str, Any]:
+        done = self.completion
+        said = {"text": done.text, "token_ids": done.token_ids}
+        return {"doc_id": self.doc_id, "finish_reason": done.finish_reason, **said}
 
-class SpecBatchLM(LM):  # type: ignore[misc]
-    """Hands lm-eval's whole request list to `engine.generate`, so that the engine does the batching.
+
+class Scored(NamedTuple):
+    """A text whose log-likelihood is known: of which document, and which of its choices it is (or window, of a text
+    that is longer than the model)."""
+
+    doc_id: int
+    part: int
+    likelihood: Likelihood
+
+    def as_row(self) -> dict[str, Any]:
+        return {"doc_id": self.doc_id, "part": self.part, **self.likelihood._asdict()}
+
+
+class SpecBatchLM(TemplateLM):  # type: ignore[misc]
+    """Hands lm-eval's whole request list to `engine.generate` or `engine.score`, so that the engine does the batching.
 
     task            named in refusals
     max_new_tokens  budget of every answer; None leaves it to the task, or `MAX_NEW_TOKENS`
     chat_template   whether prompts come rendered by `apply_chat_template` and so bring their special tokens
     thinking        the template's `enable_thinking`; None leaves it to the template
     concurrency     as for `Engine.generate`
-    on_answer       called with each Answer as it finishes and the number of requests there are
+    on_answer       called with each Answer or Scored as it finishes and the number of those there are
 
-    After the run `answers` holds every Answer and `prompts` every prompt, in the order of the requests, and `budget`
-    the largest answer length that was allowed.
+    After the run `answers` holds every Answer and `prompts` what each request gave (a prompt; a context and its
+    continuation; a text), in the order of the requests; `budget` is the largest answer length that was allowed, `cut`
+    the number of texts that lost their beginning.
     """
 
     def __init__(
@@ -56,7 +81,7 @@ class SpecBatchLM(LM):  # type: ignore[misc]
         chat_template: bool = False,
         thinking: bool | None = None,
         concurrency: int | None = None,
-        on_answer: Callable[[Answer, int], None] | None = None,
+        on_answer: Callable[[Answer | Scored, int], None] | None = None,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -67,9 +92,11 @@ class SpecBatchLM(LM):  # type: ignore[misc]
         self._concurrency = concurrency
         self._on_answer = on_answer
         self._token_ids: dict[str, int] | None = None
+        self._scored: list[Instance] = []  # what `_loglikelihood_tokens` is asked about
         self.answers: list[Answer] = []
-        self.prompts: list[str] = []
+        self.prompts: list[str | list[str]] = []
         self.budget = 0
+        self.cut = 0
 
     @property
     def tokenizer_name(self) -> str:
@@ -106,11 +133,93 @@ class SpecBatchLM(LM):  # type: ignore[misc]
         self.budget = max([self.budget, *(item.max_new_tokens for item in params)])
         return texts
 
-    def loglikelihood(self, requests: list[Instance]) -> NoReturn:
-        raise refuse("task", self._task, "needs log-likelihoods of given texts; use a generating task, such as gsm8k")
+    @property
+    def eot_token_id(self) -> int:
+        end: int | None = self._engine.tokenizer.eos_id
+        if end is None:
+            works = f"it names no token that begins or ends a text, behind which to see the texts of {self._task}"
+            raise refuse("tokenizer", self.tokenizer_name, f"{works}; give one that does, or use another task")
+        return end
 
-    def loglikelihood_rolling(self, requests: list[Instance]) -> NoReturn:
-        self.loglikelihood(requests)
+    @property
+    def prefix_token_id(self) -> int:
+        begin = self._engine.tokenizer.bos_id
+        return self.eot_token_id if begin is None else begin
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Special tokens where the model's files say so, but before a text that begins with one or is a template's."""
+        tokenizer = self._engine.tokenizer
+        if add_special_tokens is None:
+            begin = tokenizer.bos_id
+            text = "" if begin is None else tokenizer.decode([begin], skip_special_tokens=False)
+            add_special_tokens = not self._chat_template and not (text and string.startswith(text))
+        return tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Of each continuation its log-probability behind the context, and whether greedy decoding would say it."""
+        self._scored = requests
+        self.prompts += [list(request.args) for request in requests]
+        for request in requests:
+            if not request.args[1]:
+                raise self._misfit(request, "an empty continuation")
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        for request, likelihood in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, likelihood)
+        return found
+
+    def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+        texts = [
+            (request, request.idx, *self._fitted(request, context, continuation))
+            for request, (_, context, continuation) in zip(self._scored, requests, strict=True)
+        ]
+        return [(logprob, is_greedy) for logprob, is_greedy in self._score(texts)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of each text its log-probability, every token seen behind as many as fit, in windows that meet."""
+        texts = []
+        for place, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self._longest, context_len=1
+            )
+            parts = enumerate(map(make_disjoint_window, windows))
+            texts += [(place, (request, part, context, continuation)) for part, (context, continuation) in parts]
+        self.prompts += [request.args[0] for request in requests]
+        sums: list[list[float]] = [[] for _ in requests]
+        for (place, _), likelihood in zip(texts, self._score([text for _, text in texts]), strict=True):
+            sums[place].append(likelihood.logprob)
+        found = [math.fsum(values) for values in sums]
+        for request, total in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return found
+
+    @property
+    def _longest(self) -> int:
+        return int(self._engine.caps["max_model_len"])
+
+    def _score(self, texts: list[tuple[Instance, int, list[int], list[int]]]) -> list[Likelihood]:
+        """Of (request, part, context, continuation)."""
+
+        def scored(index: int, likelihood: Likelihood) -> None:
+            if self._on_answer is not None:
+                request, part, *_ = texts[index]
+                self._on_answer(Scored(request.doc_id, part, likelihood), len(texts))
+
+        return self._engine.score([(context, continuation) for *_, context, continuation in texts], on_score=scored)
+
+    def _fitted(self, request: Instance, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """Without what the model is too short for, at the beginning."""
+        if not context or not continuation:
+            raise self._misfit(request, f"a {'continuation' if context else 'context'} without tokens of its own")
+        if len(continuation) > self._longest:
+            works = f"question {request.doc_id} of {self._task} has a continuation of {len(continuation)} tokens"
+            raise refuse("max_model_len", self._longest, f"{works}; use at least that")
+        excess = max(0, len(context) + len(continuation) - (self._longest + 1))
+        self.cut += excess > 0
+        return context[excess:], continuation
+
+    def _misfit(self, request: Instance, what: str) -> SpecbatchError:
+        works = f"question {request.doc_id} has {what}, of which nothing can be said; mend its row, or use another task"
+        return refuse("task", self._task, works)
 
     def _params(self, wanted: dict[str, Any]) -> SamplingParams:
         """lm-eval's generation arguments as ours. Sampling without a temperature means temperature 1."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import refuse
-from specbatch.evals.task import load_task, quiet
+from specbatch.evals.task import GENERATING, load_task, quiet
 from specbatch.prompts import Prompt
 
 FEWSHOT_SEED = 1234  # lm-eval's own, as in `specbatch eval`
@@ -17,7 +17,7 @@ def task_prompts(name: str, data: Path | None, *, as_messages: bool) -> tuple[li
     """All prompts of an lm-eval task in its order, with its own number of worked examples, and the texts that end an
     answer. `as_messages`: as conversations, each example a turn, in place of one text. Refuses what `load_task` does,
     and conversations of a task that begins its answers itself."""
-    task = load_task(name, num_fewshot=None, data=data, fewshot_data=None, seed=FEWSHOT_SEED).task
+    task = load_task(name, num_fewshot=None, data=data, fewshot_data=None, seed=FEWSHOT_SEED, kinds=[GENERATING]).task
 
     def rendered(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:

@@ -4,6 +4,8 @@
   same questions are compared question by question, not by these).
 * unparsed: share of questions in whose answer the filter found nothing (they count as wrong); truncated: share of
   answers that ran into max_new_tokens (they are scored as they stand).
+* tasks that score given texts (kind: multiple_choice, loglikelihood, loglikelihood_rolling) generate nothing: of them
+  there are no such shares, no drafts and no times of tokens; the metrics are lm-eval's own.
 * the speed columns are defined in `specbatch.metrics`.
 """
 
@@ -11,19 +13,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specbatch import acceptance
 from specbatch.config import Speculation
 from specbatch.draft_length import steps_text
 from specbatch.metrics import RunRecord, write_atomic
 
+Better = Literal["higher", "lower"]
+
 
 @dataclass(frozen=True)
 class Score:
-    """One metric under one answer filter. stderr is None for one question, unparsed where the filter cannot fail."""
+    """One metric under one answer filter. stderr is None for one question and where lm-eval has none, unparsed where
+    the filter cannot fail; better: which way the metric is."""
 
     filter: str
     metric: str
@@ -31,6 +37,7 @@ class Score:
     stderr: float | None
     n: int
     unparsed: float | None
+    better: Better = "higher"
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,10 @@ class EvalReport:
     """The outcome of `run_eval`.
 
     questions   one row per answer: doc_id, repeat, question, target, text, token_ids, filtered and scores by filter,
-                finish_reason, prompt_hash, and the request's metrics
+                finish_reason, prompt_hash, and the request's metrics; where texts are scored one per question: doc_id,
+                question, target, prompt_hash, scores by filter, and what `likelihoods.said_of` tells
+    kind        lm-eval's output type; max_new_tokens is None unless it generates, and cut, the number of texts that
+                lost their beginning as the model is too short for them, is None if it does
     record      the engine's record of the run; its `workload` holds the fields below
     """
 
@@ -51,12 +61,18 @@ class EvalReport:
     seed: int
     limit: int | None
     chat_template: bool
-    max_new_tokens: int
     prompts_sha256: str
     scores: list[Score]
     questions: list[dict[str, Any]]
     record: RunRecord
     thinking: bool | None = None
+    max_new_tokens: int | None = None
+    kind: str = "generate_until"
+    cut: int | None = None
+
+    @property
+    def generates(self) -> bool:
+        return self.kind == "generate_until"
 
     @property
     def finish_reasons(self) -> dict[str, int]:
@@ -68,12 +84,13 @@ class EvalReport:
 
     def settings(self) -> dict[str, Any]:
         """Everything but the rows and the record: what `load` builds the report from."""
-        kept = [item.name for item in fields(self) if item.name not in ("scores", "questions", "record")]
+        left_out = {"scores", "questions", "record", "cut" if self.generates else "max_new_tokens"}
+        kept = [item.name for item in fields(self) if item.name not in left_out]
         return {name: getattr(self, name) for name in kept} | {"scores": [asdict(score) for score in self.scores]}
 
     def as_dict(self) -> dict[str, Any]:
         """The report without its rows, ready for JSON."""
-        shares = {"truncated": self.truncated, "finish_reasons": self.finish_reasons}
+        shares = {"truncated": self.truncated, "finish_reasons": self.finish_reasons} if self.generates else {}
         return {**self.settings(), **shares, "metrics": self.record.metrics}
 
     def table(self) -> str:
@@ -84,7 +101,7 @@ class EvalReport:
             {
                 "task": self.task,
                 "filter": score.filter,
-                "metric": score.metric,
+                "metric": score.metric if score.better == "higher" else f"{score.metric} (lower is better)",
                 "score": f"{score.value:.4f}",
                 "stderr": _number(score.stderr, ".4f"),
                 "n": score.n,
@@ -92,8 +109,26 @@ class EvalReport:
             }
             for score in self.scores
         ]
+        parts = [
+            tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+            for rows in (scores, [self._speed()])
+        ]
+        if self.generates:
+            parts.append(acceptance.table({(): [self.record.counters]}))
+            parts.append("\n".join(steps_text([self.record.counters], self.record.caps)))
+        return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
+
+    def _speed(self) -> dict[str, str | int]:
+        """Title and cell of what was measured."""
         metrics = self.record.metrics
-        speed = {
+        if not self.generates:
+            return {
+                "questions": len(self.questions),
+                "texts": f"{metrics['requests']:.0f}",
+                "scored tokens": f"{metrics['scored_tokens']:.0f}",
+                "input tok/s": _number(metrics["input_throughput"], ".1f"),
+            }
+        return {
             "answers": len(self.questions),
             "truncated": f"{self.truncated:.1%}",
             "accept length": _number(metrics.get("accept_length"), ".2f"),
@@ -103,26 +138,31 @@ class EvalReport:
             "mean TPOT (s)": _number(metrics.get("mean_tpot_s"), ".4f"),
             "output tok/s": _number(metrics.get("output_throughput"), ".1f"),
         }
-        config, caps = self.record.config, self.record.caps
+
+    def _notes(self) -> Iterator[str]:
+        """What it was measured on."""
+        config, caps, metrics = self.record.config, self.record.caps, self.record.metrics
         form = "chat template" if self.chat_template else "plain prompt"
         if self.thinking is not None:
             form += f", thinking {'on' if self.thinking else 'off'}"
-        notes = [
-            f"Model: {config['model']}, {caps['dtype']} on {caps['device']}. "
-            f"Speculation: {Speculation(**config['speculation'])}.",
-            f"Questions: {self.data_source}. Examples before each: {self.num_fewshot}, from: {self.fewshot_source}.",
-            f"Prompts: {form}, sha256 {self.prompts_sha256[:16]}, seed {self.seed}. Answers: up to "
-            f"{self.max_new_tokens} tokens. lm-eval {self.lm_eval_version}, task version {self.task_version}.",
-        ]
+        by = f"Speculation: {Speculation(**config['speculation'])}."
+        answers = f" Answers: up to {self.max_new_tokens} tokens."
+        if not self.generates:
+            by, answers = "Given texts were scored by this model alone: nothing was generated or drafted.", ""
+        yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}. {by}"
+        yield f"Questions: {self.data_source}. Examples before each: {self.num_fewshot}, from: {self.fewshot_source}."
+        yield (
+            f"Prompts: {form}, sha256 {self.prompts_sha256[:16]}, seed {self.seed}.{answers} "
+            f"lm-eval {self.lm_eval_version}, task version {self.task_version}."
+        )
+        if self.cut:
+            most = caps["max_model_len"]
+            yield f"{self.cut} texts lost their beginning: they are longer than max_model_len={most}."
         if metrics.get("cached_tokens"):
             cached = f"{metrics['cached_tokens']:.0f} of {metrics['input_tokens']:.0f}"
-            notes.append(f"{cached} prompt tokens came from the prefix cache.")
-        if "abort" in self.finish_reasons:
-            notes.append(f"{self.finish_reasons['abort']} answers were aborted and are scored as they stand.")
-        parts = [tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True) for rows in (scores, [speed])]
-        parts.append(acceptance.table({(): [self.record.counters]}))
-        parts.append("\n".join(steps_text([self.record.counters], caps)))
-        return "\n\n".join([*filter(None, parts), "\n".join(notes)])
+            yield f"{cached} prompt tokens came from the prefix cache."
+        if self.generates and "abort" in self.finish_reasons:
+            yield f"{self.finish_reasons['abort']} answers were aborted and are scored as they stand."
 
     def save(self, folder: Path) -> None:
         """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder."""
@@ -147,12 +187,15 @@ class EvalReport:
         """One row per score, with everything that the table shows."""
         settings = {name: value for name, value in self.settings().items() if name != "scores"}
         metrics = self.record.metrics
-        shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
-        speed = {name: metrics.get(name) for name in shown}
-        simulated = {"simulated_accept_length": self.record.config["speculation"].get("simulate_accept_length")}
-        return [
-            {**asdict(score), "truncated": self.truncated, **speed, **simulated, **settings} for score in self.scores
-        ]
+        if not self.generates:
+            shown: tuple[str, ...] = ("scored_tokens", "input_throughput")
+            told: dict[str, Any] = {}
+        else:
+            shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
+            simulated = self.record.config["speculation"].get("simulate_accept_length")
+            told = {"truncated": self.truncated, "simulated_accept_length": simulated}
+        told |= {name: metrics.get(name) for name in shown}
+        return [{**asdict(score), **told, **settings} for score in self.scores]
 
 
 def _number(value: float | None, form: str) -> str:

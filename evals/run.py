@@ -8,6 +8,9 @@
     ready = prepare(options)
     with Engine(config) as engine:
         report = ready.run(engine)
+
+Tasks that generate are answered by the engine as it is, drafts and all. The others (multiple_choice, loglikelihood,
+loglikelihood_rolling) ask how likely given texts are, which the target says alone.
 """
 
 from __future__ import annotations
@@ -17,21 +20,24 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import refuse
-from specbatch.evals.report import EvalReport, Score
-from specbatch.evals.task import EvalTask, load_task, quiet
+from specbatch.evals.likelihoods import said_of
+from specbatch.evals.report import Better, EvalReport, Score
+from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet
 
 if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
     from specbatch.engine import Engine
-    from specbatch.evals.lm import Answer
+    from specbatch.evals.lm import Answer, Scored
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 PARTIAL = "answers.partial.jsonl"
+RESAMPLES = 1000  # for the error of a metric that is no mean, such as a perplexity; a mean's has a closed form
 _LONG = ("itl_s", "emitted_histogram", "acceptance")  # per-token detail; requests.jsonl has it under the same index
 
 
@@ -39,14 +45,14 @@ _LONG = ("itl_s", "emitted_histogram", "acceptance")  # per-token detail; reques
 class EvalOptions:
     """What to ask and how.
 
-    task            gsm8k, gsm8k_platinum, one_digit_sums, another generating lm-eval task, or reasoning_gym:NAME
+    task            gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task, or reasoning_gym:NAME
     limit           only the first so many questions
     num_fewshot     examples before each question; None is the task's own number
     data            JSONL of question/answer to score in place of the task's rows (the GSM8K tasks)
     fewshot_data    JSONL of question/answer for the examples; without it they come from the other rows of `data`
     chat_template   render questions and examples as a conversation
     thinking        the chat template's `enable_thinking`; None leaves it to the template. Reasoning is never scored
-    max_new_tokens  budget of every answer; None is the task's own, or 512
+    max_new_tokens  budget of every answer that is generated; None is the task's own, or 512
     concurrency     requests that are submitted and unfinished at a time; None is all
     seed            of the draw of examples; 1234 is lm-eval's own and gives its prompts
     output          folder to write to; must be new or empty
@@ -80,6 +86,20 @@ class PreparedEval:
     options: EvalOptions
     task: EvalTask
 
+    def engine_config(self, config: EngineConfig) -> EngineConfig:
+        """The engine that this task needs of the one asked for: where nothing is generated it records no iterations.
+
+        Refused there: drafts. They would take memory and time and change nothing, and a table that names them would
+        read as if they had been tested.
+        """
+        if self.task.generates:
+            return config
+        algorithm = config.speculation.algorithm
+        if algorithm != "none":
+            works = f"task {self.task.name} ({self.task.kind}) scores given texts, of which nothing is drafted"
+            raise refuse("algorithm", algorithm, f"{works}; use algorithm 'none' (--spec off), or a generating task")
+        return replace(config, graphs=replace(config.graphs, decode="off"))
+
     def run(self, engine: Engine, progress: Progress | None = None) -> EvalReport:
         """Ask every question and score the answers.
 
@@ -89,12 +109,13 @@ class PreparedEval:
         from specbatch.evals.lm import SpecBatchLM
 
         options = self.options
+        self.engine_config(engine.config)
         if options.chat_template and not engine.tokenizer.has_chat_template:
             raise refuse("chat_template", True, "this model's tokenizer has none; leave it out")
         with _kept(options.output) as keep:
             finished = 0
 
-            def on_answer(answer: Answer, wanted: int) -> None:
+            def on_answer(answer: Answer | Scored, wanted: int) -> None:
                 nonlocal finished
                 finished += 1
                 keep(answer)
@@ -126,7 +147,7 @@ class PreparedEval:
                 model,
                 tasks,
                 limit=self.options.limit,
-                bootstrap_iters=100,  # for metrics that are not means; a mean's stderr has a closed form
+                bootstrap_iters=RESAMPLES,
                 apply_chat_template=self.options.chat_template,
                 fewshot_as_multiturn=self.options.chat_template,
             )
@@ -136,7 +157,8 @@ class PreparedEval:
         task, options = self.task, self.options
         fallbacks = task.fallbacks()
         samples = results["samples"][task.name]
-        questions = _question_rows(task, samples, model.answers)
+        rows = _verdicts(task, samples)
+        better = results["higher_is_better"][task.name]
         report = EvalReport(
             task=task.name,
             task_version=str(results["versions"][task.name]),
@@ -148,10 +170,12 @@ class PreparedEval:
             limit=options.limit,
             chat_template=options.chat_template,
             thinking=options.thinking,
-            max_new_tokens=model.budget,
+            kind=task.kind,
+            max_new_tokens=model.budget if task.generates else None,
+            cut=None if task.generates else model.cut,
             prompts_sha256=hashlib.sha256(json.dumps(model.prompts).encode()).hexdigest(),
-            scores=_scores(results["results"][task.name], samples, fallbacks),
-            questions=questions,
+            scores=_scores(results["results"][task.name], samples, fallbacks, better),
+            questions=_answer_rows(rows, model.answers) if task.generates else _scored_rows(task, rows, samples),
             record=engine.record(concurrency=options.concurrency),
         )
         report.record.workload.update({"command": "eval", **report.settings()})
@@ -169,12 +193,24 @@ def prepare(options: EvalOptions) -> PreparedEval:
         fewshot_data=options.fewshot_data,
         seed=options.seed,
     )
+    _refuse_unused(options, task)
     return PreparedEval(options, task)
 
 
 def run_eval(engine: Engine, options: EvalOptions, progress: Progress | None = None) -> EvalReport:
     """Evaluate `engine` on a task; writes to `options.output` if that is given."""
     return prepare(options).run(engine, progress)
+
+
+def _refuse_unused(options: EvalOptions, task: EvalTask) -> None:
+    """What a task would not look at."""
+    unused = [] if task.generates else ["max_new_tokens"]
+    if task.kind == ROLLING:
+        unused += ["chat_template", "num_fewshot"]  # each text is scored as it stands
+    for setting in unused:
+        if value := getattr(options, setting):
+            works = f"task {task.name} ({task.kind}) scores given texts and does not use it; leave it out"
+            raise refuse(setting, value, works)
 
 
 def _open_folder(folder: Path) -> None:
@@ -188,25 +224,25 @@ def _open_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _kept(folder: Path | None) -> Iterator[Callable[[Answer], None]]:
+def _kept(folder: Path | None) -> Iterator[Callable[[Answer | Scored], None]]:
     """Yields a function that appends an answer to the partial file, which goes away when the block ends well."""
     if folder is None:
         yield lambda answer: None
         return
     path = folder / PARTIAL
     with path.open("w", encoding="utf-8", buffering=1) as file:
-
-        def keep(answer: Answer) -> None:
-            done = answer.completion
-            row = {"doc_id": answer.doc_id, "finish_reason": done.finish_reason, "text": done.text}
-            file.write(json.dumps(row | {"token_ids": done.token_ids}, ensure_ascii=False) + "\n")
-
-        yield keep
+        yield lambda answer: print(json.dumps(answer.as_row(), ensure_ascii=False), file=file)
     path.unlink()
 
 
-def _scores(results: dict[str, Any], samples: list[dict[str, Any]], fallbacks: dict[str, str | None]) -> list[Score]:
-    """lm-eval's `metric,filter` keys as rows, with how many answers the filter found nothing in."""
+def _scores(
+    results: dict[str, Any],
+    samples: list[dict[str, Any]],
+    fallbacks: dict[str, str | None],
+    better: dict[str, bool],
+) -> list[Score]:
+    """lm-eval's `metric,filter` keys as rows, with how many answers the filter found nothing in. better: whether a
+    metric is the higher the better."""
     scores = []
     for key, value in results.items():
         metric, comma, name = key.partition(",")
@@ -217,12 +253,13 @@ def _scores(results: dict[str, Any], samples: list[dict[str, Any]], fallbacks: d
         missed = None if fallback is None else sum(_filtered(row) == fallback for row in rows) / len(rows)
         stderr = results.get(f"{metric}_stderr,{name}")
         known = float(stderr) if isinstance(stderr, int | float) else None  # lm-eval says "N/A" for one question
-        scores.append(Score(name, metric, float(value), known, sum(metric in row for row in rows), missed))
+        way: Better = "lower" if better.get(metric) is False else "higher"
+        scores.append(Score(name, metric, float(value), known, sum(metric in row for row in rows), missed, way))
     return scores
 
 
-def _question_rows(task: EvalTask, samples: list[dict[str, Any]], answers: list[Answer]) -> list[dict[str, Any]]:
-    """One row per answer, in the order of the questions: lm-eval's verdicts beside the request's numbers."""
+def _verdicts(task: EvalTask, samples: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What lm-eval says of each question, in their order."""
     verdicts: dict[int, dict[str, Any]] = {}
     for sample in samples:
         row = verdicts.setdefault(
@@ -237,6 +274,11 @@ def _question_rows(task: EvalTask, samples: list[dict[str, Any]], answers: list[
         )
         row["filtered"][sample["filter"]] = _filtered(sample)
         row["scores"][sample["filter"]] = {metric: sample[metric] for metric in sample["metrics"]}
+    return verdicts
+
+
+def _answer_rows(verdicts: dict[int, dict[str, Any]], answers: list[Answer]) -> list[dict[str, Any]]:
+    """One row per answer, in the order of the questions: lm-eval's verdicts beside the request's numbers."""
     rows = []
     repeats: dict[int, int] = {}
     for doc_id, completion in answers:
@@ -245,6 +287,17 @@ def _question_rows(task: EvalTask, samples: list[dict[str, Any]], answers: list[
         numbers = {name: value for name, value in completion.as_row().items() if name not in _LONG}
         rows.append({"doc_id": doc_id, "repeat": repeat, **verdicts[doc_id], **answer, **numbers})
     return rows
+
+
+def _scored_rows(
+    task: EvalTask, verdicts: dict[int, dict[str, Any]], samples: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """One row per question: lm-eval's verdicts beside what the model said of its texts."""
+    said = {sample["doc_id"]: said_of(task, sample) for sample in samples}
+    return [
+        {"doc_id": doc_id} | {name: value for name, value in row.items() if name != "filtered"} | said[doc_id]
+        for doc_id, row in verdicts.items()
+    ]
 
 
 def _filtered(sample: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Finding a task, giving it its questions and examples, and refusing what this engine cannot score.
 
 Known tasks (GSM8K and GSM8K-Platinum as the installed lm-eval defines them, and our own in `tasks/`) are found in
-milliseconds; any other generating task of lm-eval costs its scan of all task files, about ten seconds.
+milliseconds; any other task of lm-eval costs its scan of all task files, about ten seconds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ from specbatch.errors import refuse
 from specbatch.evals.data import QuestionFile, read_questions, refuse_shared
 
 EMBEDDED = "one_digit_sums"
+CHOICES = "one_digit_choices"
 FROM_FILE = ("gsm8k", "gsm8k_platinum")  # lm-eval's folders; their tasks need a question and an answer, no more
 REASONING = "reasoning_gym:"
+GENERATING = "generate_until"
+ROLLING = "loglikelihood_rolling"
+KINDS = (GENERATING, "multiple_choice", "loglikelihood", ROLLING)  # lm-eval's output types
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,16 @@ class EvalTask:
     data_source: str
     fewshot_source: str
 
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return str(self.task.OUTPUT_TYPE)
+
+    @property
+    def generates(self) -> bool:
+        """Or are given texts scored by their log-likelihoods?"""
+        return self.kind == GENERATING
+
     def fallbacks(self) -> dict[str, str | None]:
         """What each answer filter says when it found nothing; None where a filter always finds something."""
         found: dict[str, str | None] = {}
@@ -47,9 +62,16 @@ class EvalTask:
 
 
 def load_task(
-    name: str, *, num_fewshot: int | None, data: Path | None, fewshot_data: Path | None, seed: int
+    name: str,
+    *,
+    num_fewshot: int | None,
+    data: Path | None,
+    fewshot_data: Path | None,
+    seed: int,
+    kinds: Collection[str] = KINDS,
 ) -> EvalTask:
-    """Find task `name`, read its rows, set the number of examples; `seed` draws them (lm-eval's own is 1234)."""
+    """Find task `name`, read its rows, set the number of examples; `seed` draws them (lm-eval's own is 1234). kinds:
+    those that the caller takes."""
     if fewshot_data is not None and data is None:
         raise refuse("fewshot_data", str(fewshot_data), "give the scored questions as well, with data")
     scored = read_questions("data", data) if data is not None else None
@@ -58,10 +80,10 @@ def load_task(
         refuse_shared(scored, shots)
     with quiet():
         random.seed(0)  # as simple_evaluate does: some tasks shuffle their rows with the global state
-        manager, spec = _find(name)
+        manager, spec = _find(name, kinds)
         if scored is not None:
             spec = _with_rows(name, manager, scored, shots)
-        task = _load(name, manager, spec)
+        task = _load(name, manager, spec, kinds)
         task.set_fewshot_seed(seed=seed)
     count = _set_fewshot(name, task, num_fewshot)
     source = str(scored) if scored is not None else _origin(task)
@@ -73,23 +95,33 @@ def load_task(
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep lm-eval's and its data library's bars and log lines off the terminal; the command has its own."""
+    from lm_eval.api import metrics
     from lm_eval.api import task as module
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
-    bar = module.tqdm
+    bar, bootstrap = module.tqdm, metrics.bootstrap_stderr
     try:
+        metrics.bootstrap_stderr = _bootstrap_stderr
         module.tqdm = partial(bar, disable=True)  # made at import: the variable TQDM_DISABLE would come too late
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         yield
     finally:
-        module.tqdm = bar
+        module.tqdm, metrics.bootstrap_stderr = bar, bootstrap
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
-def _find(name: str) -> tuple[Any, Any]:
+def _bootstrap_stderr(statistic: Callable[[Sequence[Any]], float], values: Sequence[Any], iters: int) -> float:
+    """lm-eval's, without what it prints, and in this process: a CUDA context does not live through a fork."""
+    from lm_eval.api.metrics import _bootstrap_internal_no_mp, sample_stddev
+
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        return float(sample_stddev(_bootstrap_internal_no_mp(statistic, values, iters)))
+
+
+def _find(name: str, kinds: Collection[str]) -> tuple[Any, Any]:
     """A task manager that knows `name`, and what it is to load."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -108,12 +140,12 @@ def _find(name: str) -> tuple[Any, Any]:
     if name not in manager.all_tasks:
         near = get_close_matches(name, [*known, *manager.all_subtasks], n=4)
         meant = f"did you mean {', '.join(dict.fromkeys(near))}? " if near else ""
-        works = f"use gsm8k, gsm8k_platinum, {EMBEDDED} or a generating task of lm-eval"
+        works = f"use gsm8k, gsm8k_platinum, {EMBEDDED}, {CHOICES} or another task of lm-eval"
         raise refuse("task", name, f"no such task; {meant}{works}")
     if name not in manager.all_subtasks:
         raise refuse("task", name, "is a group of tasks; name one task of it")
     kind = manager.task_index[name].cfg.get("output_type", "generate_until")
-    _refuse_kind(name, kind)  # before its data is downloaded
+    _refuse_kind(name, kind, kinds)  # before its data is downloaded
     return manager, name
 
 
@@ -150,7 +182,7 @@ def _with_rows(name: str, manager: Any, scored: QuestionFile, shots: QuestionFil
     return config | {"test_split": "test", "custom_dataset": splits}
 
 
-def _load(name: str, manager: Any, spec: Any) -> Any:
+def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> Any:
     try:
         loaded = manager.load([spec])["tasks"]
     except OSError as error:  # what `datasets` raises when neither its cache nor the hub has the rows
@@ -164,7 +196,7 @@ def _load(name: str, manager: Any, spec: Any) -> Any:
         works = "install what it needs or use another task"
         raise refuse("task", name, f"lm-eval cannot load it here ({reason}); {works}") from error
     (task,) = loaded.values()
-    _refuse_kind(name, task.OUTPUT_TYPE)
+    _refuse_kind(name, task.OUTPUT_TYPE, kinds)
     if not hasattr(task, "sampler"):
         raise refuse("task", name, "is not one of lm-eval's configurable tasks; use one of those, such as gsm8k")
     if getattr(task, "MULTIMODAL", False):
@@ -174,10 +206,9 @@ def _load(name: str, manager: Any, spec: Any) -> Any:
     return task
 
 
-def _refuse_kind(name: str, kind: str | None) -> None:
-    if kind not in (None, "generate_until"):
-        works = "use a generating task, such as gsm8k"
-        raise refuse("task", name, f"is scored by {kind}, which needs log-likelihoods; {works}")
+def _refuse_kind(name: str, kind: str | None, kinds: Collection[str]) -> None:
+    if kind is not None and kind not in kinds:
+        raise refuse("task", name, f"is of type {kind}; use a task of type {' or '.join(kinds)}, such as gsm8k")
 
 
 def _set_fewshot(name: str, task: Any, wanted: int | None) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specbatch.engine import Engine
     from specbatch.errors import SpecbatchError
     from specbatch.request import Completion, SamplingParams
+    from specbatch.scoring import Likelihood
 
 # Names resolve on first use, so that `import specbatch` (and `specbatch --help`) does not import torch.
 _HOME = {
@@ -26,6 +27,7 @@ _HOME = {
     "Engine": "specbatch.engine",
     "EngineConfig": "specbatch.config",
     "Graphs": "specbatch.config",
+    "Likelihood": "specbatch.scoring",
     "SamplingParams": "specbatch.request",
     "SpecbatchError": "specbatch.errors",
     "Speculation": "specbatch.config",
@@ -37,6 +39,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Graphs",
+    "Likelihood",
     "SamplingParams",
     "SpecbatchError",
     "Speculation",

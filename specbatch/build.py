@@ -36,6 +36,7 @@ from specbatch.prefill import PromptPass
 from specbatch.progress import Report
 from specbatch.runner import OnTokens, Runner
 from specbatch.scheduler import Scheduler
+from specbatch.scoring import Scorer
 from specbatch.tokenizer import Tokenizer
 from specbatch.transfer import on_device
 from specbatch.weights import Checkpoint
@@ -57,6 +58,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     drafter: Drafter
+    scorer: Scorer
     forwards: dict[str, PromptWork]
 
 
@@ -239,6 +241,9 @@ def _assemble(
     )
     lengths = DraftLength(config.speculation.lengths, batch_buckets(config.max_running))
     prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every, states=cache.states)
+    scorer = Scorer(
+        model, forward, batch, plan, chunk=config.prefill_chunk, every=draft.every, shares=config.prefix_cache
+    )
     runner = Runner(
         scheduler,
         batch,
@@ -300,6 +305,7 @@ def _assemble(
         scheduler=scheduler,
         runner=runner,
         drafter=drafter,
+        scorer=scorer,
         forwards=loader.forwards,
     )
 

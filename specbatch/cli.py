@@ -84,7 +84,7 @@ def specbatch(
 @app.command("eval")
 @takes_engine()
 def evaluate(
-    task: Annotated[str, Argument(help="one_digit_sums, gsm8k, gsm8k_platinum or another generating lm-eval task.")],
+    task: Annotated[str, Argument(help="one_digit_sums, gsm8k, gsm8k_platinum or another lm-eval task.")],
     engine: EngineOptions,
     limit: Annotated[int | None, Option(help="Only the first N questions.")] = None,
     num_fewshot: Annotated[
@@ -115,8 +115,13 @@ def evaluate(
 
     specbatch eval gsm8k --data gsm8k_test.jsonl --ladder --algorithm eagle3 --draft HEAD
 
-    one_digit_sums needs no network. Per-question results go to the output folder. What a model writes inside <think> is
-    not scored.
+    specbatch eval one_digit_choices
+
+    one_digit_sums and one_digit_choices need no network. Per-question results go to the output folder. What a model
+    writes inside <think> is not scored.
+
+    Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) ask how
+    likely given texts are. The model says so alone, without drafts: --algorithm and --ladder are refused for them.
     """
     from specbatch.evals.run import PARTIAL, EvalOptions, prepare
 
@@ -141,7 +146,9 @@ def evaluate(
             _climb(config, options, folder, as_json)
             return
         ready = prepare(options)
-        with open_engine(config) as running, progress(f"eval {task}") as report:
+        if engine.decode_graph == "whole" and not ready.task.generates:
+            raise refuse("decode_graph", "whole", f"task {task} ({ready.task.kind}) decodes nothing; leave it out")
+        with open_engine(ready.engine_config(config)) as running, progress(f"eval {task}") as report:
             try:
                 result = ready.run(running, report)
             except KeyboardInterrupt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -154,6 +154,22 @@ class Span:
     start: int
     end: int
     embeddings: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+def in_passes(spans: list[Span], most: int) -> Iterator[list[Span]]:
+    """Spans in prompt passes of up to `most` tokens; one that is longer than what is left is cut."""
+    part: list[Span] = []
+    left = most
+    for slot, start, end in ((span.slot, span.start, span.end) for span in spans):
+        while start < end:
+            count = min(left, end - start)
+            part.append(Span(slot, start, start + count))
+            start, left = start + count, left - count
+            if not left:
+                yield part
+                part, left = [], most
+    if part:
+        yield part
 
 
 class Prefill:

@@ -25,6 +25,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.progress import Report
 from specbatch.request import Completion, Request, SamplingParams
 from specbatch.schedules import SCHEDULES
+from specbatch.scoring import Likelihood, OnScore, Pair
 from specbatch.transfer import on_device
 
 Prompt = str | list[int] | EmbeddedPrompt
@@ -77,6 +78,7 @@ class Engine:
         self._model: Decoder = parts.model
         self._scheduler = parts.scheduler
         self._runner = parts.runner
+        self._scorer, self._tally = parts.scorer, parts.scorer.tally
         self._forwards = parts.forwards
         self._schedule = SCHEDULES[config.speculation.schedule](self._runner)
         self._active: dict[int, Request] = {}
@@ -195,6 +197,23 @@ class Engine:
                 f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
             )
 
+    def score(self, pairs: Sequence[Pair], *, on_score: OnScore | None = None) -> list[Likelihood]:
+        """How likely each continuation is behind its context: pairs of two lists of token ids, neither empty.
+
+        The target runs alone, whatever `speculation` says: of a given text nothing is drafted. Texts go through it as
+        prompts do; the prefix cache is emptied. The last token, which nothing follows, does not count in
+        `max_model_len`. `on_score` is called with the index of each pair as it ends.
+        """
+        self.forget_prefixes()
+        self._state = "busy"
+        try:
+            with on_device(self.device):
+                return self._scorer.score(self._scorer.checked(pairs), on_score)
+        except torch.OutOfMemoryError as error:
+            raise self.plan.out_of_memory("scoring") from error
+        finally:
+            self._state = "ready"
+
     def next_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [V] on the host: what the model says behind `tokens`, in a prompt pass like any other."""
         seen: list[torch.Tensor] = []
@@ -228,6 +247,7 @@ class Engine:
         self._closed = 0.0
         self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
         self._counters = self._runner.start_record()
+        self._tally.reset()
         self._graph_counters = {"decode": self._runner.decode_counters}
         self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
         for counters in self._graph_counters.values():
@@ -247,23 +267,24 @@ class Engine:
             window = (self._closed if self._completions else time.perf_counter()) - self._opened
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
-        counters: dict[str, Any] = asdict(self._counters)
-        counters["draft_lengths"] = {
-            str(rows): {str(n): count for n, count in steps.items()}
-            for rows, steps in self._counters.draft_lengths.items()
-        }
+        counters = self._counters.as_dict()
         counters["emitted_histogram"] = emitted_histogram(self._completions)
         counters["acceptance"] = acceptance(self._completions).as_counters()
         counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
         if self._scheduler.checkpoints is not None:
             counters["states"] = asdict(self._scheduler.checkpoints.counters)
         metrics |= device_numbers(counters)
+        rows = [item.as_row() for item in self._completions]
+        if self._tally.rows:
+            counters["scoring"] = self._tally.numbers()
+            if not rows:  # then this is all there is to tell
+                metrics, rows = counters["scoring"], list(self._tally.rows)
         return RunRecord(
             config=self.config.as_dict(),
             caps=dict(self.caps),
             metrics=metrics,
             counters=counters,
-            requests=[item.as_row() for item in self._completions],
+            requests=rows,
             workload=workload or {},
         )
 
@@ -275,7 +296,7 @@ class Engine:
         self._state = "closed"
         self._runner.graphs = None  # they know the runner, which must go at once
         self._watch = None  # it may know the model
-        del self._runner, self._schedule, self._forwards, self._model
+        del self._runner, self._scorer, self._schedule, self._forwards, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -33,6 +33,8 @@
   asked; None where none were.
 * draft_lengths (with draft_tokens="auto"): steps by batch bucket and tokens drafted; caps hold the seconds of an
   iteration of each at start (`draft_length_s`), over rows for padding with next to no context.
+* scoring (of given texts, by `Engine.score`): scored tokens are those of continuations, input tokens those of contexts
+  too; requests, input tokens per second of the time spent scoring. A window in which nothing else ran has no others.
 * counters: `iteration_s / iterations` is the host's time to launch an iteration and to wait for its result.
 """
 

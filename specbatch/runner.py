@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from specbatch.batch import DeviceBatch, Needs
-from specbatch.context import Prefill, Span
+from specbatch.context import Prefill, Span, in_passes
 from specbatch.draft_length import DraftLength, rising
 from specbatch.drafters.base import Drafter, Step
 from specbatch.errors import SpecbatchError
@@ -68,6 +69,13 @@ class Counters:
 
     # iterations by batch bucket and drafts, where their number is chosen
     draft_lengths: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        lengths = {
+            str(rows): {str(n): count for n, count in steps.items()} for rows, steps in self.draft_lengths.items()
+        }
+        return asdict(self) | {"draft_lengths": lengths}
 
 
 class Runner:
@@ -254,7 +262,7 @@ class Runner:
         return bool(spans)
 
     def _catch_up(self, spans: list[Span]) -> None:
-        for part in _in_passes(spans, self._chunk):
+        for part in in_passes(spans, self._chunk):
             self._drafter.catch_up(self._batch, Prefill(self._batch.page_table, part, self._page_size))
 
     def _launch(self, slots: list[int], needs: Needs, drafts: int, bound: int) -> Result:
@@ -354,19 +362,3 @@ class Runner:
         own = request.params.seed
         value = int(own) if own is not None else (self._seed << 32) + request.index
         return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _in_passes(spans: list[Span], most: int) -> Iterator[list[Span]]:
-    """Spans in prompt passes of up to `most` tokens; one that is longer than what is left is cut."""
-    part: list[Span] = []
-    left = most
-    for slot, start, end in ((span.slot, span.start, span.end) for span in spans):
-        while start < end:
-            count = min(left, end - start)
-            part.append(Span(slot, start, start + count))
-            start, left = start + count, left - count
-            if not left:
-                yield part
-                part, left = [], most
-    if part:
-        yield part

@@ -78,6 +78,13 @@ class Tokenizer:
         )
 
     @property
+    def eos_id(self) -> int | None:
+        """The id of its end token, which is one of `eos_ids`; the lowest where none of them is said to be it."""
+        text = self._special_tokens.get("eos_token")
+        found: int | None = None if text is None else self._backend.token_to_id(text)
+        return min(self.eos_ids, default=None) if found is None else found
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
@@ -154,6 +161,7 @@ class ByteTokenizer(Tokenizer):
         self.eos_ids = frozenset({BYTE_EOS})
         self.bos_id = None
         self._chat_template = None
+        self._special_tokens = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

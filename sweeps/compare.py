@@ -144,9 +144,12 @@ def _answers(place: Where, before: Measured, after: Measured) -> Iterator[Row]:
             changed = changes(old, new, *pair)
             counts = f"{len(changed.lost)} lost, {len(changed.gained)} gained, p = {changed.p_changed():.3g}"
             found = Interval(*changed.interval(CONFIDENCE), f"{changed.n} questions, paired: {counts}")
-        yield _row(place, " ".join(pair), "%", "higher", (score.value, values[pair]), found, 100, 2)
-    plain = Interval(None, None, "shares of the answers")
-    yield _row(place, "truncated answers", "%", "lower", (old.truncated, new.truncated), plain, 100, 1)
+        # Of a metric that is the lower the better, such as a perplexity, a hundredth means nothing.
+        unit, factor, decimals = ("%", 100, 2) if score.better == "higher" else ("", 1, 4)
+        yield _row(place, " ".join(pair), unit, score.better, (score.value, values[pair]), found, factor, decimals)
+    if old.generates:
+        plain = Interval(None, None, "shares of the answers")
+        yield _row(place, "truncated answers", "%", "lower", (old.truncated, new.truncated), plain, 100, 1)
 
 
 def _row(

@@ -30,3 +30,17 @@ def splits(**_: Any) -> Any:
 
     made = rows()
     return DatasetDict(train=Dataset.from_list(made[SCORED:]), test=Dataset.from_list(made[:SCORED]))
+
+
+def choices(**_: Any) -> Any:
+    """The same rows for `one_digit_choices`, with four numbers that are less than 9 apart, in a seeded order, and the
+    place of the right one."""
+    from datasets import Dataset, DatasetDict
+
+    drawn, made = random.Random(SEED), []
+    for row in rows():
+        answer = int(row["answer"])
+        others = drawn.sample([number for number in range(answer - 4, answer + 5) if number != answer], 3)
+        numbers = drawn.sample([answer, *others], 4)
+        made.append({**row, "choices": [str(number) for number in numbers], "right": numbers.index(answer)})
+    return DatasetDict(train=Dataset.from_list(made[SCORED:]), test=Dataset.from_list(made[:SCORED]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ def evals(monkeypatch):
     class Ready:
         def __init__(self, options):
             seen["options"] = options
+            self.task = types.SimpleNamespace(generates=True)
+
+        def engine_config(self, config):
+            return config
 
         def run(self, engine, progress=None):
             seen["engine"] = engine.config

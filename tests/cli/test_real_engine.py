@@ -48,6 +48,24 @@ def test_sweep(run):
     assert record["metrics"]["cached_tokens"] == 0
 
 
+def test_eval_of_given_texts(run):
+    """Which are longer than this model: a byte is a token."""
+    words = ("eval", "one_digit_choices", "--limit", 12, "--output")
+    result = run(*words, "a")
+    assert "48 texts lost their beginning: they are longer than max_model_len=64." in result.stdout
+    assert "multiple_choice" not in result.stdout
+    assert len(Path("a/questions.jsonl").read_text().splitlines()) == 12
+    assert len(Path("a/requests.jsonl").read_text().splitlines()) == 48
+    said = json.loads(run(*words, "b", "--num-fewshot", 0, "--json").stdout)
+    assert {score["metric"] for score in said["scores"]} == {"acc", "acc_norm"}
+    assert (said["kind"], said["num_fewshot"], said["cut"], said["metrics"]["requests"]) == (
+        "multiple_choice",
+        0,
+        48,
+        48,
+    )
+
+
 def test_a_sweep_says_where_drafts_lose_and_why(run):
     # Eight passes of half a model that agrees with the whole one by chance: nothing can pay for that.
     words = ("--draft", "self:skip=0", "--draft-tokens", 8, "--input-len", 8, "--output-len", 20)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specbatch.config import Speculation
+from specbatch.config import EngineConfig
 from specbatch.metrics import RunRecord, summarize
 from specbatch.request import Completion, RequestMetrics, SamplingParams
+from specbatch.scoring import Likelihood, OnScore
 
 SPECIAL = {"<s>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 Reply = Callable[[str], str]
@@ -22,7 +22,8 @@ class FakeTokenizer:
     name = "bytes"
     vocab_size = 259
     eos_ids = frozenset({258})
-    bos_id = 256
+    bos_id: int | None = 256
+    eos_id: int | None = 258
     has_chat_template = True
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -34,6 +35,8 @@ class FakeTokenizer:
         return tokens
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens:
+            return "".join(name for token in ids for name, number in SPECIAL.items() if number == token)
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
@@ -45,18 +48,37 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Answers each prompt with `reply(text of the prompt)`, one byte a token, cut as a real engine would cut it.
+    """Answers each prompt with `reply(text of the prompt)`, one byte a token, cut as a real engine would cut it. It
+    likes texts that begin like it: a byte that is not as in it costs 4, one that is 1/8.
 
     The last prompt finishes first; `stop_after` raises KeyboardInterrupt after so many.
     """
 
     def __init__(self, reply: Reply, *, max_model_len: int = 100_000) -> None:
+        self.config = EngineConfig()
         self.tokenizer = FakeTokenizer()
         self.caps: dict[str, Any] = {"max_model_len": max_model_len, "dtype": "float32", "device": "cpu"}
         self.reply = reply
         self.stop_after: int | None = None
         self.calls: list[dict[str, Any]] = []
         self.done: list[Completion] = []
+        self.pairs: list[tuple[list[int], list[int]]] = []
+
+    def score(
+        self, pairs: Sequence[tuple[list[int], list[int]]], *, on_score: OnScore | None = None
+    ) -> list[Likelihood]:
+        self.pairs = list(pairs)
+        made = {}
+        for place in reversed(range(len(pairs))):
+            if self.stop_after is not None and len(made) == self.stop_after:
+                raise KeyboardInterrupt
+            context, continuation = pairs[place]
+            liked = self.tokenizer.encode(self.reply(self.tokenizer.decode(context)), add_special_tokens=False)
+            said = [one == other for one, other in zip(continuation, liked, strict=False)]
+            made[place] = Likelihood(3.875 * sum(said) - 4 * len(continuation), sum(said) == len(continuation))
+            if on_score is not None:
+                on_score(place, made[place])
+        return [made[place] for place in range(len(pairs))]
 
     def generate(
         self,
@@ -102,13 +124,17 @@ class FakeEngine:
         return Completion(place, prompt, tokens, text, reason, metrics)
 
     def reset_record(self) -> None:
-        self.done = []
+        self.done, self.pairs = [], []
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        metrics = summarize(self.done, 2.0, concurrency)
+        if self.pairs:
+            tokens = sum(len(continuation) for _, continuation in self.pairs)
+            metrics = {"requests": len(self.pairs), "scored_tokens": tokens, "input_throughput": 10.0}
         return RunRecord(
-            config={"model": "fake", "speculation": asdict(Speculation())},
+            config=self.config.as_dict() | {"model": "fake"},
             caps=self.caps,
-            metrics=summarize(self.done, 2.0, concurrency),
+            metrics=metrics,
             counters={},
             requests=[item.as_row() for item in self.done],
             workload=workload or {},

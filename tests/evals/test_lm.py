@@ -3,11 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
 from lm_eval.api.instance import Instance
 
 from specbatch.errors import SpecbatchError
 from specbatch.evals.lm import MAX_NEW_TOKENS, SpecBatchLM
 from specbatch.request import SamplingParams
+from specbatch.tokenizer import ByteTokenizer, Tokenizer
 
 
 def ask(context: str, doc_id: int = 0, **wanted: Any) -> Instance:
@@ -111,13 +113,6 @@ def test_refuses_what_does_not_fit_before_any_work(make_engine: Any) -> None:
     assert len(engine.calls) == 1
 
 
-def test_refuses_log_likelihoods(make_engine: Any) -> None:
-    model = SpecBatchLM(make_engine(lambda prompt: "x"), "toy")
-    for method in (model.loglikelihood, model.loglikelihood_rolling):
-        with pytest.raises(SpecbatchError, match="task='toy': needs log-likelihoods"):
-            method([])
-
-
 def test_answers_reach_lm_evals_cache(make_engine: Any) -> None:
     kept: list[tuple[Any, ...]] = []
 
@@ -149,3 +144,11 @@ def test_the_templates_switch(make_engine: Any, thinking: bool | None, switch: d
     model.apply_chat_template([{"role": "user", "content": "a"}])
     model.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False)
     assert told == [switch, switch]
+
+
+def test_the_token_that_ends_a_text() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2}))
+    assert Tokenizer(backend, name="words", eos_ids=(2, 1)).eos_id == 1
+    assert Tokenizer(backend, name="words", eos_ids=(2, 1), special_tokens={"eos_token": "c"}).eos_id == 2
+    assert Tokenizer(backend, name="words").eos_id is None
+    assert ByteTokenizer(300).eos_id == 256

@@ -46,3 +46,14 @@ def test_scores_and_prompts(make_engine: Any) -> None:
     shared = "".join(f"{form.format(row['question'])} {row['answer']}\n\n" for row in examples)
     assert prompts[0] == shared + form.format(rows()[0]["question"])
     assert all(prompt.startswith(shared) for prompt in prompts)
+
+
+def test_the_same_sums_as_choices(make_engine: Any) -> None:
+    """Four different numbers, the right one at every place about as often; a model that knows gets all of them."""
+    engine = make_engine(lambda prompt: f" {eval(prompt.rsplit(': ', 1)[1].split(' =')[0])}")
+    report = run_eval(engine, EvalOptions("one_digit_choices"))
+    assert report.scores[0].value == 1.0
+    assert all(len({choice["text"] for choice in row["choices"]}) == 4 for row in report.questions)
+    assert all(row["target"] == row["picked"] for row in report.questions)
+    places = [[choice["text"] for choice in row["choices"]].index(row["target"]) for row in report.questions]
+    assert all(15 <= places.count(place) <= 35 for place in range(4))

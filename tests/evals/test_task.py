@@ -11,6 +11,7 @@ import pytest
 
 import specbatch
 from specbatch.errors import SpecbatchError
+from specbatch.evals.prompts import task_prompts
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.evals.task import EvalTask, load_task
 
@@ -44,8 +45,8 @@ def other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     (folder / "rows.py").write_text(ROWS)
     (folder / "copy.yaml").write_text(OTHER.format(name="copycat", kind="generate_until"))
-    choosy = OTHER.format(name="choosy", kind="multiple_choice").replace(".splits", ".fail")  # refused before its data
-    (folder / "choice.yaml").write_text(choosy)
+    for name, kind in (("odd", "dreaming"), ("choosy", "multiple_choice")):  # refused before their data
+        (folder / f"{name}.yaml").write_text(OTHER.format(name=name, kind=kind).replace(".splits", ".fail"))
     (folder / "needy.yaml").write_text(OTHER.format(name="needy", kind="generate_until").replace(".splits", ".fail"))
     (folder / "unsafe.yaml").write_text(OTHER.format(name="unsafe", kind="generate_until") + "unsafe_code: true\n")
     (folder / "group.yaml").write_text("group: cats\ntask: [copycat]\n")
@@ -212,9 +213,9 @@ def test_any_other_generating_task(other_tasks: None, make_engine: Any) -> None:
     [
         ("gsm9k", "no such task; did you mean gsm8k"),
         ("copycatt", "no such task; did you mean copycat"),
-        ("zzzzzzz", "no such task; use gsm8k, gsm8k_platinum, one_digit_sums or a generating task of lm-eval"),
+        ("zzzzzzz", "no such task; use gsm8k, gsm8k_platinum, one_digit_sums, one_digit_choices or another task of"),
         ("cats", "is a group of tasks"),
-        ("choosy", "is scored by multiple_choice, which needs log-likelihoods"),
+        ("odd", "is of type dreaming; use a task of type generate_until or multiple_choice or loglikelihood or"),
         ("needy", "lm-eval cannot load it here (No module named 'sympy')"),
         ("unsafe", "runs code that the model wrote"),
     ],
@@ -224,6 +225,11 @@ def test_refused_tasks(other_tasks: None, name: str, complaint: str) -> None:
         load(name)
     assert str(refused.value).startswith(f"task={name!r}: {complaint}")
     assert "\n" not in str(refused.value)
+
+
+def test_prompts_are_those_of_generating_tasks(other_tasks: None) -> None:
+    with pytest.raises(SpecbatchError, match="task='choosy': is of type multiple_choice; use a task of type generate_"):
+        task_prompts("choosy", None, as_messages=False)
 
 
 def test_known_tasks_need_no_scan(monkeypatch: pytest.MonkeyPatch, scored_file: Path) -> None:

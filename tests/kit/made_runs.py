@@ -68,7 +68,8 @@ def make_report(right: str, *, unparsed: float = 0.0, config: EngineConfig | Non
     scores = [Score("loose", "match", share, None, len(right), unparsed)]
     scores.append(Score("strict", "match", 1 - share, None, len(right), None))
     report = EvalReport(
-        "sums", "1", "0.4", "here", 0, "none", 1, None, False, 32, "same", scores, rows, record,
+        "sums", "1", "0.4", "here", 0, "none", 1, None, False, "same", scores, rows, record,
+        max_new_tokens=32,
     )  # fmt: skip
     record.workload.update({"command": "eval", **report.settings(), **work})
     return report
