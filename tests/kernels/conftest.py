@@ -3,7 +3,11 @@ its products of bfloat16 are wrong)."""
 
 from __future__ import annotations
 
+import inspect
 import os
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,30 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
 
+def _hasten_the_interpreter() -> None:
+    """A third of its time goes into finding the language's functions again at each call, a tenth into overflows, of
+    which it says nothing outside of its debug mode."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    @cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+    def patch_builtin(package: Any, *rest: Any) -> None:
+        for name in names(package):
+            member = getattr(package, name)
+            if interpreter.tl.core.is_builtin(member):  # not yet patched
+                interpreter._patch_attr(package, name, member, *rest)
+
+    interpreter._patch_builtin = patch_builtin
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+if not torch.cuda.is_available():
+    _hasten_the_interpreter()
