@@ -142,11 +142,18 @@ def random_nodes(seed: int, vocabulary: int, count: int, depth: int) -> list[Tex
     return nodes
 
 
-@pytest.mark.parametrize("toy", [Toy(seed, 4, 4) for seed in range(6)] + [Toy(7, 3, 5), Toy(8, 8, 3)], ids=str)
-@pytest.mark.parametrize(("count", "depth"), [(1, 1), (3, 1), (5, 2), (8, 2), (6, 3)])
+CROWNS = [(1, 1), (3, 1), (5, 2), (8, 2), (6, 3)]  # nodes, and the depth that they may reach
+
+
+@pytest.mark.parametrize(
+    ("toy", "count", "depth"),
+    [
+        *((toy, *crown) for toy in [*(Toy(seed, 4, 4) for seed in range(6)), Toy(8, 8, 3)] for crown in CROWNS),
+        *((Toy(7, 3, 5), *crown) for crown in [(1, 1), (3, 1), (8, 2)]),  # of 60 cells for each coin
+    ],
+    ids=str,
+)
 def test_any_tree_is_lossless(toy: Toy, count: int, depth: int) -> None:
-    if depth == 3 and toy.units > 4:
-        depth = 2
     nodes = random_nodes(toy.seed + count, toy.vocabulary, min(count, toy.vocabulary**depth), depth)
     for drafted in {len(nodes), toy.seed % (len(nodes) + 1)}:
         assert toy.error(verify, nodes, drafted) < 1e-12
