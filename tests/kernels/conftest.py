@@ -7,6 +7,7 @@ import inspect
 import os
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ if not torch.cuda.is_available():
 def _hasten_the_interpreter() -> None:
     """Half of its time goes into putting the language's names in place again at each call of a function, and into
     sums of overflows, of which it says nothing outside of its debug mode."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from triton.runtime import interpreter
 
     plain, met = interpreter.InterpretedFunction.__call__, set()
 
@@ -51,5 +52,5 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() and find_spec("triton"):
     _hasten_the_interpreter()
