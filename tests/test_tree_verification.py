@@ -240,7 +240,7 @@ SETTINGS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "to
     "shape", [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])], ids=str
 )
 def test_tokens_follow_the_target(shape: DraftShape, setting: dict[str, Any]) -> None:
-    tokens, accepting = generate(verify, sampling_of(100_000, **setting), shape)
+    tokens, accepting = generate(verify, sampling_of(60_000, **setting), shape)
     assert 0.2 < accepting < 0.95
     assert smallest_p_value(tokens, target_law(**setting)) > 1e-4
 
