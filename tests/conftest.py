@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 settings.load_profile("specbatch")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for the tests stays: the garbage collector need not look through it while it grows."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
 
 BOS, EOS = 1, 2
 _PIECES = [b"", b"<s>", b"</s>", *(bytes([97 + i]) for i in range(26))]

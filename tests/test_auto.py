@@ -130,10 +130,10 @@ def test_sampled_tokens_of_a_seed_are_those_of_plain_decoding_where_drafts_are_l
 def test_sampled_requests_and_their_logprobs_go_through_all_lengths(
     toy: Any, toy_engine: Callable[..., Engine], name: str
 ) -> None:
-    params = SamplingParams(temperature=0.9, max_new_tokens=25, ignore_eos=True, logprobs=True)
+    params = SamplingParams(temperature=0.9, max_new_tokens=20, ignore_eos=True, logprobs=True)
     for graphs in (Graphs(), BOTH):
         engine = toy_engine(speculation=auto(name), graphs=graphs)
-        done = engine.generate([list(prompt) for prompt in toy.prompts()[8:14]], params)
+        done = engine.generate([list(prompt) for prompt in toy.prompts()[8:14:2]], params)
         for item in done:
             said = toy.logits([*item.prompt_token_ids, *item.token_ids]).log_softmax(-1)
             start = len(item.prompt_token_ids) - 1

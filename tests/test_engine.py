@@ -66,13 +66,14 @@ def test_a_seed_gives_the_same_tokens_however_they_are_made(toy: Any, toy_engine
     wanted = tokens_of(toy_engine(speculation=SPECULATIONS["none-v1"]).generate(prompts, params))
     assert wanted[0] != list(toy.greedy(toy.prompts()[0])[:18])
     assert wanted[4] == list(toy.greedy(toy.prompts()[4])[:18])
-    for name in ("none-v2", "ngram-v1", "ngram-v2"):
-        for arrangement in (
-            {},
-            {"max_running": 1},
-            {"prefix_cache": False, "prefill_chunk": 7},
-            {"kv_pages": 24, "max_model_len": 65},
-        ):
+    chunks, crowded = {"prefix_cache": False, "prefill_chunk": 7}, {"kv_pages": 24, "max_model_len": 65}
+    arrangements: dict[str, list[dict[str, Any]]] = {
+        "none-v2": [chunks, crowded],
+        "ngram-v1": [{}, crowded],
+        "ngram-v2": [{}, {"max_running": 1}, chunks, crowded],
+    }
+    for name, some in arrangements.items():
+        for arrangement in some:
             engine = toy_engine(speculation=SPECULATIONS[name], **arrangement)
             assert tokens_of(engine.generate(prompts, params)) == wanted, (name, arrangement)
             if "kv_pages" in arrangement:

@@ -70,7 +70,7 @@ def with_schedule(speculation: Speculation, schedule: str) -> Speculation:
 def test_every_algorithm_replays_and_gives_the_tokens_of_naive_decoding(
     toy: Any, graph_engine: Callable[..., Any], name: str, schedule: str
 ) -> None:
-    prompts = [list(prompt) for prompt in toy.prompts()]
+    prompts = [list(prompt) for prompt in toy.prompts()[::3]]
     engine = graph_engine(speculation=with_schedule(SPECULATIONS[name], schedule), graphs=BOTH, max_running=7)
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
     expected = [toy.greedy(tuple(prompt))[:24] for prompt in prompts]

@@ -140,7 +140,7 @@ def test_a_random_mtp_head(hybrids: Hybrids, name: str) -> None:
     assert engine.caps["draft_shape"] == "3 drafted"
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", slow_but(["qwen3-moe", "qwen3-next", "nemotron-h-moe", "lfm2"], HYBRIDS))
 def test_a_prefix_is_found_again(hybrids: Hybrids, name: str) -> None:
     """With its state, where there is one."""
     engine = hybrids.engine(name, "ngram", "v2")

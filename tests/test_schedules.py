@@ -148,7 +148,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert (record.metrics["verify_steps"] or 0) > 0
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_any_mixture_gives_the_tokens_of_plain_decoding(
     data: st.DataObject, toy: Any, toy_engine: Callable[..., Engine]
@@ -192,7 +192,9 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(
         check(toy, engine, prompts[::-1], params[::-1])  # once more, with the prefixes of before
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram-7-1", "self", "tree"])
+@pytest.mark.parametrize(
+    ("drafter", "schedule"), crossed(["none", "ngram-7-1", "self", "tree"], SCHEDULES), indirect=["schedule"]
+)
 def test_aborts_in_the_middle_leave_the_others_alone(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str
 ) -> None:
@@ -332,7 +334,7 @@ def test_a_tree_accepts_at_least_what_a_chain_of_its_steps_does(
 ) -> None:
     shapes = DRAFTERS | {"tree-chain": {**_SELF, "draft_steps": 3, "draft_topk": 3, "draft_tokens": 12}}
     shapes["ngram"] = {"algorithm": "ngram", "draft_tokens": 4, "ngram_min": 1}
-    prompts = [list(prompt) for prompt in toy.prompts()]
+    prompts = [list(prompt) for prompt in toy.prompts()[::2]]
     found = {}
     for name in (chain, tree):
         engine = toy_engine(speculation=Speculation(**shapes[name]))
@@ -365,7 +367,7 @@ def test_what_a_prefix_cache_keeps_is_right_for_the_draft_too(
         engine = toy_engine(
             speculation=Speculation(**DRAFTERS[drafter], schedule="v1"), prefix_cache=prefix_cache, page_size=1
         )
-        firsts = [list(prompt) for prompt in toy.prompts()]
+        firsts = [list(prompt) for prompt in toy.prompts()[::3]]
         ends = engine.generate(firsts, SamplingParams(max_new_tokens=17, ignore_eos=True))
         longer = [prompt + end.token_ids for prompt, end in zip(firsts, ends, strict=True)]
         done = engine.generate(longer, SamplingParams(max_new_tokens=20, ignore_eos=True))
@@ -422,7 +424,7 @@ def test_launching_reads_nothing_from_the_device(
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, reader(name))
     params = SamplingParams(
-        max_new_tokens=12, temperature=0.8 * sampled, top_k=9, top_p=0.9, min_p=0.01, logprobs=sampled, seed=1
+        max_new_tokens=8, temperature=0.8 * sampled, top_k=9, top_p=0.9, min_p=0.01, logprobs=sampled, seed=1
     )
-    completions = engine.generate([list(prompt) for prompt in toy.prompts()[:10]], params)
-    assert len(completions) == 10
+    completions = engine.generate([list(prompt) for prompt in toy.prompts()[:10:2]], params)
+    assert len(completions) == 5

@@ -46,11 +46,11 @@ def run(
     temperature: float,
     speculation: Speculation,
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Tokens and metrics of 28 long answers."""
+    """Tokens and metrics of 14 long answers."""
     asked = replace(speculation, schedule=schedule, simulate_accept_length=mean)
-    engine = toy_engine(speculation=asked, max_running=28, max_model_len=500)
+    engine = toy_engine(speculation=asked, max_running=14, max_model_len=500)
     params = SamplingParams(max_new_tokens=440, ignore_eos=True, temperature=temperature)
-    completions = engine.generate([list(prompt) for prompt in toy.prompts()], params)
+    completions = engine.generate([list(prompt) for prompt in toy.prompts()[::2]], params)
     return [item.token_ids for item in completions], engine.record().metrics
 
 
@@ -60,7 +60,7 @@ def test_a_record_shows_the_mean_and_the_schedules_agree(
 ) -> None:
     tokens, metrics = run(toy_engine, toy, mean, "v1", temperature, SELF)
     assert metrics["accept_length"] == pytest.approx(mean, rel=0.02)
-    assert metrics["verify_steps"] > 1500
+    assert metrics["verify_steps"] > 750
     assert run(toy_engine, toy, mean, "v2", temperature, SELF)[0] == tokens
 
 
@@ -79,7 +79,7 @@ def test_ngram_accepts_as_told_wherever_it_drafts(toy: Any, toy_engine: Callable
     speculation = Speculation("ngram", draft_tokens=7, ngram_min=1)
     _, metrics = run(toy_engine, toy, 2.4, "v2", 0.0, speculation)
     drafting = metrics["drafted_tokens"] / 7
-    assert 1000 < drafting < metrics["verify_steps"]
+    assert 500 < drafting < metrics["verify_steps"]
     assert metrics["accepted_tokens"] / drafting + 1 == pytest.approx(2.4, rel=0.02)
 
 

@@ -3,7 +3,12 @@ its products of bfloat16 are wrong)."""
 
 from __future__ import annotations
 
+import inspect
 import os
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,40 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
 
+def _hasten_the_interpreter() -> None:
+    """Half of its time goes into putting the language's names in place again at each call of a function, and into
+    sums of overflows, of which it says nothing outside of its debug mode."""
+    from triton.runtime import interpreter
+
+    plain, met = interpreter.InterpretedFunction.__call__, set()
+
+    def call(function: Any, *arguments: Any, **settings: Any) -> Any:
+        if function.fn in met:  # its names are in place: of the kernel around it, or for good
+            return function.rewrite()(*arguments, **settings)
+        met.add(function.fn)
+        return plain(function, *arguments, **settings)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+    @cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+    def patch_builtin(package: Any, *rest: Any) -> None:
+        for name in names(package):
+            member = getattr(package, name)
+            if interpreter.tl.core.is_builtin(member):  # not yet patched
+                interpreter._patch_attr(package, name, member, *rest)
+
+    interpreter._patch_builtin = patch_builtin
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+if not torch.cuda.is_available() and find_spec("triton"):
+    _hasten_the_interpreter()
