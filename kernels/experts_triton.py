@@ -140,6 +140,7 @@ def _grouped_kernel(
     pair = tl.load(order + place, exists, other=0).to(tl.int64)
 
     column = tile * BN + tl.arange(0, BN)
+    TO: tl.constexpr = BN // 2 if GATED else BN  # columns of y
     inner = tl.minimum(column, OUTER - 1)
     if GATED:  # rows of gate and up alternate in the tile
         inner = inner % 2 * N + inner // 2
@@ -151,11 +152,11 @@ def _grouped_kernel(
         scale_row += (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
     if ROUNDED:
         x_scale = x_scales + (pair // SHARE)[:, None] * tl.cdiv(K, SIDE)
+        even_scale = scales + (expert * tl.cdiv(OUTER, SIDE) + tile * TO // SIDE) * tl.cdiv(K, SIDE)
+        odd_scale = even_scale
         if GATED:
-            scale = scale_row[None, :]
-        else:  # that of all columns of the tile
-            scale = scales + (expert * tl.cdiv(OUTER, SIDE) + tile * BN // SIDE) * tl.cdiv(K, SIDE)
-        total = rounded_product(x_tile, exists, x_scale, weight_tile, scale, K, EVEN_K, BM, BN, SIDE)
+            odd_scale += N // SIDE * tl.cdiv(K, SIDE)
+        total = rounded_product(x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K, BM, BN, SIDE)
     else:
         total = tile_product(
             x_tile, exists, weight_tile, scale_row, K, SCALED, SIDE, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
@@ -163,7 +164,7 @@ def _grouped_kernel(
     if GATED:
         gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
         result = gate * tl.sigmoid(gate) * up
-        to = tile * (BN // 2) + tl.arange(0, BN // 2)
+        to = tile * TO + tl.arange(0, TO)
     else:
         result = total
         to = column

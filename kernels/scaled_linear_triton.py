@@ -81,7 +81,7 @@ def _scaled_linear_kernel(
     if ROUNDED:  # the columns of a tile share their scales
         x_scale = x_scales + row[:, None] * blocks_k
         scale = scales + tl.program_id(0) // blocks * BN // SIDE * blocks_k
-        total = rounded_product(x_tile, row < M, x_scale, weight_tile, scale, K, EVEN_K, BM, BN, SIDE)
+        total = rounded_product(x_tile, row < M, x_scale, weight_tile, scale, scale, K, EVEN_K, BM, BN, SIDE)
     else:
         total = tile_product(
             x_tile, row < M, weight_tile, scales + outer // SIDE * blocks_k,

@@ -78,12 +78,12 @@ def tile_product(
 
 @triton.jit
 def rounded_product(
-    x_tile, x_rows, x_scale, weight_tile, scale, K, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SIDE: tl.constexpr,
+    x_tile, x_rows, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """The same where x is float8, too, as `rounding.Rounded` is: what the tensor core adds up itself is SIDE columns,
-    whose scales are in `x_scale` [BM, 1] for x and in `scale`, of one value or [1, BN], for the weight."""
-    ks = tl.arange(0, SIDE)
+    whose scales are in `x_scale` [BM, 1] for x, and of the weight one for all even rows and one for all odd ones."""
+    ks, is_even = tl.arange(0, SIDE), tl.arange(0, BN)[None, :] % 2 == 0
     total = tl.zeros([BM, BN], tl.float32)
     for k in tl.range(0, K, SIDE):
         if EVEN_K:
@@ -92,6 +92,7 @@ def rounded_product(
         else:
             a = tl.load(x_tile + k, x_rows[:, None] & (k + ks < K)[None, :], other=0.0)
             b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0)
-        both = tl.load(x_scale + k // SIDE, x_rows[:, None], other=0.0) * tl.load(scale + k // SIDE).to(tl.float32)
-        total += tl.dot(a, b) * both
+        scale = tl.load(x_scale + k // SIDE, x_rows[:, None], other=0.0)
+        even, odd = tl.load(even_scale + k // SIDE).to(tl.float32), tl.load(odd_scale + k // SIDE).to(tl.float32)
+        total += tl.dot(a, b) * tl.where(is_even, scale * even, scale * odd)
     return total
