@@ -15,7 +15,7 @@ from specbatch.kernels.norm import rms_norm
 from specbatch.kernels.rounding import rounded_ref
 from specbatch.kernels.routing import Routing, route_ref
 from specbatch.kernels.scaled_linear import scaled_linear_ref
-from specbatch.kernels.weight import Weight
+from specbatch.kernels.weight import SIDE, Weight
 
 Activation = Literal["swiglu", "relu2"]
 
@@ -91,7 +91,9 @@ class Experts:
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
         self.rule, self.up, self.down, self.activation = rule, up, down, activation
-        self._scaled = up.scales is not None and down.scales is not None
+        # A gate and what it multiplies have scales of their own.
+        is_whole = activation != "swiglu" or down.values.shape[2] % SIDE == 0
+        self._may_round = up.scales is not None and down.scales is not None and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.
         self._router = Linear(F.pad(router, (0, 0, 0, -rule.logits % 8)))
@@ -102,10 +104,11 @@ class Experts:
         """x [T, H], residual [T, H] -> [T, H]."""
         x = x if norm is None else rms_norm(x, *norm)
         logits = self._router(x.to(self._router_dtype))[:, : self.rule.logits]
-        weights, rounds = (self.up, self.down, self.activation), self._scaled and dispatch.rounds(x)
+        up, down, activation = self.up, self.down, self.activation
+        rounds = self._may_round and dispatch.rounds(x)
         if dispatch.runs_kernels(x):
             from specbatch.kernels import experts_triton  # Triton: not on every system, and a second to import
 
-            return experts_triton.mixture(x, logits, self.rule, *weights, residual, rounds=rounds)
-        y = experts_ref(x, *route_ref(logits, self.rule), *weights, rounds=rounds)
+            return experts_triton.mixture(x, logits, self.rule, up, down, activation, residual, rounds=rounds)
+        y = experts_ref(x, *route_ref(logits, self.rule), up, down, activation, rounds=rounds)
         return y if residual is None else residual + y

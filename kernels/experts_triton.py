@@ -104,7 +104,9 @@ def grouped(
     assert scales is None or SIDE % tile.k == 0, f"steps of {tile.k} columns cross the {SIDE} of a scale"
     if x_scales is not None:
         assert tile.k == SIDE, f"steps are of the {SIDE} columns that share a scale, not {tile.k}"
-        assert gated or SIDE % tile.n == 0, f"tiles of {tile.n} columns cross the {SIDE} of a scale"
+        width = tile.n // 2 if gated else tile.n
+        assert SIDE % width == 0, f"tiles of {width} columns cross the {SIDE} of a scale"
+        assert not gated or n % SIDE == 0, f"a scale of gate and up, {n} rows each, would be that of both"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
     _grouped_kernel[(grid,)](
