@@ -91,7 +91,7 @@ class Experts:
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
         self.rule, self.up, self.down, self.activation = rule, up, down, activation
-        # A gate and what it multiplies have scales of their own.
+        # Else a block that shares a scale could have rows of the gate and of what it multiplies.
         is_whole = activation != "swiglu" or down.values.shape[2] % SIDE == 0
         self._may_round = up.scales is not None and down.scales is not None and is_whole
         self._router_dtype = router.dtype

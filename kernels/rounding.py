@@ -31,11 +31,11 @@ class Rounded(NamedTuple):
 def rounded_ref(x: torch.Tensor) -> Rounded:
     """x [T, K], its rows apart or not, each block of 128 columns divided by its largest value / 448 and rounded to
     nearest even. Where a block holds NaN or infinity its scale does, too, so that every product with it shows that."""
-    rows, width = x.shape
-    blocks = F.pad(x.float(), (0, -width % SIDE)).view(rows, -1, SIDE)
+    width = x.shape[1]
+    blocks = F.pad(x.float(), (0, -width % SIDE)).unflatten(1, (-1, SIDE))
     largest = blocks.abs().amax(-1).clamp(min=LEAST)
-    values = (blocks * (LARGEST / largest)[..., None]).view(rows, -1)[:, :width]
-    return Rounded(values.to(torch.float8_e4m3fn), largest / LARGEST, x.dtype)
+    values = (blocks * (LARGEST / largest)[..., None]).flatten(1)[:, :width]
+    return Rounded(values.to(torch.float8_e4m3fn).contiguous(), largest / LARGEST, x.dtype)
 
 
 def rounded(x: torch.Tensor) -> Rounded:

@@ -317,6 +317,11 @@ def test_a_prompt_is_rounded_and_an_iteration_is_not(
         assert torch.equal(wide(case.x), unscaled)
     assert torch.equal(block(case.x), plain)
     assert (prompt - plain).double().norm() > 1e-2 * plain.double().norm()
+    narrow = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=130)  # a scale of gate and up alike
+    block = Experts(narrow.rule, router, *scaled(narrow))
+    with dispatch.prompts(float8=True):
+        prompt_of_narrow = block(case.x)
+    assert torch.equal(prompt_of_narrow, block(case.x))
     weights, experts = route_ref(F.linear(case.x, router), case.rule)
     expected = experts_ref(case.x, weights, experts, up, down, "swiglu", rounds=True)
     assert (prompt - expected).double().norm() <= 2e-2 * expected.double().norm()

@@ -94,6 +94,7 @@ def test_the_smallest_numbers_are_no_infinity(device: torch.device) -> None:
     x[1] = 0
     for found in (rounded_ref(x), elementwise.rounded(x)):
         assert torch.equal(found.wide().half(), x)
+        assert (found.scales > 0).all()
     if device.type == "cuda":
         tiny = torch.full((1, 128), 2.0**-126, dtype=torch.bfloat16, device=device)
         same(elementwise.rounded(tiny), rounded_ref(tiny))
