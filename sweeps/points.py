@@ -38,10 +38,14 @@ class Point(NamedTuple):
     repeat: int
 
     def folder(self, root: Path) -> Path:
-        return root / self.configuration.replace("/", "_") / f"c{self.concurrency}" / f"r{self.repeat}"
+        return root / folder_name(self.configuration) / f"c{self.concurrency}" / f"r{self.repeat}"
 
     def is_finished(self, root: Path) -> bool:
         return (self.folder(root) / "record.json").exists()
+
+
+def folder_name(configuration: str) -> str:
+    return configuration.replace("/", "_")
 
 
 def points(configs: Mapping[str, Described], options: SweepOptions) -> Iterator[Point]:

@@ -28,7 +28,7 @@ draft-tokens = [1, 3]
 kv_dtype = ["auto", "fp8"]
 """
 YAML = """
-baseline: {spec: "off"}
+baseline: {spec: off}
 eagle: {algorithm: eagle3, draft: head, draft-tokens: [1, 3], kv_dtype: [auto, fp8]}
 """
 OPTIONS = SweepOptions((1, 2), 2, Workload(input_len=4, output_len=3))
@@ -71,6 +71,10 @@ def test_a_file_counts_in_place_of_the_command(tmp_path: Path) -> None:
         ("[a.b]\nc = 3", "or a list of them"),
         ("[a]\npage_size = [8, 8]", "names each value once"),
         ('["a/b"]\nspec = "v1"', "name is that of a folder"),
+        ('["a|b"]\nspec = "v1"', "without / and |"),
+        ('[a]\ndraft = ["heads/a/b", "heads/a_b"]', "a draft=heads/a/b has a folder of that name, too"),
+        ('["a spec=v1"]\nspec = "v2"\n[a]\nspec = ["v1", "v2"]', "a spec=v1 has a folder of that name, too"),
+        (f'[a]\ndraft = ["{"x" * 255}", "y"]', "too long for a folder's name"),
         ('[a]\nspec = "v3"', "spec='v3'"),
     ],
 )
@@ -80,6 +84,14 @@ def test_refused_files(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(SpecbatchError) as refused:
         _engines(EngineOptions(device="cpu"), str(path))
     assert says in str(refused.value)
+
+
+def test_true_and_false_are_yamls_only_booleans(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("a: {prefix_cache: true}\nb: {prefix_cache: False}\nno: {spec: off, ngram-max: 3, draft: yes}")
+    assert read_grid(path) == {
+        "a": {"prefix_cache": True}, "b": {"prefix_cache": False}, "no": {"spec": "off", "ngram_max": 3, "draft": "yes"}
+    }  # fmt: skip
 
 
 def test_a_missing_file_and_bad_yaml(tmp_path: Path) -> None:
