@@ -37,7 +37,9 @@ def markdown(result: GateResult) -> str:
             if found
         ]
     parts += [
-        f"{check.name}: {check.detail}" for check in result.failed if check.detail and check.detail not in _said(result)
+        f"{check.name}{f' at {check.point}' if check.point else ''}: {check.detail}"
+        for check in result.failed
+        if check.detail and check.detail not in _said(result)
     ]
     return "\n\n".join(parts) + "\n"
 

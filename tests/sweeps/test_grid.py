@@ -14,7 +14,7 @@ from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.metrics import RunRecord
 from specbatch.sweeps.grid import by_model, named, read_grid
-from specbatch.sweeps.points import PLAN, check_plan, plan_of, points, save
+from specbatch.sweeps.points import PLAN, check_plan, plan_of, points, save, unfinished
 from specbatch.sweeps.runner import SweepOptions
 from specbatch.sweeps.workloads import Workload
 
@@ -129,6 +129,14 @@ def test_what_is_left_of_a_folder(tmp_path: Path) -> None:
     where = json.loads((tmp_path / "v2/c1/r1/record.json").read_text())["workload"]
     assert where == {"configuration": "v2", "place": 1, "concurrency": 1, "repeat": 1}
     check_plan(tmp_path, plan)
+    left = [point for point in every if point != every[1]]
+    assert unfinished(tmp_path) == unfinished(tmp_path.parent) == left
+    assert unfinished(tmp_path / "v2") == [point for point in left if point.configuration == "v2"]
+    assert unfinished(tmp_path / "v2/c1") == [every[3]]
+    assert unfinished(tmp_path / "v2/c1/r1") == unfinished(tmp_path / "out.jsonl") == []
+    (tmp_path / "other").mkdir()
+    save(tmp_path / "other", plan_of(configs, replace(OPTIONS, repeats=1)), every[0], record())
+    assert len(unfinished(tmp_path)) == 7 + 3  # the sweeps of two models
 
 
 @pytest.mark.parametrize(
