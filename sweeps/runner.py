@@ -186,6 +186,14 @@ def of_lengths(config: EngineConfig, workload: Workload) -> Iterator[None]:
         raise refuse(name, lengths[name], works) from None
 
 
+def check(configs: Mapping[str, EngineConfig], options: SweepOptions) -> None:
+    """Refuse engines that cannot run, with nothing loaded."""
+    from specbatch.build import prepare
+
+    for config in fitted(configs, options).values():
+        prepare(config, lambda line: None)
+
+
 def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | None) -> None:
     """Refuse a draft that does not fit, before an engine that drafts nothing has loaded the target in vain."""
     from specbatch.build import prepare

@@ -140,7 +140,7 @@ def sweep(
     """
     from specbatch.sweeps.grid import by_model
     from specbatch.sweeps.points import PLAN
-    from specbatch.sweeps.runner import SweepOptions, run_server, run_sweep
+    from specbatch.sweeps.runner import SweepOptions, check, run_server, run_sweep
     from specbatch.sweeps.workloads import Workload
 
     steps = _whole_numbers("concurrency", concurrency)
@@ -181,6 +181,8 @@ def sweep(
             with progress("sweep") as report:
                 summary, rows = run_sweep(engines, options, folder, log=say, report=report), _summary_rows(folder)
         else:
+            for ours in models.values():  # what cannot run is not found after another model has run for hours
+                check(ours, options)
             summary, rows = "", []
             for name, ours in models.items():
                 summary += _in_a_process(name, ours, options, folder / name)
