@@ -28,6 +28,7 @@ from specbatch.sweeps.points import folder_name
 
 Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")
+OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
 NAME_BYTES = 255  # that a folder's name may have
 
 
@@ -64,10 +65,13 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
 
 
 def by_model(configs: Mapping[str, EngineConfig]) -> dict[str, dict[str, EngineConfig]]:
-    """Configurations that can share weights, by a name for their model."""
+    """Configurations that can share weights, by a name for their model. Their own names no longer say what they share,
+    so that each model has its baseline."""
     found: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
     for name, config in configs.items():
-        weights = config.model, config.load_format, config.tokenizer, config.seed, config.dtype, config.device
+        weights = tuple(getattr(config, key) for key in OF_WEIGHTS)
+        for key, value in zip(OF_WEIGHTS, weights, strict=True):
+            name = name.replace(f" {key}={value}", "").replace(f" {key.replace('_', '-')}={value}", "")
         found.setdefault(weights, {})[name] = config
     names = [Path(str(weights[0])).name for weights in found]
     if len(set(names)) < len(names):

@@ -111,6 +111,16 @@ def test_models_are_told_apart() -> None:
     assert list(by_model(others)) == ["toy-1", "toy-2", "toy-3"]
 
 
+def test_each_model_of_a_list_has_its_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    both = 'model = ["toy", "x/other"]\nload-format = ["dummy", "auto"]'
+    path.write_text(f'[baseline]\nspec = "off"\n{both}\n[v2]\n{both}\nspec = "v2"\ndraft-tokens = [1, 3]\n')
+    found = by_model(_engines(EngineOptions(device="cpu"), str(path)))
+    names = ["baseline", "v2 draft-tokens=1", "v2 draft-tokens=3"]
+    assert [list(ours) for ours in found.values()] == [names] * 4
+    assert {one.model for one in found["other-3"].values()} == {"x/other"}
+
+
 def record() -> RunRecord:
     return RunRecord({}, {}, {}, {}, [], {})
 
