@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -211,6 +213,7 @@ def _in_a_process(name: str, engines: dict[str, EngineConfig], options: SweepOpt
 def _one_model(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path) -> None:
     from specbatch.sweeps.runner import run_sweep
 
+    Thread(target=_end_with_the_command, daemon=True).start()
     try:
         with progress("sweep") as report:
             run_sweep(engines, options, folder, log=say, report=report)
@@ -220,6 +223,14 @@ def _one_model(engines: dict[str, EngineConfig], options: SweepOptions, folder: 
     except KeyboardInterrupt as stop:
         say(str(stop))
         raise SystemExit(130) from None
+
+
+def _end_with_the_command() -> None:
+    """The command may be killed and started again, and this process would measure beside the new one."""
+    command = parent_process()
+    assert command is not None
+    command.join()
+    os._exit(1)
 
 
 @takes_engine(without=BENCH_SETS)
