@@ -168,6 +168,9 @@ def test_the_folder_of_another_sweep(tmp_path: Path, change: dict[str, object], 
     other = configs | {"v2": replace(configs["v2"], page_size=32)}
     with pytest.raises(SpecbatchError, match=r"page_size \(16 there, 32 now\)"):
         check_plan(tmp_path, plan_of(other, OPTIONS))
+    every = {name: replace(config, page_size=32) for name, config in configs.items()}
+    with pytest.raises(SpecbatchError, match=r"another page_size \(16 there, 32 now\);"):  # said once
+        check_plan(tmp_path, plan_of(every, OPTIONS))
     (tmp_path / PLAN).write_text("{")
     with pytest.raises(SpecbatchError, match="cannot be read"):
         check_plan(tmp_path, plan_of(configs, OPTIONS))
