@@ -52,6 +52,9 @@ class SweepOptions:
             listed = ",".join(map(str, self.concurrency))
             raise refuse("concurrency", listed, "name at least one, and each only once")
         at_least("repeats", self.repeats, 1)
+        most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
+        if most > count and not self.workload.is_open:
+            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more groups")
 
 
 def run_sweep(
