@@ -266,6 +266,8 @@ def _prefix_cache(record: RunRecord) -> str:
 
 def _remarks(record: RunRecord) -> Iterator[str]:
     """What is often the same of all points."""
+    if (different := record.workload.get("distinct_prompts")) and different < record.workload["prompts"]:
+        yield f"REPEATED: only {different} prompts are different; a prefix cache answers the others faster"
     for doubt in record.workload.get("doubts", ()):
         yield f"DOUBTFUL: {doubt}"
     if why := record.counters.get("no_accept_length"):
