@@ -53,7 +53,7 @@ def compare(
 
 def gate(
     run: Annotated[Path, Argument(metavar="RUN", help=_RUN)],
-    policy: Annotated[Path, Option(metavar="FILE.toml", help="The rules: tables [accuracy] and [bounds].")],
+    policy: Annotated[Path, Option(metavar="FILE.toml", help="The rules: tables \\[accuracy] and \\[bounds].")],
     baseline: Annotated[
         Path | None, Option(metavar="RUN", help="The run that rules compare with; of the same model and prompts.")
     ] = None,

@@ -95,7 +95,7 @@ def sweep(
     ] = None,
     output: Annotated[
         Path | None,
-        Option("--output", "--out", help="Folder: a new one, or that of the same sweep cut short. [out/sweep-TIME]"),
+        Option("--output", "--out", help="Folder: a new one, or that of the same sweep cut short. \\[out/sweep-TIME]"),
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Say what would run and how long; load nothing.")] = False,
     as_json: Json = False,
@@ -118,10 +118,10 @@ def sweep(
 
     In a file each table is a configuration, whose keys are options of this command; a list stands for one of each.
 
-    [baseline]
+    \\[baseline]
     spec = "off"
 
-    [ngram]
+    \\[ngram]
     algorithm = "ngram"
     draft-tokens = [3, 7]
 

@@ -8,6 +8,10 @@ import sys
 import time
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from specbatch.cli import app
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "matplotlib", "scipy")
 COMMANDS = [
@@ -47,6 +51,16 @@ def test_help_answers_within_a_second():
 def test_help_lists_every_command(run):
     shown = plain(run("--help").output)
     assert all(f" {command} " in shown for command in COMMANDS)
+
+
+def test_help_shows_what_stands_in_brackets():
+    """It passes through a language of marks, in which a table of TOML is one."""
+    wide = {"COLUMNS": "1000"}
+    commands = typer.main.get_command(app).commands
+    for name, command in commands.items():
+        shown = re.sub(r"\s+", " ", plain(CliRunner().invoke(app, [name, "--help"], env=wide).output))
+        for text in (command.help or "", *(getattr(item, "help", None) or "" for item in command.params)):
+            assert all(found in shown for found in re.findall(r"\[[^][\n\\]*\]", text.replace("\\[", "["))), name
 
 
 @pytest.mark.parametrize("command", ["eval", "check", "sweep", "trace", "generate", "send-one"])

@@ -110,7 +110,11 @@ def test_float8_values_are_looked_at_too():
     read(True)
     for name in tensors:
         kept, tensors[name] = tensors[name], tensors[name].float().mul(float("nan")).to(tensors[name].dtype)
-        read(False)
+        if name == "w":  # products take it for a number, and nobody would see it
+            with pytest.raises(SpecbatchError, match="model='w'.*not finite"):
+                read(False)
+        else:
+            read(False)
         with pytest.raises(SpecbatchError, match=f"draft='{name}'.*not finite"):
             read(True)
         tensors[name] = kept

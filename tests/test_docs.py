@@ -1,0 +1,119 @@
+"""What the docs tell people to type: every command is one, and the blocks marked `sh run` and the Python do run, with a
+toy in place of the model and little in place of much."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from click import Command, Context
+from typer.testing import CliRunner
+
+from specbatch.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LITTLE = {"--steps": "2", "--concurrency": "1,2", "--prompts": "2"}
+# The toy model is fast; what is asked of it is short.
+TOY = ["--model", "toy", "--load-format", "dummy", "--device", "cpu"]
+SHORT = {"sweep": ["--output-len", "4", "--prompts-per-concurrency", "1"], "check": ["--max-new-tokens", "4"]}
+SHORT["train-draft"] = ["--max-new-tokens", "6"]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[list[str]]:
+    return [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("specbatch ")]
+
+
+def found(page: Path) -> list[list[str]]:
+    """The commands of its blocks, and those that stand in a line or a table."""
+    text = page.read_text()
+    whole = [
+        words for language in ("", "sh", "sh run") for block in blocks(page, language) for words in commands(block)
+    ]
+    inline = re.findall(r"`(specbatch [a-z-]+(?: [^`]*)?)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    return whole + [shlex.split(line)[1:] for line in inline]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_docs_are_commands(page: Path) -> None:
+    """Names and values of options are those that the command takes."""
+    group = typer.main.get_command(app)
+    for words in found(page):
+        name, *rest = words
+        command: Command = group.commands[name]  # type: ignore[attr-defined]
+        if not rest or "[" in " ".join(rest):  # only its name, or a synopsis
+            continue
+        if hasattr(command, "commands"):
+            command, rest = command.commands[rest[0]], rest[1:]
+        # Without what is required beside it: a line may speak of an option alone.
+        parsed = Context(command, info_name=name, resilient_parsing=True)
+        command.parse_args(parsed, rest)
+        assert not parsed.args, f"{page.name}: specbatch {shlex.join(words)}"
+        assert not (unknown := parsed._protected_args), unknown
+        options = {option for item in command.params for option in (*item.opts, *item.secondary_opts)}
+        assert {word for word in rest if word.startswith("-")} <= options, f"{page.name}: {shlex.join(words)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_the_docs_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the docs speak of."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{n} and {n}?", "answer": f"so #### {2 * n}"} for n in range(10, 60)]
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def little(words: list[str]) -> list[str]:
+    """The same command on the toy model."""
+    name, *rest = words
+    short = [LITTLE.get(before, word) for before, word in zip([name, *rest], rest, strict=False)]
+    answered = name == "train-draft" and "--answers" in rest  # the length of answers is no question then
+    return [name, *short, *(TOY if name in SHORT else []), *([] if answered else SHORT.get(name, []))]
+
+
+def test_the_way_to_a_draft_of_ones_own(desk: Path) -> None:
+    """docs/own-draft.md from its first command to its last."""
+    page = ROOT / "docs" / "own-draft.md"
+    (grid,) = blocks(page, "toml")
+    (desk / "grid.toml").write_text(grid)
+    ran = []
+    for block in blocks(page, "sh run"):
+        for words in commands(block):
+            result = CliRunner().invoke(app, little(words))
+            assert result.exit_code == 0, f"specbatch {shlex.join(little(words))}\n{result.output}"
+            ran.append(words[0])
+    assert ran == ["train-draft", "train-draft", "check", "sweep", "report", "sweep", "sweep"]
+    assert (desk / "out/head/report.html").is_file()
+    assert "accept length" in (desk / "out/lengths/summary.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_the_docs_runs(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import specbatch
+
+    def config(**settings: Any) -> Any:
+        return real(**settings | {"model": "toy", "load_format": "dummy", "device": "cpu"})
+
+    real = specbatch.EngineConfig
+    monkeypatch.setattr(specbatch, "EngineConfig", config)
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), {})
+        assert capsys.readouterr().out
