@@ -81,7 +81,8 @@ def bits_of(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     and leaves no hole as large as they are in a GPU's memory."""
     import torch
 
-    return values.view(torch.uint8).view(-1).split(_PART)
+    parts: tuple[torch.Tensor, ...] = values.view(torch.uint8).view(-1).split(_PART)
+    return parts
 
 
 def holds_nan(values: torch.Tensor) -> bool:
