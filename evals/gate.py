@@ -1,7 +1,7 @@
 """`specbatch gate`: may this change ship? Every rule of a policy on every point of a run, and a verdict.
 
 Beyond the policy's rules a run fails that left requests unfinished, whose points failed or are fewer than the
-baseline's, or that asked for graphs and replayed none.
+baseline's or than its sweep was to have, or that asked for graphs and replayed none.
 """
 
 from __future__ import annotations
@@ -134,6 +134,10 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
             tests += [test] if test else []
         for name, bound in policy.bounds.items():
             checks += _bounds(name, bound, str(place), point, old)
+    checks += [
+        Check("measured", str(place), False, f"{count} missing", "every repeat", detail="the sweep was cut short")
+        for place, count in after.missing.items()
+    ]
     for place in [] if pairs is None else pairs.only_before:
         checks.append(Check("measured", str(place), False, "missing", "a number", "there"))
     return GateResult(policy_file, run, baseline, checks, tests)

@@ -37,16 +37,18 @@ def markdown(result: GateResult) -> str:
             if found
         ]
     parts += [
-        f"{check.name}: {check.detail}" for check in result.failed if check.detail and check.detail not in _said(result)
+        f"{check.name}{f' at {check.point}' if check.point else ''}: {check.detail}"
+        for check in result.failed
+        if check.detail and check.detail not in _said(result)
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def junit(result: GateResult) -> str:
     """One test case per check; a failed one says what was found and what is allowed."""
-    counts = {"tests": str(len(result.checks)), "failures": str(len(result.failed)), "errors": "0", "skipped": "0"}
+    counts = {"tests": str(len(result.checks)), "failures": str(len(result.failed)), "errors": "0"}
     root = ElementTree.Element("testsuites", counts)
-    suite = ElementTree.SubElement(root, "testsuite", {"name": "specbatch gate", **counts})
+    suite = ElementTree.SubElement(root, "testsuite", {"name": "specbatch gate", **counts, "skipped": "0"})
     for check in result.checks:
         place = f"specbatch.gate.{check.point}" if check.point else "specbatch.gate"
         case = ElementTree.SubElement(suite, "testcase", {"classname": _clean(place), "name": _clean(check.name)})

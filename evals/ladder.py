@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.evals.report import EvalReport
-from specbatch.evals.run import EvalOptions, Progress, prepare
+from specbatch.evals.run import EvalOptions, PreparedEval, Progress, prepare
 from specbatch.memory.plan import Place
 from specbatch.metrics import write_atomic
 from specbatch.sweeps.grid import named
@@ -27,6 +27,8 @@ from specbatch.sweeps.runner import check_draft, load_engine
 if TYPE_CHECKING:
     from specbatch.engine import Engine
 
+WARM_UP = 4  # questions
+WARM_UP_TOKENS = 16  # of each answer
 RUNGS = ("baseline", "v1", "v2", "v2+piecewise")
 Log = Callable[[str], None]
 
@@ -109,6 +111,7 @@ def run_ladder(
                 place = Place(index, len(configs))
                 engine = stack.enter_context(load_engine(name, config, log, weights_of=first, place=place))
                 first = first or engine
+                _warm_up(ready, engine)
                 own = folder / name
                 own.mkdir()
                 reports[name] = replace(ready, options=replace(options, output=own)).run(engine, count)
@@ -117,6 +120,16 @@ def run_ladder(
         if reports:
             ladder.save(folder)
     return ladder
+
+
+def _warm_up(ready: PreparedEval, engine: Engine) -> None:
+    """Ask a little first: what is compiled at first use would count against the lowest rung, which the others are held
+    against."""
+    asked = ready.options
+    tokens = min(asked.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)
+    few = replace(asked, limit=min(asked.limit or WARM_UP, WARM_UP), max_new_tokens=tokens)
+    replace(ready, options=few).run(engine)
+    engine.forget_prefixes()
 
 
 def _cells(report: EvalReport, lowest: EvalReport) -> dict[str, str]:

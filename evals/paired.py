@@ -136,7 +136,7 @@ def _least_lost(first: int, last: int, alpha: float) -> list[int]:
 
     found, lost = [], 0
     for gained in range(first, last + 1):
-        while binom.sf(lost - 1, lost + gained, 0.5) > alpha:
+        while binom.sf(lost - 1, lost + gained, 0.5) >= alpha:
             lost += 1
         found.append(lost)
     return found

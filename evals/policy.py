@@ -101,6 +101,9 @@ class Policy(_Rules):
         return fall or any(bound.worsens_at_most is not None for bound in self.bounds.values())
 
 
+_LEVELS: tuple[type[_Rules], ...] = (Policy, Accuracy, Bound)  # by how deep their rules lie in the file
+
+
 def load_policy(path: Path) -> Policy:
     """Read the rules. Refused, in one line: no such file, no TOML, a rule that is none."""
     try:
@@ -117,5 +120,9 @@ def _one_line(path: Path, error: ValidationError) -> SpecbatchError:
     first, *others = error.errors()
     where = ".".join(str(part) for part in first["loc"])
     what = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        what = f"no such rule; use some of {', '.join(_LEVELS[len(first['loc']) - 1].model_fields)}"
+    elif first["type"] == "model_type":
+        what = f"write a table of {', '.join(_LEVELS[len(first['loc'])].model_fields)}"
     more = f" ({len(others)} more mistakes)" if others else ""
     return refuse("policy", str(path), f"{where}: {what}{more}" if where else f"{what}{more}")

@@ -76,10 +76,17 @@ def keeps_float8(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def bits_of(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The bytes of float8 values, contiguous, uint8 in parts: what is needed on the way stays small beside the weights,
+    and leaves no hole as large as they are in a GPU's memory."""
+    import torch
+
+    parts: tuple[torch.Tensor, ...] = values.view(torch.uint8).view(-1).split(_PART)
+    return parts
+
+
 def holds_nan(values: torch.Tensor) -> bool:
     """Of float8_e4m3fn, contiguous. Products make numbers of them without looking: whoever reads weights must."""
     import torch
 
-    # Part by part, so that what is needed on the way is small beside the weights.
-    parts = values.view(torch.uint8).view(-1).split(_PART)
-    return bool(torch.stack([((part & 127) == 127).any() for part in parts]).any())
+    return bool(torch.stack([((part & 127) == 127).any() for part in bits_of(values)]).any())

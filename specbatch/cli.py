@@ -249,8 +249,8 @@ def _write_through(text: str) -> None:
 
 
 def main() -> None:
-    # Weights are read by several threads, and what they need on the way would leave holes in a GPU's memory: 12 GiB of
-    # them with Qwen3-Next-80B-A3B in float8. To be said before torch is imported.
+    # Weights are read by several threads, and what they need on the way would leave holes in a GPU's memory, of
+    # gigabytes with Qwen3-Next-80B-A3B in float8. To be said before torch is imported.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     app()

@@ -136,4 +136,4 @@ def difference(old: Row, new: Row, names: Collection[str]) -> str:
                 parts.append(hashed.replace("input", "input file"))
         else:
             parts.append(f"{name} ({before!r} there, {after!r} now)")
-    return ", ".join(parts)
+    return ", ".join(dict.fromkeys(parts))

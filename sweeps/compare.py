@@ -103,6 +103,11 @@ def compare(before: Path, after: Path) -> Comparison:
         for path, places in ((before, pairs.only_before), (after, pairs.only_after))
         for place in places
     ]
+    notes += [
+        f"UNFINISHED: {run.path} {place}: its sweep was cut short and lacks {count} of its repeats"
+        for run in (old, new)
+        for place, count in run.missing.items()
+    ]
     rows: list[Row] = []
     for place, points in pairs.both.items():
         for path, point in zip((before, after), points, strict=True):

@@ -24,9 +24,12 @@ from typing import Any
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import refuse
+from specbatch.sweeps.points import folder_name
 
 Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")
+OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
+NAME_BYTES = 255  # that a folder's name may have
 
 
 def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
@@ -62,10 +65,13 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
 
 
 def by_model(configs: Mapping[str, EngineConfig]) -> dict[str, dict[str, EngineConfig]]:
-    """Configurations that can share weights, by a name for their model."""
+    """Configurations that can share weights, by a name for their model. Their own names no longer say what they share,
+    so that each model has its baseline."""
     found: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
     for name, config in configs.items():
-        weights = config.model, config.load_format, config.tokenizer, config.seed, config.dtype, config.device
+        weights = tuple(getattr(config, key) for key in OF_WEIGHTS)
+        for key, value in zip(OF_WEIGHTS, weights, strict=True):
+            name = name.replace(f" {key}={value}", "").replace(f" {key.replace('_', '-')}={value}", "")
         found.setdefault(weights, {})[name] = config
     names = [Path(str(weights[0])).name for weights in found]
     if len(set(names)) < len(names):
@@ -84,12 +90,26 @@ def read_grid(path: Path) -> dict[str, Settings]:
         raise refuse("configs", str(path), "holds no configurations: write a table of options for each")
     found: dict[str, Settings] = {}
     for name, table in tables.items():
-        if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
-            raise refuse("configs", f"{path}: {name}", "a configuration's name is that of a folder, too")
+        if not isinstance(name, str) or not name.isprintable() or set(name) & {*"/|"} or name[:1] in ("", "."):
+            works = "a configuration's name is that of a folder and of a row, too: write one without / and |"
+            raise refuse("configs", f"{path}: {name}", works)
         if not isinstance(table, Mapping):
             raise refuse("configs", f"{path}: {name}", "write a table of options")
-        found |= _combined(path, name, table)
+        for label, settings in _combined(path, name, table).items():
+            _check_folder(path, label, found)
+            found[label] = settings
     return found
+
+
+def _check_folder(path: Path, label: str, others: Iterable[str]) -> None:
+    """Refuse a configuration whose records would lie where those of another one do, or nowhere."""
+    folder = folder_name(label)
+    for other in others:
+        if folder_name(other) == folder:
+            raise refuse("configs", f"{path}: {label}", f"{other} has a folder of that name, too; rename one of them")
+    if len(folder.encode()) > NAME_BYTES:
+        works = f"too long for a folder's name ({NAME_BYTES} bytes); use a table for each value, with a short name"
+        raise refuse("configs", f"{path}: {label}", works)
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -100,8 +120,16 @@ def _parse(path: Path, text: str) -> Any:
             raise refuse("configs", str(path), f"not TOML ({error})") from error
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Of YAML 1.2, in which `off` is a word: spec has it."""
+
+        yaml_implicit_resolvers = {  # noqa: RUF012
+            first: [(tag, form) for tag, form in known if first in "tTfF" or not tag.endswith(":bool")]
+            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise refuse("configs", str(path), f"not YAML ({' '.join(str(error).split())})") from error
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
@@ -38,16 +38,37 @@ class Point(NamedTuple):
     repeat: int
 
     def folder(self, root: Path) -> Path:
-        return root / self.configuration.replace("/", "_") / f"c{self.concurrency}" / f"r{self.repeat}"
+        return root / folder_name(self.configuration) / f"c{self.concurrency}" / f"r{self.repeat}"
 
     def is_finished(self, root: Path) -> bool:
         return (self.folder(root) / "record.json").exists()
 
 
+def folder_name(configuration: str) -> str:
+    return configuration.replace("/", "_")
+
+
 def points(configs: Mapping[str, Described], options: SweepOptions) -> Iterator[Point]:
     """In the order in which they run: A B C A B C at each concurrency."""
-    rounds = product(options.concurrency, range(1, options.repeats + 1), enumerate(configs))
-    return (Point(name, place, concurrency, repeat) for concurrency, repeat, (place, name) in rounds)
+    return _points(configs, options.concurrency, options.repeats)
+
+
+def _points(configurations: Iterable[str], concurrency: Iterable[int], repeats: int) -> Iterator[Point]:
+    rounds = product(concurrency, range(1, repeats + 1), enumerate(configurations))
+    return (Point(name, place, number, repeat) for number, repeat, (place, name) in rounds)
+
+
+def unfinished(run: Path) -> list[Point]:
+    """Points that have no record, of the sweeps in folder `run` or of the one that it is a part of."""
+    run = run.resolve()
+    plans = sorted(run.rglob(PLAN)) or [path for folder in run.parents[:3] if (path := folder / PLAN).exists()][:1]
+    found = []
+    for path in plans:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        every = _points(plan["configurations"], plan["concurrency"], plan["repeats"])
+        found += [point for point in every if not point.is_finished(path.parent)]
+        found = [point for point in found if point.folder(path.parent).is_relative_to(run)]
+    return found
 
 
 def plan_of(configs: Mapping[str, Described], options: SweepOptions) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from specbatch.errors import refuse
 from specbatch.metrics import RunRecord, write_atomic
 from specbatch.sweeps import plot_style
 from specbatch.sweeps.plots import Plot, draw
+from specbatch.sweeps.points import Point, unfinished
 from specbatch.sweeps.serving import (
     Row,
     block,
@@ -76,7 +77,7 @@ def write_report(folder: Path, output: Path | None = None) -> list[Path]:
     target = output or folder
     try:
         target.mkdir(parents=True, exist_ok=True)  # a place that is none is found before the work
-        files = _files(records, command_of(folder, output))
+        files = _files(records, unfinished(folder), command_of(folder, output))
         for name, content in files.items():
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,13 +96,13 @@ def command_of(folder: Path, output: Path | None) -> str:
     return shlex.join(["specbatch", "report", str(folder), *(["--output", str(output)] if output else [])])
 
 
-def _files(records: list[RunRecord], command: str) -> dict[str, str | bytes]:
+def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict[str, str | bytes]:
     """Content by path below the folder."""
     rows, serving, pictures = table(records), serving_rows(records), draw_all(records)
-    summary = {"about": about(records), "rows": as_json(rows), "notes": notes(records, rows)}
+    summary = {"about": about(records), "rows": as_json(rows), "notes": notes(records, rows, missing)}
     by_concurrency = summary_rows(serving)
     files: dict[str, str | bytes] = {
-        "summary.md": markdown(records, rows),
+        "summary.md": markdown(records, rows, missing),
         "summary.csv": rows.to_csv(index=False),
         "summary.json": _json(summary),
         "concurrency.md": summary_markdown(serving),
@@ -115,7 +116,7 @@ def _files(records: list[RunRecord], command: str) -> dict[str, str | bytes]:
         if picture.plot.figure is not None:
             files[f"plots/{picture.plot.name}.svg"] = picture.svg
             files[f"plots/{picture.plot.name}.png"] = picture.png
-    return files | {PAGE: page(records, pictures, serving, command)}
+    return files | {PAGE: page(records, pictures, serving, command, missing)}
 
 
 def draw_all(records: list[RunRecord]) -> list[Picture]:
@@ -129,8 +130,10 @@ def draw_all(records: list[RunRecord]) -> list[Picture]:
         ]
 
 
-def page(records: list[RunRecord], pictures: list[Picture], serving: list[Row], command: str) -> str:
-    """The report as one HTML file; `command` remakes it."""
+def page(
+    records: list[RunRecord], pictures: list[Picture], serving: list[Row], command: str, missing: Sequence[Point] = ()
+) -> str:
+    """The report as one HTML file; `command` remakes it. missing: points of the sweep that have no record."""
     from jinja2 import Environment, StrictUndefined
 
     rows = table(records)
@@ -139,7 +142,7 @@ def page(records: list[RunRecord], pictures: list[Picture], serving: list[Row], 
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=f"Sweep of {what['model']} on {what['device']}",
         about=what | _made_from(records),
-        warnings=warnings_of(records),
+        warnings=warnings_of(records, missing),
         notes=[note for note in notes(records, rows) if not warning(note)],
         pictures=pictures,
         comparison=_named(*shown(rows)),
@@ -151,10 +154,10 @@ def page(records: list[RunRecord], pictures: list[Picture], serving: list[Row], 
     )
 
 
-def warnings_of(records: list[RunRecord]) -> dict[str, list[str]]:
+def warnings_of(records: list[RunRecord], missing: Sequence[Point] = ()) -> dict[str, list[str]]:
     """What a reader must know before believing a number, by kind: first what is simulated."""
     found: dict[str, list[str]] = {"SIMULATED": []}
-    for kind, text in filter(None, map(warning, notes(records, table(records)))):
+    for kind, text in filter(None, map(warning, notes(records, table(records), missing))):
         found.setdefault(kind, []).append(text)
     found["LOW ACCEPTANCE"] = list(_low_acceptance(records))
     return {kind: texts for kind, texts in found.items() if texts}

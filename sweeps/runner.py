@@ -52,6 +52,9 @@ class SweepOptions:
             listed = ",".join(map(str, self.concurrency))
             raise refuse("concurrency", listed, "name at least one, and each only once")
         at_least("repeats", self.repeats, 1)
+        most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
+        if most > count and not self.workload.is_open:
+            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more groups")
 
 
 def run_sweep(
@@ -184,6 +187,14 @@ def of_lengths(config: EngineConfig, workload: Workload) -> Iterator[None]:
         name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
         works = f"with {' and '.join(f'{other}={lengths[other]}' for other in others)} that is {error}"
         raise refuse(name, lengths[name], works) from None
+
+
+def check(configs: Mapping[str, EngineConfig], options: SweepOptions) -> None:
+    """Refuse engines that cannot run, with nothing loaded."""
+    from specbatch.build import prepare
+
+    for config in fitted(configs, options).values():
+        prepare(config, lambda line: None)
 
 
 def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | None) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from specbatch.config import Graphs
 from specbatch.draft_length import steps_text
 from specbatch.errors import refuse
 from specbatch.metrics import SCHEMA, RunRecord, break_even, write_atomic
+from specbatch.sweeps.points import Point, unfinished
 from specbatch.sweeps.summaries import (
     BREAK_EVEN,
     caps_text,
@@ -145,19 +147,20 @@ def write_summary(folder: Path) -> str:
     """Write `summary.csv` and `summary.md` into `folder`; return the Markdown."""
     records = load_records(folder)
     rows = table(records)
-    text = markdown(records, rows)
+    text = markdown(records, rows, unfinished(folder))
     write_atomic(folder / "summary.csv", rows.to_csv(index=False))
     write_atomic(folder / "summary.md", text)
     return text
 
 
-def markdown(records: list[RunRecord], rows: pd.DataFrame) -> str:
-    """What was run on what, the table, and what a reader must know before believing it."""
+def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = ()) -> str:
+    """What was run on what, the table, and what a reader must know before believing it. missing: points of the sweep
+    that have no record."""
     from tabulate import tabulate
 
     headers, body = shown(rows)
     text = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
-    remarks = "".join(f"* {note}\n" for note in notes(records, rows))
+    remarks = "".join(f"* {note}\n" for note in notes(records, rows, missing))
     return f"{heading(about(records))}\n{text}\n\n{_acceptance(records)}{remarks}"
 
 
@@ -169,11 +172,17 @@ def shown(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     return [*_POINT, *titles, "ratio to baseline"], [_cells(row, known) for row in rows.itertuples()]
 
 
-def notes(records: list[RunRecord], rows: pd.DataFrame) -> list[str]:
+def notes(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = ()) -> list[str]:
     """What a reader must know; what `warning` finds in them before believing anything."""
-    remarks = [BREAK_EVEN] if rows.break_even.notna().any() else []
+    remarks = [f"UNFINISHED: {_counted(missing)} have no record: the sweep was cut short."] if missing else []
+    remarks += [BREAK_EVEN] if rows.break_even.notna().any() else []
     remarks += filter(None, map(_disagreement, rows.itertuples()))
     return [*_notes(records), *_lengths(records), *remarks]
+
+
+def _counted(missing: Sequence[Point]) -> str:
+    places = Counter(f"{point.configuration} at concurrency {point.concurrency}" for point in missing)
+    return f"{len(missing)} points ({', '.join(f'{count} of {place}' for place, count in places.items())})"
 
 
 def warning(note: str) -> tuple[str, str] | None:
@@ -266,6 +275,8 @@ def _prefix_cache(record: RunRecord) -> str:
 
 def _remarks(record: RunRecord) -> Iterator[str]:
     """What is often the same of all points."""
+    if (different := record.workload.get("distinct_prompts")) and different < record.workload["prompts"]:
+        yield f"REPEATED: only {different} prompts are different; a prefix cache answers the others faster"
     for doubt in record.workload.get("doubts", ()):
         yield f"DOUBTFUL: {doubt}"
     if why := record.counters.get("no_accept_length"):

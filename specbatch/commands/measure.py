@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -140,7 +142,7 @@ def sweep(
     """
     from specbatch.sweeps.grid import by_model
     from specbatch.sweeps.points import PLAN
-    from specbatch.sweeps.runner import SweepOptions, run_server, run_sweep
+    from specbatch.sweeps.runner import SweepOptions, check, run_server, run_sweep
     from specbatch.sweeps.workloads import Workload
 
     steps = _whole_numbers("concurrency", concurrency)
@@ -181,6 +183,8 @@ def sweep(
             with progress("sweep") as report:
                 summary, rows = run_sweep(engines, options, folder, log=say, report=report), _summary_rows(folder)
         else:
+            for ours in models.values():  # what cannot run is not found after another model has run for hours
+                check(ours, options)
             summary, rows = "", []
             for name, ours in models.items():
                 summary += _in_a_process(name, ours, options, folder / name)
@@ -209,6 +213,7 @@ def _in_a_process(name: str, engines: dict[str, EngineConfig], options: SweepOpt
 def _one_model(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path) -> None:
     from specbatch.sweeps.runner import run_sweep
 
+    Thread(target=_end_with_the_command, daemon=True).start()
     try:
         with progress("sweep") as report:
             run_sweep(engines, options, folder, log=say, report=report)
@@ -218,6 +223,14 @@ def _one_model(engines: dict[str, EngineConfig], options: SweepOptions, folder: 
     except KeyboardInterrupt as stop:
         say(str(stop))
         raise SystemExit(130) from None
+
+
+def _end_with_the_command() -> None:
+    """The command may be killed and started again, and this process would measure beside the new one."""
+    command = parent_process()
+    assert command is not None
+    command.join()
+    os._exit(1)
 
 
 @takes_engine(without=BENCH_SETS)

@@ -6,6 +6,7 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
+from specbatch.kernels.weight import bits_of
 from specbatch.models.config import ModelConfig
 from specbatch.models.float8 import SCALES
 from specbatch.tokenizer import ByteTokenizer, Tokenizer
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 # Of float8_e4m3fn where all bit patterns but the two that are no numbers come alike.
 _FLOAT8_NORM = 100.06
-_PART = 1 << 24
 
 
 def random_tensor(
@@ -43,9 +43,8 @@ def random_float8(name: str, shape: Shape, seed: int, device: str | torch.device
     bits = torch.empty(shape, device=device, dtype=torch.uint8).random_(
         0, 254, generator=_generator(name, seed, device)
     )
-    # 127 and 255 are NaN. Part by part: a mask of all would leave a hole as large as the weights in a GPU's memory.
-    for part in bits.view(-1).split(_PART):
-        part += part >= 127
+    for part in bits_of(bits):
+        part += part >= 127  # 127 and 255 are NaN
     return bits.view(torch.float8_e4m3fn)
 
 

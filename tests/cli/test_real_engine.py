@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -179,5 +180,27 @@ def test_models_of_a_file_run_one_after_the_other(run):
     result = run("sweep", *words)
     assert result.stdout.count("## toy-") == 2
     names = sorted(str(path.parent) for path in Path("out").glob("*/*/c2/r1/record.json"))
-    assert names == ["out/toy-1/baseline seed=1/c2/r1", "out/toy-1/ngram/c2/r1", "out/toy-2/baseline seed=2/c2/r1"]
+    assert names == ["out/toy-1/baseline/c2/r1", "out/toy-1/ngram/c2/r1", "out/toy-2/baseline/c2/r1"]
     assert run("sweep", *words).exit_code == 0
+
+
+@pytest.mark.slow
+def test_the_process_of_a_model_ends_with_a_command_that_is_killed(run):
+    Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n')
+    words = ("sweep", "--concurrency", "1", "--output-len", "50", "--input-len", "8", "--repeats", "10000")
+    command = [sys.executable, "-m", "specbatch", *words, "--configs", "grid.toml", "--out", "out", *TOY]
+    here = {**os.environ, "PYTHONPATH": str(Path(specbatch.__file__).parents[1])}
+    process = psutil.Popen(command, stderr=subprocess.DEVNULL, env=here)
+    deadline = time.monotonic() + 60
+    while not any(Path("out").glob("*/*/c1/r1/record.json")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    children = process.children(recursive=True)
+    process.kill()
+    process.wait()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    for one in alive:
+        one.kill()
+    assert gone
+    assert not alive

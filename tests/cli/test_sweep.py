@@ -7,6 +7,7 @@ import json
 from datetime import datetime
 
 from specbatch.commands.output import fresh_folder
+from specbatch.errors import refuse
 from specbatch.memory.plan import Place
 from specbatch.sweeps.tables import write_summary
 
@@ -225,3 +226,17 @@ def test_a_rate_that_is_none_is_refused(run, tmp_path):
     result = run("sweep", "--request-rate", 0, "--output", tmp_path / "out")
     assert result.exit_code == 2
     assert "request_rate=0" in result.stderr
+
+
+def test_of_several_models_none_runs_if_one_cannot(run, tmp_path, monkeypatch):
+    def prepare(config, say):
+        if config.model == "toy-of-nobody":
+            raise refuse("model", config.model, "is nobody's")
+
+    monkeypatch.setattr("specbatch.build.prepare", prepare)
+    grid = tmp_path / "grid.toml"
+    grid.write_text('[baseline]\nspec = "off"\nload_format = "dummy"\nmodel = ["toy", "toy-of-nobody"]\n')
+    result = run("sweep", "--configs", grid, "--output", tmp_path / "out", *SMALL)
+    assert result.exit_code == 2
+    assert "model='toy-of-nobody'" in result.output
+    assert not (tmp_path / "out").exists()

@@ -9,8 +9,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from made_runs import make_report
+from made_runs import make_record, make_report, metrics_of
 from scipy import stats
+from swept import saved
 
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
@@ -19,6 +20,7 @@ from specbatch.evals.gate_report import junit, markdown, save
 from specbatch.evals.paired import changes, detectable_drop
 from specbatch.evals.report import EvalReport
 from specbatch.metrics import RunRecord
+from specbatch.sweeps.compare import compare
 
 RULES = '[accuracy]\nfilter = "loose"\n'
 
@@ -255,10 +257,31 @@ def test_every_point_is_judged_and_none_may_be_missing(tmp_path, policy):
     broken = sweep(tmp_path / "d", 1, 4, failed=[4])
     result = run_gate(rules, broken, old)
     assert [(item.name, item.point) for item in result.failed] == [("measured", "concurrency 4")]
-    assert "measured: no memory" in markdown(result)
+    assert "measured at concurrency 4: no memory" in markdown(result)
 
 
 # What is written
+
+
+def test_a_sweep_that_was_cut_short_fails(tmp_path, policy):
+    rules = policy("[bounds]\noutput_throughput = { at_least = 1 }")
+    records = (
+        make_record([metrics_of()] * 12, configuration=name, repeat=repeat)
+        for name, repeat in (("v1", 1), ("v1", 2), ("v2", 1))
+    )
+    run = saved(tmp_path / "run", *records)
+    plan = {"configurations": {"v1": {}, "v2": {}}, "concurrency": [4], "repeats": 2}
+    (run / "sweep.json").write_text(json.dumps(plan))
+    (found,) = run_gate(rules, run).failed
+    assert (found.name, found.point, found.found) == ("measured", "v2 concurrency 4", "1 missing")
+    assert "measured at v2 concurrency 4: the sweep was cut short" in markdown(run_gate(rules, run))
+    assert run_gate(rules, run / "v1").passed
+    notes = compare(run / "v1", run / "v2").notes
+    assert f"UNFINISHED: {run / 'v2'} v2 concurrency 4: its sweep was cut short and lacks 1 of its repeats" in notes
+    for text in ("{", "[]", "{}"):
+        (run / "sweep.json").write_text(text)
+        with pytest.raises(SpecbatchError, match=r"its sweep\.json cannot be read"):
+            run_gate(rules, run)
 
 
 def test_files(put, policy, tmp_path):
@@ -279,10 +302,9 @@ def test_files(put, policy, tmp_path):
 
     suites = ElementTree.parse(tmp_path / "out/junit.xml").getroot()
     (suite,) = suites
-    for part in (suites, suite):
-        assert {name: part.get(name) for name in ("tests", "failures", "errors", "skipped")} == {
-            "tests": "5", "failures": "2", "errors": "0", "skipped": "0",
-        }  # fmt: skip
+    counts = {"tests": "5", "failures": "2", "errors": "0"}
+    assert suites.attrib == counts  # the schema of Jenkins (junit-10.xsd) knows no others here
+    assert suite.attrib == {"name": "specbatch gate", **counts, "skipped": "0"}
     assert [case.get("name") for case in suite] == [item.name for item in result.checks]
     failures = {case.get("name"): case[0].get("message") for case in suite if len(case)}
     assert failures["mean_ttft_s"] == "0.1; allowed: <= 0.05; baseline: 0.1"

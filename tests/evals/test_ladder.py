@@ -32,7 +32,9 @@ def climb(
         if name == "v2+piecewise":
             raise MemoryError("no room")
         odd = ["? "] if name == "v2" else []
-        engine = make_engine(lambda text: (odd.pop() if odd else "") + mixed_reply(text))
+        engine = make_engine(lambda text: (odd.pop() if odd and forgot else "") + mixed_reply(text))
+        forgot: list[int] = []  # calls before prefixes were forgotten
+        engine.forget_prefixes = lambda: forgot.append(len(engine.calls))
         plain, config_of = engine.record, asdict(config.speculation)
         engine.record = lambda **known: replace(plain(**known), config={"model": "fake", "speculation": config_of})
         made.append((name, weights_of, place))
@@ -68,6 +70,16 @@ def test_no_cell_is_empty_and_answers_are_compared(climb: Any, tmp_path: Path) -
     assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3
     assert set(json.loads((tmp_path / "ladder.json").read_text())["rungs"]) == {"baseline", "v1", "v2"}
     assert (tmp_path / "v1" / "questions.jsonl").exists()
+
+
+def test_each_rung_is_warmed_up_before_it_is_measured(climb: Any) -> None:
+    found, made, _ = climb()
+    for _, engine, _ in made[1:]:
+        warm_up, measured = engine.calls
+        assert {params.max_new_tokens for params in warm_up["params"]} == {16}
+        assert {params.max_new_tokens for params in measured["params"]} == {512}
+        assert len(measured["prompts"]) == 8
+    assert found.reports["v1"].record.metrics["requests"] == 8
 
 
 def test_what_is_finished_is_kept_when_a_rung_fails(climb: Any, tmp_path: Path) -> None:

@@ -83,3 +83,10 @@ def test_repeats_of_a_question_count_once():
     report = make_report("1100")
     report.questions.extend([row | {"repeat": 1} for row in report.questions])
     assert changes(report, report, "loose", "match").n == 4
+
+
+def test_a_p_value_of_alpha_itself_passes_and_is_no_detection():
+    five = Changes(40, 20, lost=tuple(range(5)))
+    assert five.p_fallen() == 1 / 32  # where the gate does not fail
+    found = detectable_drop(40, 0, alpha=1 / 32, power=0.8)
+    assert found == detectable_drop(40, 0, alpha=1 / 33, power=0.8) > detectable_drop(40, 0, alpha=1 / 31, power=0.8)

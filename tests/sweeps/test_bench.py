@@ -237,9 +237,9 @@ def test_experts_that_are_hit():
 
 
 def test_bytes_of_a_step_of_qwen3_next_in_fp8():
-    """Some 3 billion of 80 are used by a token; the matrix state of 36 layers is 75 MB."""
-    model = ModelConfig.from_dict(SHAPES["qwen3-next-80b-a3b-fp8"])
-    hidden, layers, vocabulary = 2048, 48, 151936
+    """Of a layer's 512 experts a token uses 10; the matrix state of 6 layers is 13 MB."""
+    model = ModelConfig.from_dict(SHAPES["qwen3-next-80b-a3b-fp8"] | {"num_hidden_layers": 8})  # of 48
+    hidden, layers, vocabulary = 2048, 8, 151936
     expert, cuda = 3 * 512 * hidden * (1 + 4 / 128**2), torch.device("cuda")  # on a CPU nothing stays float8
     one, many = (used_bytes(model, tokens, torch.bfloat16, cuda) for tokens in (1, 100_000))
     assert many - one == pytest.approx(layers * 502 * expert, rel=1e-9)
@@ -247,11 +247,11 @@ def test_bytes_of_a_step_of_qwen3_next_in_fp8():
     attention = 2 * hidden * (8192 + 2 * 512) + 4096 * hidden * (1 + 4 / 128**2) + 2 * 512  # q, k and v are made wide
     every = expert + 2 * (513 * hidden + 2 * hidden)  # shared expert, routers, norms
     rest = 2 * (vocabulary * hidden + hidden)
-    assert one == pytest.approx(36 * delta + 12 * attention + layers * (every + 10 * expert) + rest, rel=1e-9)
+    assert one == pytest.approx(6 * delta + 2 * attention + layers * (every + 10 * expert) + rest, rel=1e-9)
     types = {"activation": torch.bfloat16, "state": torch.float32, "float32": torch.float32}
     state, window = 32 * 128 * 128 * 4, 3 * 8192 * 2
     pending = 8192 * 2 + 4 * (16 * 128 + 32 * 128 + 32)
-    assert moved_states(model, 4, types) == 2 * 36 * (state + window + 4 * pending)
+    assert moved_states(model, 4, types) == 2 * 6 * (state + window + 4 * pending)
     caps = {"dtype": "bfloat16", "kv_pages": 1, "page_size": 16, "kv_bytes": 16, "verify_rows": 4}
     config = SimpleNamespace(state_dtype="fp32")
     engine = SimpleNamespace(caps=caps, model_config=model, device=cuda, config=config)

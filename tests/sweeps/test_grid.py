@@ -14,7 +14,7 @@ from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.metrics import RunRecord
 from specbatch.sweeps.grid import by_model, named, read_grid
-from specbatch.sweeps.points import PLAN, check_plan, plan_of, points, save
+from specbatch.sweeps.points import PLAN, check_plan, plan_of, points, save, unfinished
 from specbatch.sweeps.runner import SweepOptions
 from specbatch.sweeps.workloads import Workload
 
@@ -28,7 +28,7 @@ draft-tokens = [1, 3]
 kv_dtype = ["auto", "fp8"]
 """
 YAML = """
-baseline: {spec: "off"}
+baseline: {spec: off}
 eagle: {algorithm: eagle3, draft: head, draft-tokens: [1, 3], kv_dtype: [auto, fp8]}
 """
 OPTIONS = SweepOptions((1, 2), 2, Workload(input_len=4, output_len=3))
@@ -71,6 +71,10 @@ def test_a_file_counts_in_place_of_the_command(tmp_path: Path) -> None:
         ("[a.b]\nc = 3", "or a list of them"),
         ("[a]\npage_size = [8, 8]", "names each value once"),
         ('["a/b"]\nspec = "v1"', "name is that of a folder"),
+        ('["a|b"]\nspec = "v1"', "without / and |"),
+        ('[a]\ndraft = ["heads/a/b", "heads/a_b"]', "a draft=heads/a/b has a folder of that name, too"),
+        ('["a spec=v1"]\nspec = "v2"\n[a]\nspec = ["v1", "v2"]', "a spec=v1 has a folder of that name, too"),
+        (f'[a]\ndraft = ["{"x" * 255}", "y"]', "too long for a folder's name"),
         ('[a]\nspec = "v3"', "spec='v3'"),
     ],
 )
@@ -80,6 +84,14 @@ def test_refused_files(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(SpecbatchError) as refused:
         _engines(EngineOptions(device="cpu"), str(path))
     assert says in str(refused.value)
+
+
+def test_true_and_false_are_yamls_only_booleans(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("a: {prefix_cache: true}\nb: {prefix_cache: False}\nno: {spec: off, ngram-max: 3, draft: yes}")
+    assert read_grid(path) == {
+        "a": {"prefix_cache": True}, "b": {"prefix_cache": False}, "no": {"spec": "off", "ngram_max": 3, "draft": "yes"}
+    }  # fmt: skip
 
 
 def test_a_missing_file_and_bad_yaml(tmp_path: Path) -> None:
@@ -97,6 +109,16 @@ def test_models_are_told_apart() -> None:
     others = {"a": toy, "c": replace(toy, model="x/toy"), "d": replace(toy, seed=1)}
     assert [list(found) for found in by_model(others).values()] == [["a"], ["c"], ["d"]]
     assert list(by_model(others)) == ["toy-1", "toy-2", "toy-3"]
+
+
+def test_each_model_of_a_list_has_its_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    both = 'model = ["toy", "x/other"]\nload-format = ["dummy", "auto"]'
+    path.write_text(f'[baseline]\nspec = "off"\n{both}\n[v2]\n{both}\nspec = "v2"\ndraft-tokens = [1, 3]\n')
+    found = by_model(_engines(EngineOptions(device="cpu"), str(path)))
+    names = ["baseline", "v2 draft-tokens=1", "v2 draft-tokens=3"]
+    assert [list(ours) for ours in found.values()] == [names] * 4
+    assert {one.model for one in found["other-3"].values()} == {"x/other"}
 
 
 def record() -> RunRecord:
@@ -117,6 +139,14 @@ def test_what_is_left_of_a_folder(tmp_path: Path) -> None:
     where = json.loads((tmp_path / "v2/c1/r1/record.json").read_text())["workload"]
     assert where == {"configuration": "v2", "place": 1, "concurrency": 1, "repeat": 1}
     check_plan(tmp_path, plan)
+    left = [point for point in every if point != every[1]]
+    assert unfinished(tmp_path) == unfinished(tmp_path.parent) == left
+    assert unfinished(tmp_path / "v2") == [point for point in left if point.configuration == "v2"]
+    assert unfinished(tmp_path / "v2/c1") == [every[3]]
+    assert unfinished(tmp_path / "v2/c1/r1") == unfinished(tmp_path / "out.jsonl") == []
+    (tmp_path / "other").mkdir()
+    save(tmp_path / "other", plan_of(configs, replace(OPTIONS, repeats=1)), every[0], record())
+    assert len(unfinished(tmp_path)) == 7 + 3  # the sweeps of two models
 
 
 @pytest.mark.parametrize(
@@ -138,6 +168,9 @@ def test_the_folder_of_another_sweep(tmp_path: Path, change: dict[str, object], 
     other = configs | {"v2": replace(configs["v2"], page_size=32)}
     with pytest.raises(SpecbatchError, match=r"page_size \(16 there, 32 now\)"):
         check_plan(tmp_path, plan_of(other, OPTIONS))
+    every = {name: replace(config, page_size=32) for name, config in configs.items()}
+    with pytest.raises(SpecbatchError, match=r"another page_size \(16 there, 32 now\);"):  # said once
+        check_plan(tmp_path, plan_of(every, OPTIONS))
     (tmp_path / PLAN).write_text("{")
     with pytest.raises(SpecbatchError, match="cannot be read"):
         check_plan(tmp_path, plan_of(configs, OPTIONS))

@@ -70,6 +70,21 @@ def test_the_summary_is_the_one_that_a_sweep_writes(folder, tmp_path):
     assert (copy / "summary.csv").read_bytes() == (folder / "summary.csv").read_bytes()
 
 
+def test_points_that_were_to_be_measured_and_were_not_are_named(tmp_path):
+    copy = saved(tmp_path / "cut", *RECORDS)
+    names = sorted({record.workload["configuration"] for record in RECORDS})
+    done = sorted({record.workload["concurrency"] for record in RECORDS})
+    plan = {"configurations": names, "concurrency": [*done, 99], "repeats": 2}
+    (copy / "sweep.json").write_text(json.dumps(plan))
+    write_report(copy)
+    said = (
+        f"UNFINISHED: {2 * len(names)} points ({', '.join(f'2 of {name} at concurrency 99' for name in names)}) have no"
+    )
+    assert said in (copy / "summary.md").read_text()
+    assert any(said in note for note in json.loads((copy / "summary.json").read_text())["notes"])
+    assert "at concurrency 99" in parser.fromstring((copy / "report.html").read_text()).text_content()
+
+
 def test_csv_and_json_say_the_same(folder):
     for name in ("concurrency", "serving"):
         rows = list(csv.DictReader((folder / f"{name}.csv").open()))

@@ -300,3 +300,12 @@ def test_a_verdict_needs_both_numbers():
     assert verdict(1.0, float("nan")) is None
     assert verdict(float("nan"), 1.0) is None
     assert verdict(None, 1.0) is None
+
+
+def test_prompts_that_are_asked_again_are_told():
+    records = [record(name, 1, 10.0, distinct_prompts=1) for name in ("baseline", "v1")]
+    text = markdown(records, table(records))
+    assert "* REPEATED: only 1 prompts are different; " in text
+    assert "(baseline at concurrency 4, repeat 1, and 1 other points).\n" in text
+    records = [record("baseline", 1, 10.0, distinct_prompts=2)]
+    assert "REPEATED" not in markdown(records, table(records))

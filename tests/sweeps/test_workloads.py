@@ -11,6 +11,7 @@ import pytest
 
 from specbatch.errors import SpecbatchError
 from specbatch.prompts import read_prompts
+from specbatch.sweeps.runner import SweepOptions
 from specbatch.sweeps.workloads import Workload, lines_of, sha256_of
 
 TOKENIZER = types.SimpleNamespace(
@@ -71,6 +72,14 @@ def test_prompts_of_a_group_share_their_beginning_and_come_in_shuffled_order():
     assert len({tuple(prompt[30:]) for prompt in prompts}) == 20
     assert groups != sorted(groups, key=groups.index), "shuffled"
     assert prompts == workload.prompts(TOKENIZER, 20)
+
+
+def test_more_at_once_than_prompts_are_refused():
+    few = {"dataset": "gsp", "groups": 2, "group_prompts": 3, "shared_len": 8}
+    with pytest.raises(SpecbatchError, match="concurrency=7: there are 6 prompts; use at most 6, or more groups"):
+        SweepOptions((1, 7), workload=Workload(**few))
+    SweepOptions((1, 6), workload=Workload(**few))
+    SweepOptions((7,), workload=Workload(**few, request_rate=2.0))  # where it is the most that are worked on
 
 
 def test_settings_of_groups_are_refused_where_there_are_none():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from filelock import FileLock
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
@@ -35,10 +38,25 @@ RECIPES = {
 }
 
 
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
+    """A folder and what `make` gave when it filled it, once for all processes that run tests."""
+    base = factory.getbasetemp()
+    room = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    kept = room.with_suffix(".pickle")
+    with FileLock(room.with_suffix(".lock")):
+        if not kept.exists():
+            kept.write_bytes(pickle.dumps(make(room)))
+    return room, pickle.loads(kept.read_bytes())
+
+
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return once(tmp_path_factory, "target", write_target)[0]
+
+
+def write_target(folder: Path) -> None:
     """A Llama with an output matrix of its own and a theta that is no default."""
-    folder = tmp_path_factory.mktemp("target")
+    folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -71,16 +89,14 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {f"w{index}": index for index in range(VOCABULARY - 2)}  # two rows stand for no text
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
-    return folder
 
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(6)
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     rows = [torch.randint(3, VOCABULARY - 2, (3 + index % 7,), generator=generator).tolist() for index in range(70)]
-    path.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
-    return path
+    text = "".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows)
+    return once(tmp_path_factory, "prompts", lambda path: path.write_text(text))[0]
 
 
 @pytest.fixture(scope="session")
@@ -132,9 +148,8 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
 def answers_file(
     train: Callable[..., dict[str, Any]], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    folder = tmp_path_factory.mktemp("answers") / "head"
-    train(folder, "eagle3", data=prompts_file, steps=1)
-    return folder / "answers.jsonl"
+    room, _ = once(tmp_path_factory, "answers", lambda room: train(room, "eagle3", data=prompts_file, steps=1))
+    return room / "answers.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -157,5 +172,9 @@ def trained(
     train: Callable[..., dict[str, Any]], answers_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Algorithm -> the folder of a trained head and its record."""
-    room = tmp_path_factory.mktemp("heads")
-    return {name: (room / name, train(room / name, name, answers=answers_file)) for name in RECIPES}
+
+    def make(room: Path) -> dict[str, Any]:
+        return {name: train(room / name, name, answers=answers_file) for name in RECIPES}
+
+    room, records = once(tmp_path_factory, "heads", make)
+    return {name: (room / name, record) for name, record in records.items()}

@@ -60,7 +60,8 @@ def test_answers_come_in_the_order_of_the_prompts(examples, prompts_file):
 def test_sampled_answers_depend_on_the_seed(train, prompts_file, checkpoint, tmp_path):
     found = {}
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
-        train(tmp_path / name, "eagle3", data=prompts_file, steps=1, temperature=1.0, seed=seed)
+        how = {"steps": 1, "temperature": 1.0, "seed": seed, "limit": 16, "held_out": 2}
+        train(tmp_path / name, "eagle3", data=prompts_file, **how)
         found[name], _ = read_answers(tmp_path / name / "answers.jsonl", checkpoint, MAX_LEN, print)
     assert found["first"] == found["again"] != found["other"]
 
@@ -259,17 +260,17 @@ def test_an_interruption_keeps_the_answers_and_the_same_run_goes_on(
     train, prompts_file, checkpoint, tmp_path, monkeypatch
 ):
     """Sampled, so that a seed that did not belong to its prompt would show."""
-    how = {"data": prompts_file, "steps": 1, "temperature": 1.0}
+    how = {"data": prompts_file, "steps": 1, "temperature": 1.0, "limit": 30, "held_out": 2}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(whole, "eagle3", **how)
-    with pytest.raises(KeyboardInterrupt, match=f"kept 30 finished of 70 answers in {parts}.*--out {parts} continues"):
-        train(parts, "eagle3", **how, report=interrupt_after(30))
-    assert len(lines(parts)) == 1 + 30
+    with pytest.raises(KeyboardInterrupt, match=f"kept 12 finished of 30 answers in {parts}.*--out {parts} continues"):
+        train(parts, "eagle3", **how, report=interrupt_after(12))
+    assert len(lines(parts)) == 1 + 12
     with (parts / "answers.jsonl").open("a") as file:
         file.write('{"index": 3, "prompt_tok')  # as a power cut leaves it
     said: list[str] = []
-    assert len(read_answers(parts / "answers.jsonl", checkpoint, MAX_LEN, said.append)[0]) == 30
-    assert "30 of 70" in said[0]
+    assert len(read_answers(parts / "answers.jsonl", checkpoint, MAX_LEN, said.append)[0]) == 12
+    assert "12 of 30" in said[0]
 
     asked: list[int] = []
     open_engine = run.answer
@@ -280,7 +281,7 @@ def test_an_interruption_keeps_the_answers_and_the_same_run_goes_on(
 
     monkeypatch.setattr(run, "answer", counting)
     train(parts, "eagle3", **how)
-    assert asked == [40]
+    assert asked == [18]
     assert sorted(lines(parts)[1:]) == sorted(lines(whole)[1:])
     assert lines(parts)[0] == lines(whole)[0]
 

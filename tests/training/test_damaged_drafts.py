@@ -111,7 +111,7 @@ def test_float8_values_are_looked_at_too():
     for name in tensors:
         kept, tensors[name] = tensors[name], tensors[name].float().mul(float("nan")).to(tensors[name].dtype)
         if name == "w":  # products take it for a number, and nobody would see it
-            with pytest.raises(SpecbatchError, match="model='w'.*not finite"):
+            with pytest.raises(SpecbatchError, match=r"model='w'.*not finite"):
                 read(False)
         else:
             read(False)
