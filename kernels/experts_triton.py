@@ -37,14 +37,15 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
-_ROUNDED = {64: Tile(128, SIDE, 4, 4), 128: Tile(128, SIDE, 8, 3)}  # for rounded x: whole warpgroups alone
+_ROUNDED_ROWS, _ROUNDED = 64, Tile(128, SIDE, 4, 4)  # for rounded x: the least a warpgroup takes; 128 are slower
 
 
 def rows_for(tokens: int, rule: Routing, *, rounds: bool = False) -> int:
     """Rows of a block: as many as an expert gets of so many tokens, or a little more."""
+    if rounds:
+        return _ROUNDED_ROWS
     mean = tokens * rule.top_k / rule.experts
-    rows = 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
-    return max(rows, min(_ROUNDED)) if rounds else rows
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
 
 
 def tile_for(rows: int, weight: Weight, item: int) -> Tile:
@@ -52,7 +53,7 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
     if item == 4:
         return Tile(32, 32, 4, 2)
     if item == 1:
-        return _ROUNDED[rows]
+        return _ROUNDED
     return _TILES[rows][weight.scales is not None]
 
 

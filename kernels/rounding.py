@@ -34,8 +34,9 @@ def rounded_ref(x: torch.Tensor) -> Rounded:
     width = x.shape[1]
     blocks = F.pad(x.float(), (0, -width % SIDE)).unflatten(1, (-1, SIDE))
     largest = blocks.abs().amax(-1).clamp(min=LEAST)
-    values = (blocks * (LARGEST / largest)[..., None]).flatten(1)[:, :width]
-    return Rounded(values.to(torch.float8_e4m3fn).contiguous(), largest / LARGEST, x.dtype)
+    limit = torch.full_like(largest, LARGEST)  # with a number in its place, torch multiplies by an inverse on a GPU
+    values = (blocks * (limit / largest)[..., None]).flatten(1)[:, :width]
+    return Rounded(values.to(torch.float8_e4m3fn).contiguous(), largest / limit, x.dtype)
 
 
 def rounded(x: torch.Tensor) -> Rounded:

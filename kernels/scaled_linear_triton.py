@@ -11,9 +11,6 @@ from specbatch.kernels.tile_product import rounded_product, tile_product
 from specbatch.kernels.weight import SIDE, Weight
 
 _PROGRAMS = 132  # multiprocessors of an H200
-# Rows of a block of a rounded x, as warpgroups take them in 64: warps and stages. Less would be another instruction,
-# which may add in another order.
-_ROUNDED = {64: (4, 4), 128: (8, 3)}
 
 
 def scaled_linear(
@@ -39,10 +36,11 @@ def scaled_linear(
     assert y.stride(1) == 1, "the elements of a row of out must be adjacent"
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
     if x_scales is not None:
-        block, inner = max(block, 64), SIDE
+        # Always the 64 that a warpgroup takes: fewer would be another instruction, which may add in another order, and
+        # 128 are slower in most shapes.
+        block, inner, warps, stages = 64, SIDE, 4, 4
         programs = triton.cdiv(_PROGRAMS, triton.cdiv(rows, block))  # side by side, for each to have a tile
         columns = next((width for width in (128, 64) if n >= width * programs), 32)
-        warps, stages = _ROUNDED[block]
     elif block == 16:  # as wide as there is a tile for everybody; 24 KiB of weights in shared memory
         columns = next((width for width in (64, 32) if n >= width * _PROGRAMS), 16)
         inner, warps, stages = SIDE, 4, 192 // columns

@@ -32,7 +32,9 @@ def test_every_value_is_the_nearest(rows: int, width: int, dtype: torch.dtype) -
     for first in range(0, width, 128):
         block, scale = x[:, first : first + 128].double(), scales[:, first // 128, None].double()
         assert torch.allclose(scale[:, 0], block.abs().amax(1) / 448, rtol=1e-6)
-        wanted = block * (448 / block.abs().amax(1).float())[:, None].double()  # rounded where it is in float32
+        largest = block.abs().amax(1).float()
+        inverse = torch.full_like(largest, 448) / largest
+        wanted = block * inverse[:, None].double()  # rounded where it is in float32
         assert torch.equal(values[:, first : first + 128].double(), nearest(wanted.float().double()))
 
 

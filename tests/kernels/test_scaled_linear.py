@@ -158,7 +158,7 @@ def test_a_block_of_columns_has_its_own_scale(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_row_is_the_same_whatever_rows_are_with_it(dtype: torch.dtype, device: torch.device) -> None:
-    """Blocks of 64 rows and of 128, tiles of any width: a prompt's numbers do not depend on its chunks."""
+    """Tiles of any width: a prompt's numbers do not depend on its chunks."""
     if dtype == torch.bfloat16 and device.type != "cuda":
         pytest.skip("the interpreter has no bfloat16 to store")
     rows, n, k = (130, 140, 256) if device.type == "cpu" else (3000, 8600, 1100)
