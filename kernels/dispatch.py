@@ -1,13 +1,38 @@
-"""Which of an operation's twins runs: its Triton kernel or its plain torch reference."""
+"""Which of an operation's twins runs: its Triton kernel or its plain torch reference; and in which kind of pass."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
+
+_rounds = ContextVar("rounds", default=False)
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
     """Do kernels run on this tensor? The one place that decides; tests make it say yes to the interpreter."""
     return x.is_cuda
+
+
+@contextmanager
+def prompts(*, float8: bool) -> Iterator[None]:
+    """In here prompts pass through; where `float8`, products with float8 weights round their activations, too.
+
+    It goes by the kind of a pass: by its rows, a prompt's numbers would depend on how it is cut into chunks. Iterations
+    are never in here, as a verify must compute what plain decoding computes.
+    """
+    token = _rounds.set(float8)
+    try:
+        yield
+    finally:
+        _rounds.reset(token)
+
+
+def rounds(x: torch.Tensor) -> bool:
+    """Is x, of 16 bits, to be rounded before a product with float8 weights? float32 stays exact."""
+    return _rounds.get() and x.element_size() == 2
 
 
 def pdl(x: torch.Tensor) -> dict[str, bool]:

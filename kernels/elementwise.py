@@ -1,4 +1,5 @@
-"""Triton kernels between the products of many rows: RMSNorm, activations, and from qkv to heads and the cache.
+"""Triton kernels between the products of many rows: RMSNorm, activations, rounding to float8, and from qkv to heads and
+the cache.
 
 Each is bound by memory: a program handles some 2048 elements, so that a thread has several 16-byte accesses in flight
 and many programs share a processor.
@@ -12,6 +13,8 @@ import triton.language as tl
 
 from specbatch.kernels.dispatch import pdl
 from specbatch.kernels.heads import Heads
+from specbatch.kernels.rounding import LARGEST, LEAST, Rounded
+from specbatch.kernels.weight import SIDE
 
 PROGRAM = 2048  # elements of a program
 
@@ -42,6 +45,20 @@ def relu_square(x: torch.Tensor) -> torch.Tensor:
     """relu(x)^2 in the place of x, contiguous; computed in float32 and rounded once."""
     _relu_square[(triton.cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
     return x
+
+
+def rounded(x: torch.Tensor) -> Rounded:
+    """`rounded_ref` of x [T, K]."""
+    (rows, width), device = x.shape, x.device
+    assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
+    values = torch.empty(rows, width, device=device, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, triton.cdiv(width, SIDE), device=device)
+    tile = PROGRAM // SIDE
+    _rounded[(triton.cdiv(scales.numel(), tile),)](
+        x, values, scales, scales.numel(), width, x.stride(0), SIDE=SIDE, LARGEST=LARGEST, LEAST=LEAST, TILE=tile,
+        num_warps=4, **pdl(x),
+    )  # fmt: skip
+    return Rounded(values, scales, x.dtype)
 
 
 def split_heads(
@@ -117,6 +134,30 @@ def _relu_square(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
     value = tl.where(value < 0, 0.0, value)  # a maximum would hide NaN
     tl.store(x + at, value * value, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _rounded(
+    x, values, scales, lines, width, x_stride, SIDE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A line is what shares a scale."""
+    blocks = tl.cdiv(width, SIDE)
+    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = (line // blocks).to(tl.int64)[:, None]
+    column = (line % blocks * SIDE)[:, None] + tl.arange(0, SIDE)[None, :]
+    mask = (line < lines)[:, None] & (column < width)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    wide = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    # As whole numbers, of which that of NaN is the largest: a maximum of floating point would hide it.
+    bits = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = bits.to(tl.float32, bitcast=True)
+    largest = tl.where(largest < LEAST, LEAST, largest)
+    tl.store(scales + line, tl.div_rn(largest, LARGEST), mask=line < lines)
+    inverse = tl.div_rn(tl.full([TILE], LARGEST, tl.float32), largest)
+    tl.store(values + row * width + column, (wide * inverse[:, None]).to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["lines"])

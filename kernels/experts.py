@@ -12,27 +12,41 @@ from specbatch.kernels import dispatch
 from specbatch.kernels.gate import silu_product_ref
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.norm import rms_norm
+from specbatch.kernels.rounding import rounded_ref
 from specbatch.kernels.routing import Routing, route_ref
-from specbatch.kernels.weight import Weight
+from specbatch.kernels.scaled_linear import scaled_linear_ref
+from specbatch.kernels.weight import SIDE, Weight
 
 Activation = Literal["swiglu", "relu2"]
 
 
 def experts_ref(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, up: Weight, down: Weight, activation: Activation
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    up: Weight,
+    down: Weight,
+    activation: Activation,
+    *,
+    rounds: bool = False,
 ) -> torch.Tensor:
     """sum over j of weights[t, j] * down_e(activation(up_e(x[t]))) with e = experts[t, j].
 
     x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. up [E, 2 * I, H], the
     rows of the gate first, for swiglu (silu(gate) * up), [E, I, H] for relu2 (relu squared); down [E, H, I]. Summed in
-    float32 in the order of j -> [T, H], in the type of x.
+    float32 in the order of j -> [T, H], in the type of x. rounds: what is multiplied by a weight is rounded before, as
+    `rounded_ref` does it.
     """
+
+    def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return scaled_linear_ref(rounded_ref(x) if rounds else x, weight)
+
     outputs = x.new_empty(*experts.shape, x.shape[1])
     for expert in experts.unique().tolist():
         token, place = (experts == expert).nonzero(as_tuple=True)
-        h = F.linear(x[token], up.of(expert).wide(x.dtype))
+        h = product(x[token], up.of(expert))
         h = silu_product_ref(h) if activation == "swiglu" else h.relu().square()
-        outputs[token, place] = F.linear(h, down.of(expert).wide(x.dtype))
+        outputs[token, place] = product(h, down.of(expert))
     return (weights[..., None] * outputs.float()).sum(1).to(x.dtype)
 
 
@@ -77,6 +91,9 @@ class Experts:
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
         self.rule, self.up, self.down, self.activation = rule, up, down, activation
+        # Else a block that shares a scale could have rows of the gate and of what it multiplies.
+        is_whole = activation != "swiglu" or down.values.shape[2] % SIDE == 0
+        self._may_round = up.scales is not None and down.scales is not None and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.
         self._router = Linear(F.pad(router, (0, 0, 0, -rule.logits % 8)))
@@ -87,9 +104,11 @@ class Experts:
         """x [T, H], residual [T, H] -> [T, H]."""
         x = x if norm is None else rms_norm(x, *norm)
         logits = self._router(x.to(self._router_dtype))[:, : self.rule.logits]
+        up, down, activation = self.up, self.down, self.activation
+        rounds = self._may_round and dispatch.rounds(x)
         if dispatch.runs_kernels(x):
             from specbatch.kernels import experts_triton  # Triton: not on every system, and a second to import
 
-            return experts_triton.mixture(x, logits, self.rule, self.up, self.down, self.activation, residual)
-        y = experts_ref(x, *route_ref(logits, self.rule), self.up, self.down, self.activation)
+            return experts_triton.mixture(x, logits, self.rule, up, down, activation, residual, rounds=rounds)
+        y = experts_ref(x, *route_ref(logits, self.rule), up, down, activation, rounds=rounds)
         return y if residual is None else residual + y

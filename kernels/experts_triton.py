@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.experts import Activation
+from specbatch.kernels.rounding import Rounded, rounded
 from specbatch.kernels.routing import Routing
 from specbatch.kernels.routing_triton import Plan, most_blocks, route
-from specbatch.kernels.tile_product import tile_product
+from specbatch.kernels.tile_product import rounded_product, tile_product
 from specbatch.kernels.weight import SIDE, Weight
 
 
@@ -36,10 +37,13 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
+_ROUNDED_ROWS, _ROUNDED = 64, Tile(128, SIDE, 4, 4)  # for rounded x: the least a warpgroup takes; 128 are slower
 
 
-def rows_for(tokens: int, rule: Routing) -> int:
+def rows_for(tokens: int, rule: Routing, *, rounds: bool = False) -> int:
     """Rows of a block: as many as an expert gets of so many tokens, or a little more."""
+    if rounds:
+        return _ROUNDED_ROWS
     mean = tokens * rule.top_k / rule.experts
     return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
 
@@ -48,6 +52,8 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
     """The tile of a product in blocks of `rows` rows of `item` bytes a value."""
     if item == 4:
         return Tile(32, 32, 4, 2)
+    if item == 1:
+        return _ROUNDED
     return _TILES[rows][weight.scales is not None]
 
 
@@ -59,16 +65,20 @@ def mixture(
     down: Weight,
     activation: Activation,
     residual: torch.Tensor | None = None,
+    *,
+    rounds: bool = False,
 ) -> torch.Tensor:
     """residual + `experts_ref` of x [T, H] and the routing of logits [T, rule.logits]; residual [T, H] or None."""
-    rows = rows_for(len(x), rule)
+    rows = rows_for(len(x), rule, rounds=rounds)
     weights, _, plan = route(logits, rule, rows)
-    h = grouped(x, up, plan, rule, rows, activation)
+    h: torch.Tensor | Rounded = grouped(rounded(x) if rounds else x, up, plan, rule, rows, activation)
+    if rounds and isinstance(h, torch.Tensor):
+        h = rounded(h)  # in its place: the second product needs its memory
     return weighted_sum(grouped(h, down, plan, rule, rows), weights, residual)
 
 
 def grouped(
-    x: torch.Tensor,
+    x: torch.Tensor | Rounded,
     weight: Weight,
     plan: Plan,
     rule: Routing,
@@ -81,6 +91,9 @@ def grouped(
     x [T, K], each row of which is that of its token's pairs, with an activation (the first product); or [pairs, K]
     without (the second). weight [E, N, K] contiguous -> [pairs, N], or [pairs, N / 2] where swiglu.
     """
+    x_scales, dtype = None, x.dtype
+    if isinstance(x, Rounded):
+        x, x_scales, _ = x
     tokens = len(plan.order) // rule.width
     values, scales, gated = weight.values, weight.scales, activation == "swiglu"
     n, k = values.shape[1] // (2 if gated else 1), values.shape[2]
@@ -90,10 +103,15 @@ def grouped(
     assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
     assert scales is None or SIDE % tile.k == 0, f"steps of {tile.k} columns cross the {SIDE} of a scale"
-    y = torch.empty(len(plan.order), n, device=x.device, dtype=x.dtype)
+    if x_scales is not None:
+        assert tile.k == SIDE, f"steps are of the {SIDE} columns that share a scale, not {tile.k}"
+        width = tile.n // 2 if gated else tile.n
+        assert SIDE % width == 0, f"tiles of {width} columns cross the {SIDE} of a scale"
+        assert not gated or n % SIDE == 0, f"a scale of gate and up, {n} rows each, would be that of both"
+    y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
     _grouped_kernel[(grid,)](
-        x, values, scales, *plan, y, n, k, x.stride(0),
+        x, x_scales, values, scales, *plan, y, n, k, x.stride(0), ROUNDED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, SQUARED=activation == "relu2",
         SCALED=scales is not None, SIDE=SIDE, ONCE=tokens <= rows, EARLY=activation is None and rows == 16,
         EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, PDL=x.is_cuda,
@@ -104,7 +122,7 @@ def grouped(
 
 @triton.jit
 def _grouped_kernel(
-    x, weight, scales, order, blocks, used, y, N, K, x_stride,
+    x, x_scales, weight, scales, order, blocks, used, y, N, K, x_stride, ROUNDED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr, SIDE: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
@@ -125,23 +143,31 @@ def _grouped_kernel(
     pair = tl.load(order + place, exists, other=0).to(tl.int64)
 
     column = tile * BN + tl.arange(0, BN)
+    TO: tl.constexpr = BN // 2 if GATED else BN  # columns of y
     inner = tl.minimum(column, OUTER - 1)
     if GATED:  # rows of gate and up alternate in the tile
         inner = inner % 2 * N + inner // 2
     ks = tl.arange(0, BK)
+    x_tile = x + (pair // SHARE)[:, None] * x_stride + ks[None, :]
+    weight_tile = weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None]
     scale_row = scales
     if SCALED:
         scale_row += (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
-    total = tile_product(
-        x + (pair // SHARE)[:, None] * x_stride + ks[None, :],
-        exists,
-        weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None],
-        scale_row, K, SCALED, SIDE, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL,
-    )  # fmt: skip
+    if ROUNDED:
+        x_scale = x_scales + (pair // SHARE)[:, None] * tl.cdiv(K, SIDE)
+        even_scale = scales + (expert * tl.cdiv(OUTER, SIDE) + tile * TO // SIDE) * tl.cdiv(K, SIDE)
+        odd_scale = even_scale
+        if GATED:
+            odd_scale += N // SIDE * tl.cdiv(K, SIDE)
+        total = rounded_product(x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K, BM, BN, SIDE)
+    else:
+        total = tile_product(
+            x_tile, exists, weight_tile, scale_row, K, SCALED, SIDE, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
+        )
     if GATED:
         gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
         result = gate * tl.sigmoid(gate) * up
-        to = tile * (BN // 2) + tl.arange(0, BN // 2)
+        to = tile * TO + tl.arange(0, TO)
     else:
         result = total
         to = column

@@ -1,4 +1,4 @@
-"""Matrix products with a fixed float8 weight in blocks: w8a16, the activations as they are."""
+"""Matrix products with a fixed float8 weight in blocks: w8a16, the activations as they are, and w8a8 for prompts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from specbatch.kernels import dispatch
 from specbatch.kernels.gate import relu_square, silu_product
 from specbatch.kernels.linear import Linear, Norm
 from specbatch.kernels.norm import rms_norm
+from specbatch.kernels.rounding import Rounded, rounded
 from specbatch.kernels.weight import Weight
 
 
 def scaled_linear_ref(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor | Rounded, weight: Weight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias + residual for x [T, in], weight [out, in] with scales, bias [out], residual [T, out]."""
+    """x @ weight.T + bias + residual for x [T, in], weight [out, in] with scales, bias [out], residual [T, out]. Of a
+    rounded x in float32, rounded once."""
+    if isinstance(x, Rounded):
+        y = F.linear(x.wide(), weight.wide(torch.float32), None if bias is None else bias.float())
+        return (y if residual is None else residual + y).to(x.dtype)
     y = F.linear(x, weight.wide(x.dtype), bias)
     return y if residual is None else residual + y
 
@@ -49,11 +54,12 @@ class ScaledLinear(_Unfused):
     ) -> torch.Tensor:
         """x [T, in] -> [T, out], in the memory of `out` if that is given."""
         x = x if norm is None else rms_norm(x, *norm)
+        taken = rounded(x) if dispatch.rounds(x) else x
         if dispatch.runs_kernels(x):
             from specbatch.kernels.scaled_linear_triton import scaled_linear
 
-            return scaled_linear(x, self._scaled, self.bias, residual, out)
-        y = scaled_linear_ref(x, self._scaled, self.bias, residual)
+            return scaled_linear(taken, self._scaled, self.bias, residual, out)
+        y = scaled_linear_ref(taken, self._scaled, self.bias, residual)
         return y if out is None else out.copy_(y)
 
 

@@ -74,3 +74,25 @@ def tile_product(
         else:
             total = tl.dot(a, b, total, input_precision="ieee")
     return total
+
+
+@triton.jit
+def rounded_product(
+    x_tile, x_rows, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """The same where x is float8, too, as `rounding.Rounded` is: what the tensor core adds up itself is SIDE columns,
+    whose scales are in `x_scale` [BM, 1] for x, and of the weight one for all even rows and one for all odd ones."""
+    ks, is_even = tl.arange(0, SIDE), tl.arange(0, BN)[None, :] % 2 == 0
+    total = tl.zeros([BM, BN], tl.float32)
+    for k in tl.range(0, K, SIDE):
+        if EVEN_K:
+            a = tl.load(x_tile + k, x_rows[:, None], other=0.0)
+            b = tl.load(weight_tile + k)
+        else:
+            a = tl.load(x_tile + k, x_rows[:, None] & (k + ks < K)[None, :], other=0.0)
+            b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0)
+        scale = tl.load(x_scale + k // SIDE, x_rows[:, None], other=0.0)
+        even, odd = tl.load(even_scale + k // SIDE).to(tl.float32), tl.load(odd_scale + k // SIDE).to(tl.float32)
+        total += tl.dot(a, b) * tl.where(is_even, scale * even, scale * odd)
+    return total

@@ -19,10 +19,10 @@ from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.errors import refuse
 from specbatch.forward import PromptWork, static_bytes
-from specbatch.graphs import Program, Recorder, Recordings, batch_buckets, graph_bytes, token_buckets
+from specbatch.graphs import Program, Recorder, Recordings, WholeGraphs, batch_buckets, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
+from specbatch.kernels import dispatch
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
-from specbatch.kernels.weight import keeps_float8
 from specbatch.memory.checkpoints import Checkpoints
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.pages import PagePool, pages_for, reach_of
@@ -31,7 +31,7 @@ from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.recurrent import state_bytes, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
-from specbatch.models.loader import Loader, weight_bytes
+from specbatch.models.loader import Loader, float8_said, rounds_prompts, weight_bytes
 from specbatch.prefill import PromptPass
 from specbatch.progress import Report
 from specbatch.runner import OnTokens, Runner
@@ -103,6 +103,8 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
             config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
+    if not config.float8_prompts and target.config.float8 is None is draft.config.float8:
+        say("float8_prompts: off, which changes nothing, as no weights are float8")
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
@@ -218,8 +220,9 @@ def _assemble(
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
+    float8 = rounds_prompts(config.float8_prompts, dtype, device, target.config, draft.config)
     if target.config.float8 is not None and shared is None:
-        say(_float8_said(model))
+        say(float8_said(model, float8))
     forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)
@@ -240,10 +243,9 @@ def _assemble(
         checkpoints=checkpoints,
     )
     lengths = DraftLength(config.speculation.lengths, batch_buckets(config.max_running))
-    prompt_pass = PromptPass(model, forward, cache.page_size, drafter, every=draft.every, states=cache.states)
-    scorer = Scorer(
-        model, forward, batch, plan, chunk=config.prefill_chunk, every=draft.every, shares=config.prefix_cache
-    )
+    ways = {"every": draft.every, "float8": float8}
+    prompt_pass = PromptPass(model, forward, cache.page_size, drafter, states=cache.states, **ways)
+    scorer = Scorer(model, forward, batch, plan, chunk=config.prefill_chunk, shares=config.prefix_cache, **ways)
     runner = Runner(
         scheduler,
         batch,
@@ -259,10 +261,11 @@ def _assemble(
         on_tokens=on_tokens,
         recorder=recorder if config.graphs.decode == "whole" else None,
     )
-    caps = {
+    caps: dict[str, Any] = {
         "device": str(device),
         "dtype": type_name(dtype),
         "kv_dtype": type_name(cache.dtype),
+        "float8_prompts": "on" if float8 else "off",
         "attention_backend": cache.attention.name,
         "max_running": config.max_running,
         "max_model_len": plan.max_model_len,
@@ -291,7 +294,7 @@ def _assemble(
             # Behind the last attention a pass has as many rows as prompts end in it: Triton compiles its products for
             # one row, for 16 and for those between.
             passes += [partial(prompt_pass.warm, batch, sizes[0], ends=n) for n in (2, 16) if n <= config.max_running]
-        caps |= _capture(recordings, passes, device, say, report)
+        caps |= _capture(recordings, passes, device, say, report, float8=float8)
     if lengths.is_auto:
         times = runner.time_lengths().items()
         caps["draft_length_s"] = {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times}
@@ -312,16 +315,24 @@ def _assemble(
 
 @torch.inference_mode()
 def _capture(
-    recordings: list[Recordings], passes: list[Program], device: torch.device, say: Say, report: Report
+    recordings: list[Recordings],
+    passes: list[Program],
+    device: torch.device,
+    say: Say,
+    report: Report,
+    *,
+    float8: bool,
 ) -> dict[str, Any]:
-    """Record every bucket, then run `passes` to warm up what runs between the pieces; what it took, for the caps."""
+    """Record every bucket, those of prompts as `dispatch.prompts` says; then run `passes` to warm up what runs between
+    the pieces. What it took, for the caps."""
     start, free = time.perf_counter(), available_memory(device)
     total, done = sum(len(item) for item in recordings), 0
     report(0, total)
     for item in recordings:
-        for _ in item.capture():
-            done += 1
-            report(done, total)
+        with dispatch.prompts(float8=float8 and not isinstance(item, WholeGraphs)):
+            for _ in item.capture():
+                done += 1
+                report(done, total)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what warming up took: on the recorder's stream nobody else could have it
     for program in passes:
@@ -373,19 +384,6 @@ def find_dtype(name: str, stored: str | None, device: torch.device) -> torch.dty
         name = "float32" if device.type == "cpu" else stored or "bfloat16"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _float8_said(model: Decoder) -> str:
-    """What became of float8 weights at load."""
-    if not keeps_float8(model.device):
-        return f"float8 weights: made {type_name(model.dtype)}, as this device has no product with them"
-    if not model.widened:
-        return "float8 weights: kept"
-    first = min(model.widened)
-    return (
-        f"float8 weights: kept, but {len(model.widened)} that are {type_name(model.dtype)} now, as the matrices that "
-        f"they go into cut their blocks of scales: {first} and others alike"
-    )
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -189,6 +189,8 @@ class EngineConfig:
     memory_fraction  share of the free memory of the device that weights and KV may take
     prefill_chunk  most prompt tokens computed in one step
     kv_dtype       "auto" is the model's own type, "fp8" keeps keys and values as float8 e4m3
+    float8_prompts  where weights are float8 and activations of 16 bits: round the activations of prompts to float8, too
+                   (a scale for each row and 128 columns, as `activation_scheme: dynamic` says); iterations never do
     state_dtype    of the matrix states of recurrent layers: "fp32", "bf16" or "fp16"
     attention_backend        who computes the attention of prompts: "auto" is the fastest of those installed
     draft_attention_backend  the same for the draft model
@@ -208,6 +210,7 @@ class EngineConfig:
     prefill_chunk: int = 2048
     prefix_cache: bool = True
     kv_dtype: str = "auto"
+    float8_prompts: bool = True
     state_dtype: str = "fp32"
     attention_backend: str = "auto"
     draft_attention_backend: str = "auto"
@@ -240,8 +243,9 @@ class EngineConfig:
             at_least("kv_pages", self.kv_pages, 2)
         at_least("prefill_chunk", self.prefill_chunk, 1)
         at_least("seed", self.seed, 0)
-        if not isinstance(self.prefix_cache, bool):
-            raise refuse("prefix_cache", self.prefix_cache, "use True or False")
+        for setting in ("prefix_cache", "float8_prompts"):
+            if not isinstance(getattr(self, setting), bool):
+                raise refuse(setting, getattr(self, setting), "use True or False")
         if (
             isinstance(self.memory_fraction, bool)
             or not isinstance(self.memory_fraction, (int, float))

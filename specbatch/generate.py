@@ -39,6 +39,7 @@ SECONDS_BETWEEN_REPORTS = 0.2
 _MAKES_TOKENS = (
     "model",
     "dtype",
+    "float8_prompts",
     "load_format",
     "tokenizer",
     "seed",

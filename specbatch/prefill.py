@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 
 from specbatch.batch import DeviceBatch, Needs
-from specbatch.context import Prefill, Span
+from specbatch.context import Prefill, Span, in_passes
 from specbatch.drafters.base import Drafter
 from specbatch.forward import Forward
 from specbatch.graphs import Result
+from specbatch.kernels import dispatch
 from specbatch.kernels.sampling import TARGET
 from specbatch.memory.recurrent import States
 from specbatch.models.decoder import Decoder
@@ -31,14 +32,17 @@ class PromptPass:
         *,
         every: bool,
         states: States | None = None,
+        float8: bool = False,
     ) -> None:
-        """every: the drafter wants the last features of all tokens; states: of the model's recurrent layers."""
+        """every: the drafter wants the last features of all tokens; states: of the model's recurrent layers; float8:
+        see `dispatch.prompts`."""
         self._model = model
         self._forward = forward
         self._page_size = page_size
         self._drafter = drafter
         self._every = every
         self._states = states
+        self._float8 = float8
         self.watch: Callable[[torch.Tensor], None] | None = None  # is shown logits [B, V] behind prompts
 
     def warm(self, batch: DeviceBatch, count: int, prefix: int = 0, ends: int = 1) -> None:
@@ -63,13 +67,21 @@ class PromptPass:
             self._states.save(plan.saves)
         return result
 
+    def catch_up(self, batch: DeviceBatch, spans: list[Span], chunk: int) -> None:
+        """Let the drafter take in positions that iterations without drafts have committed, up to `chunk` a pass."""
+        for part in in_passes(spans, chunk):
+            with dispatch.prompts(float8=self._float8):
+                self._drafter.catch_up(batch, Prefill(batch.page_table, part, self._page_size))
+
     def _run(self, batch: DeviceBatch, spans: list[Span], ending: list[int], needs: Needs) -> Result | None:
         """ending: the spans whose prompts are then complete."""
         shape = Prefill(batch.page_table, spans, self._page_size)
         ends = upload(ending, batch.device)
         last = shape.last[ends]
-        features = self._forward(batch.tokens[shape.rows, shape.positions], shape, None if self._every else last)
-        self._drafter.prefill(batch, shape, features)
+        tokens = batch.tokens[shape.rows, shape.positions]
+        with dispatch.prompts(float8=self._float8):
+            features = self._forward(tokens, shape, None if self._every else last)
+            self._drafter.prefill(batch, shape, features)
         if not ending:
             return None
         _, lengths, rows, _ = shape.spans.table[:, ends]

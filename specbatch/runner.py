@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specbatch.batch import DeviceBatch, Needs
-from specbatch.context import Prefill, Span, in_passes
+from specbatch.context import Span
 from specbatch.draft_length import DraftLength, rising
 from specbatch.drafters.base import Drafter, Step
 from specbatch.errors import SpecbatchError
@@ -213,7 +213,8 @@ class Runner:
         lengths.times = rising(measured)
         if self._rests:
             count = min(self._chunk, self._batch.width - 1)
-            lengths.catch_up_s = time_it(partial(self._catch_up, [Span(0, 0, count)]))
+            spans = [Span(0, 0, count)]
+            lengths.catch_up_s = time_it(partial(self._prompt_pass.catch_up, self._batch, spans, self._chunk))
         return lengths.times
 
     def _prepare(self, rows: list[Row], drafts: int, bound: int) -> bool:
@@ -258,12 +259,8 @@ class Runner:
             if count > 0:
                 spans.append(Span(request.slot, request.behind, request.behind + count))
             request.behind = None
-        self._catch_up(spans)
+        self._prompt_pass.catch_up(self._batch, spans, self._chunk)
         return bool(spans)
-
-    def _catch_up(self, spans: list[Span]) -> None:
-        for part in in_passes(spans, self._chunk):
-            self._drafter.catch_up(self._batch, Prefill(self._batch.page_table, part, self._page_size))
 
     def _launch(self, slots: list[int], needs: Needs, drafts: int, bound: int) -> Result:
         """One iteration, replayed or not."""

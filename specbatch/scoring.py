@@ -22,6 +22,7 @@ from specbatch.batch import DeviceBatch
 from specbatch.context import Prefill, Span, in_passes
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.forward import Forward
+from specbatch.kernels import dispatch
 from specbatch.memory.pages import pages_for
 from specbatch.memory.plan import MemoryPlan
 from specbatch.models.decoder import Decoder
@@ -105,14 +106,17 @@ class Scorer:
         chunk: int,
         every: bool,
         shares: bool,
+        float8: bool = False,
     ) -> None:
-        """chunk: tokens of a pass; every: `forward` gives the features of all tokens; shares: texts may share pages."""
+        """chunk: tokens of a pass; every: `forward` gives the features of all tokens; shares: texts may share pages;
+        float8: see `dispatch.prompts`."""
         self._model = model
         self._forward = forward
         self._batch = batch
         self._plan = plan
         self._chunk = chunk
         self._every = every
+        self._float8 = float8
         self._shares = shares and not model.recurrent_layers
         # Rows of logits at a time: they may take what the activations of their pass have left.
         self._logits = max(1, plan.workspace // (_BYTES_PER_LOGIT * model.config.vocab_size))
@@ -210,7 +214,8 @@ class Scorer:
                     owners += text.members
                     read.append(offset + position - span.start)
             rows = upload(read, device)
-            last = self._forward(upload(tokens, device), shape, None if self._every else rows).last
+            with dispatch.prompts(float8=self._float8):
+                last = self._forward(upload(tokens, device), shape, None if self._every else rows).last
             found += self._read_off(last[rows] if self._every else last, asked)
         logprobs, greedy = (torch.cat(values) for values in zip(*found, strict=True))
         return owners, Ticket(logprobs, greedy, stream=self._stream)

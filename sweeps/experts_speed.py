@@ -3,6 +3,7 @@
 Norm, routing, both grouped products, shared expert and weighted sum, beside the floor: weights of the experts that are
 hit over the memory's bandwidth, or the products over the rate of a large one, both measured in the run. Random rows
 choose their experts almost evenly. Each number is the median over replays of a CUDA graph in which blocks take turns.
+With --fp8 weights are in float8, in the second half of the table activations, too, as in prompts.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import argparse
 import torch
 from tabulate import tabulate
 
+from specbatch.kernels import dispatch
 from specbatch.kernels.experts import Experts
 from specbatch.kernels.linear import Norm
 from specbatch.kernels.routing import Routing, route_ref
 from specbatch.kernels.weight import Weight
-from specbatch.sweeps.machine import measure_machine, replay_seconds, require_cuda
+from specbatch.sweeps.machine import GEMM_SIZE, measure_machine, median_seconds, replay_seconds, require_cuda
 
 HIDDEN, TOKENS, BLOCKS, SIDE = 2048, (1, 4, 32, 128, 512, 2048, 8192), 3, 128
 SHAPES = {
@@ -39,24 +41,36 @@ def block(rule: Routing, inner: int, float8: bool) -> Experts:
     return Experts(rule, router, weight((count, 2 * inner, HIDDEN), float8), weight((count, HIDDEN, inner), float8))
 
 
-def rows_of(name: str, float8: bool, read: float, rate: float) -> list[list[object]]:
+def float8_rate() -> float:
+    """FLOP/s of a product of 8192 x 8192 x 8192 in float8, by torch's own."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+
+    def run() -> torch.Tensor:
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    return 2 * GEMM_SIZE**3 / median_seconds(run, a.device)
+
+
+def rows_of(name: str, float8: bool, prompts: bool, read: float, rate: float) -> list[list[object]]:
     rule, inner = SHAPES[name]
     blocks = [block(rule, inner, float8) for _ in range(BLOCKS)]
     norm = Norm(torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16), 1e-6)
     found: list[list[object]] = []
-    for tokens in TOKENS:
+    for tokens in (count for count in TOKENS if count >= 128 or not prompts):
         xs = [torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in blocks]
 
         def run(xs: list[torch.Tensor] = xs) -> None:
-            for one, x in zip(blocks, xs, strict=True):
-                one(x, norm=norm, residual=x)
+            with dispatch.prompts(float8=prompts):
+                for one, x in zip(blocks, xs, strict=True):
+                    one(x, norm=norm, residual=x)
 
         run()
         hit = len(route_ref(blocks[0]._router(xs[0])[:, : rule.logits], rule)[1].unique())
         size = 3 * inner * HIDDEN
         floor = max(hit * size * (1 if float8 else 2) / read, 2 * tokens * rule.width * size / rate) * 1e6
         took = 1e6 * replay_seconds(run) / BLOCKS
-        found.append([name, tokens, hit, took, floor, took / floor])
+        found.append([name, "float8" if prompts else "bfloat16", tokens, hit, took, floor, took / floor])
     return found
 
 
@@ -71,10 +85,15 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, weights in {'float8' if float8 else 'bfloat16'};"
     )
-    print(f"reads {read / 1e12:.2f} TB/s, multiplies {rate / 1e12:.0f} TFLOP/s; microseconds a block\n")
-    rows = [row for name in SHAPES for row in rows_of(name, float8, read, rate)]
-    heads = ["shape", "tokens", "experts hit", "us", "floor", "times the floor"]
-    print(tabulate(rows, headers=heads, tablefmt="github", floatfmt=("", "", "", ".1f", ".1f", ".2f")))
+    rates = f"{rate / 1e12:.0f} TFLOP/s"
+    rows = [row for name in SHAPES for row in rows_of(name, float8, False, read, rate)]
+    if float8:
+        rate = float8_rate()
+        rates += f" in bfloat16 and {rate / 1e12:.0f} in float8"
+        rows += [row for name in SHAPES for row in rows_of(name, True, True, read, rate)]
+    print(f"reads {read / 1e12:.2f} TB/s, multiplies {rates}; microseconds a block\n")
+    heads = ["shape", "activations", "tokens", "experts hit", "us", "floor", "times the floor"]
+    print(tabulate(rows, headers=heads, tablefmt="github", floatfmt=("", "", "", "", ".1f", ".1f", ".2f")))
 
 
 if __name__ == "__main__":

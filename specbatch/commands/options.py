@@ -179,6 +179,14 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = EngineConfig.kv_dtype
+    float8_prompts: Annotated[
+        bool,
+        Option(
+            "--float8-prompts/--no-float8-prompts",
+            help="Where weights are float8: multiply prompts in float8, too, their activations rounded by 128 columns.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = EngineConfig.float8_prompts
     state_dtype: Annotated[
         str,
         Option(

@@ -44,6 +44,26 @@ def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
     }
 
 
+def rounds_prompts(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
+    """Are prompts of these models multiplied in float8, if that is `asked`? Of activations in float32 nothing is."""
+    return asked and dtype.itemsize == 2 and any(kept_float8(model, device) for model in models)
+
+
+def float8_said(model: Decoder, rounds: bool) -> str:
+    """What became of float8 weights at load. rounds: see `rounds_prompts`."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    if not keeps_float8(model.device):
+        return f"float8 weights: made {dtype}, as this device has no product with them"
+    said = "kept"
+    if model.widened:
+        said += (
+            f", but {len(model.widened)} that are {dtype} now, as the matrices that they go into cut their blocks of "
+            f"scales: {min(model.widened)} and others alike"
+        )
+    prompts = "prompts are multiplied in float8, activations rounded by 128" if rounds else f"activations are {dtype}"
+    return f"float8 weights: {said}; {prompts}"
+
+
 @dataclass(frozen=True)
 class Loader:
     """What the models of an engine have in common: type, device, room for positions, size of the KV pool.

@@ -1,0 +1,274 @@
+"""Prompts in float8: which passes of an engine are rounded, and what it says of that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch import Engine, SpecbatchError
+from specbatch.build import _capture
+from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.context import Verify
+from specbatch.draft_length import DraftLength
+from specbatch.graphs import WholeGraphs
+from specbatch.iteration import Iteration
+from specbatch.kernels import dispatch
+from specbatch.request import SamplingParams
+
+CPU = torch.device("cpu")
+QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 260,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "quantization_config": QUANTIZED,
+}
+MOE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+NEXT = MOE | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 256,
+    "shared_expert_intermediate_size": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
+GRAPHS = Graphs(decode="whole", prefill="piecewise")
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """`build(shape, **settings)`; on a CPU weights stay float8, too."""
+    engines: list[Engine] = []
+    for module in ("layers", "loader"):
+        monkeypatch.setattr(f"specbatch.models.{module}.keeps_float8", lambda device: True)
+
+    def build(shape: dict[str, Any], log: Callable[[str], None] | None = None, **settings: Any) -> Engine:
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        settings = {"device": "cpu", "dtype": "float16", "max_running": 4, "max_model_len": 60} | settings
+        engines.append(Engine(EngineConfig(model=str(tmp_path), load_format="dummy", **settings), log=log))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
+    """By the kind of pass: is an activation rounded?"""
+    found: set[tuple[str, bool]] = set()
+    place, rounds, run = ["prompt"], dispatch.rounds, Iteration.__call__
+
+    def spied(x: torch.Tensor) -> bool:
+        found.add((place[-1], rounds(x)))
+        return rounds(x)
+
+    def iterate(self: Iteration, *args: Any) -> Any:
+        place.append("iteration")
+        try:
+            return run(self, *args)
+        finally:
+            place.pop()
+
+    monkeypatch.setattr(dispatch, "rounds", spied)
+    monkeypatch.setattr(Iteration, "__call__", iterate)
+    return found
+
+
+RIGHT = {("prompt", True), ("iteration", False)}
+SPECULATIONS = {
+    "none": (DENSE, Speculation()),
+    "experts": (MOE, Speculation()),
+    "self": (DENSE, Speculation("standalone", draft="self:skip=1", draft_tokens=2)),
+    "mtp": (NEXT, Speculation("mtp", draft_tokens=2)),
+}
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_prompts_are_rounded_and_iterations_are_not(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str
+) -> None:
+    shape, speculation = SPECULATIONS[name]
+    engine = build(shape, speculation=speculation, prefill_chunk=8)
+    assert engine.caps["float8_prompts"] == "on"
+    engine.generate(PROMPTS, PARAMS)
+    assert asked == RIGHT
+    asked.clear()
+    engine.score([(PROMPTS[0], PROMPTS[1])])
+    assert asked == {("prompt", True)}
+
+
+def test_a_draft_catches_up_as_with_a_prompt(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = [0, 0, 0, 2, 2, 2, 2]
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0))
+    spec = Speculation("standalone", draft="self:skip=1", draft_tokens="auto", draft_steps=2, schedule="v1")
+    engine = build(DENSE, speculation=spec, prefix_cache=False)
+    asked.clear()
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert len(plan) < 4
+    assert asked == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "said"),
+    [
+        (DENSE, {}, "float8 weights: kept; prompts are multiplied in float8, activations rounded by 128"),
+        (DENSE, {"float8_prompts": False}, "float8 weights: kept; activations are float16"),
+        (DENSE, {"dtype": "float32"}, "float8 weights: kept; activations are float32"),
+        (
+            {key: value for key, value in DENSE.items() if key != "quantization_config"},
+            {"float8_prompts": False},
+            "float8_prompts: off, which changes nothing, as no weights are float8",
+        ),
+        (
+            DENSE | {"head_dim": 48},
+            {},
+            "float8 weights: kept, but 6 that are float16 now, as the matrices that they go into cut their blocks of "
+            "scales: model.layers.0.self_attn.k_proj.weight and others alike; prompts are multiplied in float8, "
+            "activations rounded by 128",
+        ),
+    ],
+    ids=["on", "off", "float32", "plain", "odd"],
+)
+def test_what_is_said_of_it(
+    build: Callable[..., Engine],
+    asked: set[tuple[str, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any],
+    settings: dict[str, Any],
+    said: str,
+) -> None:
+    lines: list[str] = []
+    engine = build(shape, log=lines.append, **settings)
+    assert [line for line in lines if line.startswith("float8")] == [said]
+    is_on = "multiplied in float8" in said
+    assert engine.record().caps["float8_prompts"] == ("on" if is_on else "off")
+    engine.generate(PROMPTS, PARAMS)
+    assert ("prompt", True) in asked or not is_on
+    assert is_on or {rounds for _, rounds in asked} <= {False}
+
+
+def test_a_cpu_multiplies_nothing_in_float8(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    lines: list[str] = []
+    with Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu"), log=lines.append) as engine:
+        assert engine.caps["float8_prompts"] == "off"
+    assert "float8 weights: made float32, as this device has no product with them" in lines
+
+
+def test_it_is_on_or_off() -> None:
+    with pytest.raises(SpecbatchError, match="float8_prompts='on': use True or False"):
+        EngineConfig(float8_prompts="on")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("float8", [True, False])
+def test_recordings_are_of_their_kind_of_pass(float8: bool) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Item:
+        def __len__(self) -> int:
+            return 1
+
+        def capture(self) -> Iterator[None]:
+            seen.append((type(self).__name__, dispatch.rounds(torch.zeros(1).half())))
+            yield
+
+    class Whole(Item, WholeGraphs):
+        def __init__(self) -> None:
+            pass
+
+    _capture([Item(), Whole(), Item()], [], CPU, print, lambda done, total: None, float8=float8)
+    assert seen == [("Item", float8), ("Whole", False), ("Item", float8)]
+
+
+# On a GPU
+
+LONG = [[(7 * i + 3 * j) % 250 for i in range(length)] for j, length in enumerate((50, 9, 33))]
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("shape", [DENSE, MOE, NEXT], ids=["dense", "moe", "next"])
+def test_prompts_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engine], shape: dict[str, Any]) -> None:
+    """And nearer still to themselves in other chunks: a product's rows are the same bits, and what lies between is not
+    always, so that some values are rounded to the other side."""
+    found = {}
+    for name, settings in {
+        "off": {"float8_prompts": False},
+        "on": {},
+        "chunks": {"prefill_chunk": 16},
+        "graphs": {"graphs": GRAPHS},
+    }.items():
+        engine = build(shape, device="cuda", dtype="bfloat16", prefix_cache=False, **settings)
+        found[name] = torch.stack([engine.next_logits(list(prompt)) for prompt in LONG])
+    noise = apart(found["on"], found["off"])
+    assert 0.002 < noise < 0.5  # a token may go to another expert
+    assert apart(found["chunks"], found["on"]) <= noise
+    assert apart(found["graphs"], found["on"]) <= noise
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("graphs", [Graphs(), GRAPHS], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_iterations_on_a_gpu_are_not_rounded(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str, graphs: Graphs
+) -> None:
+    """Recorded ones neither."""
+    shape, speculation = SPECULATIONS[name]
+    engine = build(shape, device="cuda", dtype="bfloat16", speculation=speculation, graphs=graphs)
+    engine.generate(PROMPTS, PARAMS)
+    assert asked == RIGHT
+
+
+@pytest.mark.gpu
+@on_gpu
+@torch.inference_mode()
+def test_a_verify_is_the_same_bits(build: Callable[..., Engine]) -> None:
+    """Behind the same keys and values, which are those of rounded prompts and of others."""
+    on, off = (build(MOE, device="cuda", dtype="bfloat16", float8_prompts=value) for value in (True, False))
+    kept, found = on._runner._iteration._cache, []
+    for engine in (on, off):
+        engine.generate(PROMPTS, PARAMS)
+        iteration, batch = engine._runner._iteration, engine._runner._batch
+        cache, model = iteration._cache, iteration._model
+        for ours, other in zip((*cache.k, *cache.v), (*kept.k, *kept.v), strict=True):
+            ours.copy_(other)
+        batch.page_table[1:3, :2] = torch.arange(1, 5, device="cuda").view(2, 2)
+        rows, lengths, tokens = torch.tensor([[1, 2], [9, 21], [11, 12]], device="cuda")
+        shape = Verify(batch.page_table, rows, lengths, 1, engine.config.page_size, 32)
+        found.append(model.logits(model.forward(tokens, lengths, shape.on(cache)).last))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
