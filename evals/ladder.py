@@ -114,8 +114,11 @@ def run_ladder(
                 _warm_up(ready, engine)
                 own = folder / name
                 own.mkdir()
-                reports[name] = replace(ready, options=replace(options, output=own)).run(engine, count)
-                done += len(reports[name].questions)
+                report = replace(ready, options=replace(options, output=own)).run(engine, count)
+                asked = {report.prompts_sha256, *(other.prompts_sha256 for other in reports.values())}
+                assert len(asked) == 1, f"{name} was asked other prompts than {', '.join(reports)}"
+                reports[name] = report
+                done += len(report.questions)
     finally:
         if reports:
             ladder.save(folder)

@@ -141,6 +141,7 @@ class PreparedEval:
     def _evaluate(self, model: Any) -> dict[str, Any]:
         import lm_eval
 
+        self.task.task.set_fewshot_seed(seed=self.options.seed)  # a run before has drawn from it
         tasks = {"tasks": {self.task.name: self.task.task}, "groups": {}, "group_map": {}}
         with quiet():
             results: dict[str, Any] = lm_eval.evaluate(

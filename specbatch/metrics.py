@@ -198,6 +198,12 @@ class RunRecord:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     schema: int = SCHEMA
 
+    @property
+    def gpu(self) -> str | None:
+        """The GPU that ran it. None on a CPU, whatever else the machine has."""
+        on_cpu = self.caps.get("device", self.config.get("device")) == "cpu"
+        return None if on_cpu else self.hardware.get("gpu")
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 

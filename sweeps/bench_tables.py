@@ -79,7 +79,7 @@ def table(records: list[RunRecord]) -> list[Row]:
 
 def bounds_of(records: list[RunRecord]) -> Bounds:
     speeds = [speed for record in records if (speed := record.metrics.get("read_bytes_s")) is not None]
-    return Bounds(data_sheet_bandwidth(records[0].hardware.get("gpu")), median(speeds) if speeds else None)
+    return Bounds(data_sheet_bandwidth(records[0].gpu), median(speeds) if speeds else None)
 
 
 def _row(

@@ -148,7 +148,7 @@ def differences(pairs: Pairs) -> dict[str, list[str]]:
 
 def device_of(record: RunRecord) -> str:
     """The part that a time depends on most."""
-    return str(record.hardware.get("gpu") or f"{record.hardware.get('cpu')}, {record.hardware.get('cores')} cores")
+    return str(record.gpu or f"{record.hardware.get('cpu')}, {record.hardware.get('cores')} cores")
 
 
 def _records(setting: str, path: Path) -> Iterator[tuple[Path, RunRecord]]:

@@ -75,7 +75,7 @@ def comparable(folder: Path, records: list[RunRecord], points: set[Point]) -> di
     kept = folder / PEERS
     text = kept.read_text(encoding="utf-8") if kept.exists() else ""
     model, dtype = records[0].config["model"], run_on(records)["dtype"]
-    gpu = records[0].hardware.get("gpu") or ""
+    gpu = records[0].gpu or ""
     found: dict[Point, Peer] = {}
     for peer in csv.DictReader(io.StringIO(text, newline="")):
         point = (peer["section"], int(peer["size"]), peer["column"], _drafting(peer))

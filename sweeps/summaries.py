@@ -25,7 +25,7 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
     """Model, device, type and versions, by the name of their line."""
     first = records[0]
     config, hardware = first.config, first.hardware
-    device = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
+    device = first.gpu or f"{hardware['cpu']}, {hardware['cores']} cores"
     if "server" in config:
         device = f"unknown; asked from {device}"
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 12)
+SMALL = ("--device", "cpu", "--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 12)
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "ci-gate.md"
 
@@ -52,7 +52,7 @@ def test_compare_of_a_run_with_itself_shows_no_difference(run, folder):
 
 def test_compare_refuses_in_one_line(run, folder, tmp_path):
     other = tmp_path / "other"
-    longer = ("--input-len", 7, *SMALL[2:])
+    longer = (*SMALL, "--input-len", 7)
     run("sweep", "--concurrency", "1", "--configs", "v1", "--output", other, *longer)
     for words, said in (((folder, other), "input_len 6 and 7"), ((folder, tmp_path / "x"), "holds no record.json")):
         result = run("compare", *words)

@@ -14,7 +14,7 @@ import pytest
 from specbatch.config import EngineConfig, Speculation
 from specbatch.evals import ladder
 from specbatch.evals.ladder import run_ladder, rungs
-from specbatch.evals.run import EvalOptions
+from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.memory.plan import Place
 
 BASE = EngineConfig(speculation=Speculation("ngram"))
@@ -22,7 +22,12 @@ BASE = EngineConfig(speculation=Speculation("ngram"))
 
 @pytest.fixture
 def climb(
-    monkeypatch: pytest.MonkeyPatch, make_engine: Any, mixed_reply: Any, scored_file: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    make_engine: Any,
+    mixed_reply: Any,
+    scored_file: Path,
+    shots_file: Path,
+    tmp_path: Path,
 ) -> Any:
     """Rungs of engines that answer alike, but for v2's first question."""
     made: list[tuple[str, Any, Place]] = []
@@ -45,7 +50,7 @@ def climb(
 
     def run(on_cuda: bool = False) -> Any:
         configs, left_out = rungs(BASE, on_cuda)
-        options = EvalOptions("gsm8k", data=scored_file, num_fewshot=0)
+        options = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
         seen: list[tuple[int, int]] = []
         found = run_ladder(configs, options, tmp_path, left_out=left_out, progress=lambda *at: seen.append(at))
         return found, made, seen
@@ -70,6 +75,15 @@ def test_no_cell_is_empty_and_answers_are_compared(climb: Any, tmp_path: Path) -
     assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3
     assert set(json.loads((tmp_path / "ladder.json").read_text())["rungs"]) == {"baseline", "v1", "v2"}
     assert (tmp_path / "v1" / "questions.jsonl").exists()
+
+
+def test_every_rung_is_asked_the_same(climb: Any, make_engine: Any, scored_file: Path, shots_file: Path) -> None:
+    """Examples are drawn, and a run before has drawn some."""
+    found, _, _ = climb()
+    alone = run_eval(
+        make_engine(lambda text: "?"), EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
+    )
+    assert {report.prompts_sha256 for report in found.reports.values()} == {alone.prompts_sha256}
 
 
 def test_each_rung_is_warmed_up_before_it_is_measured(climb: Any) -> None:

@@ -20,7 +20,7 @@ from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
 from specbatch.sweeps import bench
 from specbatch.sweeps.bench_plan import BenchOptions, Load, plan_engines
-from specbatch.sweeps.bench_tables import load_records, table, write_table
+from specbatch.sweeps.bench_tables import bounds_of, load_records, table, write_table
 from specbatch.sweeps.machine import data_sheet_bandwidth, measure_machine, products_seconds
 from specbatch.sweeps.traffic import hit_experts, moved_states, step_bytes, used_bytes
 from specbatch.weights.dummy import SHAPES
@@ -311,6 +311,9 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(run):
     records = load_records(Path("out"))
     for record in records:
         record.hardware["gpu"] = "NVIDIA H200"
+    assert bounds_of(records).sheet is None  # as it was the CPU that ran
+    for record in records:
+        record.caps["device"] = "cuda:0"
     records[0].metrics["read_bytes_s"] = 4.0e12
     row = table(records)[1]
     assert row["floor_ms"] == pytest.approx(records[1].workload["step_bytes"] / 4.0e9)

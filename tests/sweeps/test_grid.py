@@ -126,6 +126,8 @@ def record() -> RunRecord:
 
 
 def test_what_is_left_of_a_folder(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "out"  # its parent is looked at, too
+    tmp_path.mkdir()
     configs = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v2"))
     every = list(points(configs, OPTIONS))
     assert [(p.configuration, p.concurrency, p.repeat) for p in every[:5]] == [
