@@ -13,7 +13,7 @@ import torch
 
 from specbatch import weights
 from specbatch.batch import DeviceBatch
-from specbatch.config import EngineConfig
+from specbatch.config import EngineConfig, Graphs
 from specbatch.draft_length import DraftLength, announced
 from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import Drafter, DraftPlan
@@ -358,9 +358,9 @@ def find_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def usual_decode_graph(device: torch.device) -> str:
+def usual_graphs(device: torch.device) -> Graphs:
     """What a command records that is told nothing: nobody wants to time the host by accident."""
-    return "whole" if device.type == "cuda" else "off"
+    return Graphs("whole", "piecewise") if device.type == "cuda" else Graphs()
 
 
 def _check_device(config: EngineConfig, device: torch.device) -> None:

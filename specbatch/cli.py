@@ -127,7 +127,7 @@ def evaluate(
 
     if ladder and engine.spec is not None:
         raise refuse("spec", engine.spec, "--ladder runs all of them; leave it out")
-    config = (replace(engine, spec="v2") if ladder else engine).config(concurrency=concurrency)
+    config = (replace(engine, spec="v2") if ladder else engine).config(concurrency=concurrency, compares=ladder)
     with fresh_folder(output, "eval") as folder:
         options = EvalOptions(
             task=task,

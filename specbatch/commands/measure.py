@@ -305,7 +305,7 @@ def bench(
     )
     beside = read_peers(peers) if peers is not None else ""
     with fresh_folder(output, "bench") as folder, progress("bench") as report:
-        text = run_bench(engine.config(), options, folder, peers=beside, log=say, report=report)
+        text = run_bench(engine.config(compares=True), options, folder, peers=beside, log=say, report=report)
     rows = table(load_records(folder))
     show(f"{text}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
     if any(row["failed"] for row in rows):
@@ -364,6 +364,7 @@ def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, E
     """Those of `configs`: names, or a file whose settings count in place of the command's."""
     from specbatch.sweeps.grid import SUFFIXES, named, read_grid
 
+    settings["compares"] = True
     if not configs.endswith(SUFFIXES):
         return named(replace(asked, spec="v2").config(**settings), _names(configs))
     return {name: asked.having(changes, name).config(**settings) for name, changes in read_grid(Path(configs)).items()}

@@ -154,13 +154,14 @@ class EngineOptions:
         ),
     ] = None
     prefill_graph: Annotated[
-        str,
+        str | None,
         Option(
             metavar="|".join(PREFILL_GRAPHS),
-            help="piecewise: CUDA graphs for what lies between attention layers in a prompt pass.",
+            help="piecewise: CUDA graphs for what lies between attention layers in a prompt pass. Default: piecewise "
+            "on a CUDA device, off on a CPU and where configurations with and without it are compared.",
             rich_help_panel=_ENGINE,
         ),
-    ] = Graphs.prefill
+    ] = None
     attention_backend: Annotated[
         str,
         Option(
@@ -272,8 +273,11 @@ class EngineOptions:
         except ValueError:
             raise refuse("aux_layers", self.aux_layers, "write layers with commas, such as 2,18,33") from None
 
-    def config(self, *, concurrency: int | None = None, prefix_cache: bool = True) -> EngineConfig:
-        """The engine asked for, with the command's `concurrency` and its default for the prefix cache."""
+    def config(
+        self, *, concurrency: int | None = None, prefix_cache: bool = True, compares: bool = False
+    ) -> EngineConfig:
+        """The engine asked for, with the command's `concurrency` and its default for the prefix cache. compares: the
+        command has configurations with prompts from graphs beside others without."""
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
         same = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(EngineOptions)}
@@ -282,16 +286,15 @@ class EngineOptions:
             value for value in (self.max_running, concurrency, EngineConfig.max_running) if value is not None
         )
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
-        graphs = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph)
-        config = EngineConfig(**settings, speculation=self.speculation(), graphs=graphs)
-        return config if self.decode_graph else with_graphs(config)
+        asked = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph or "off")
+        config = EngineConfig(**settings, speculation=self.speculation(), graphs=asked)
+        if self.decode_graph and (self.prefill_graph or compares):
+            return config
+        from specbatch.build import find_device, usual_graphs
 
-
-def with_graphs(config: EngineConfig) -> EngineConfig:
-    """Iterations from graphs where the device can."""
-    from specbatch.build import find_device, usual_decode_graph
-
-    return replace(config, graphs=replace(config.graphs, decode=usual_decode_graph(find_device(config.device))))
+        usual = usual_graphs(find_device(config.device))
+        prefill = self.prefill_graph or ("off" if compares else usual.prefill)
+        return replace(config, graphs=Graphs(self.decode_graph or usual.decode, prefill))
 
 
 def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,9 +83,22 @@ def test_zero_is_a_value_and_not_a_default():
         EngineOptions(max_running=0).config(concurrency=4)
 
 
+@pytest.mark.parametrize("compares", [False, True])
 @pytest.mark.parametrize(
-    ("device", "asked", "gets"), [("cuda", None, "whole"), ("cuda", "off", "off"), ("cpu", None, "off")]
+    ("device", "decode", "prefill", "gets"),
+    [
+        ("cuda", None, None, Graphs("whole", "piecewise")),
+        ("cuda", "off", None, Graphs("off", "piecewise")),
+        ("cuda", None, "off", Graphs("whole", "off")),
+        ("cuda", "off", "off", Graphs()),
+        ("cpu", None, None, Graphs()),
+    ],
 )
-def test_iterations_are_recorded_where_a_device_can(monkeypatch, device, asked, gets):
+def test_graphs_where_a_device_can(monkeypatch, device, decode, prefill, gets, compares):
+    """But for prompts where a command has configurations with and without."""
     monkeypatch.setattr("specbatch.build.find_device", torch.device)
-    assert EngineOptions(device=device, decode_graph=asked, prefill_graph="off").config().graphs == Graphs(gets, "off")
+    found = EngineOptions(device=device, decode_graph=decode, prefill_graph=prefill).config(compares=compares).graphs
+    assert found == (replace(gets, prefill="off") if compares and prefill is None else gets)
+    options = EngineOptions(device=device, prefill_graph="piecewise")
+    if device == "cuda":
+        assert options.config(compares=compares).graphs.prefill == "piecewise"
