@@ -148,7 +148,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert (record.metrics["verify_steps"] or 0) > 0
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_any_mixture_gives_the_tokens_of_plain_decoding(
     data: st.DataObject, toy: Any, toy_engine: Callable[..., Engine]

@@ -69,7 +69,7 @@ def test_eval_of_given_texts(run):
 
 def test_a_sweep_says_where_drafts_lose_and_why(run):
     # Eight passes of half a model that agrees with the whole one by chance: nothing can pay for that.
-    words = ("--draft", "self:skip=0", "--draft-tokens", 8, "--input-len", 8, "--output-len", 20)
+    words = ("--draft", "self:skip=0", "--draft-tokens", 8, "--input-len", 8, "--output-len", 12)
     result = run("sweep", "--concurrency", "1,3", "--configs", "baseline,v1", *words, "--output", "out")
     assert "low acceptance: below break-even: v1 at concurrency 1 (accept length " in result.stderr
     assert "; v1 at concurrency 3 (accept length " in result.stderr
