@@ -187,25 +187,28 @@ def test_models_of_a_file_run_one_after_the_other(run):
 
 @pytest.fixture
 def two_models(run):
-    """The process of a long sweep over two models, in a group of its own, and those of its models; the first has
-    measured a point."""
+    """The process of a long sweep over two models, and those below it; the first model has measured a point."""
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n')
     words = ("sweep", "--concurrency", "1", "--output-len", "50", "--input-len", "8", "--repeats", "10000")
     command = [sys.executable, "-m", "specbatch", *words, "--configs", "grid.toml", "--out", "out", *TOY]
     here = {**os.environ, "PYTHONPATH": str(Path(specbatch.__file__).parents[1])}
     with Path("said").open("w") as said:
-        process = psutil.Popen(command, stdout=said, stderr=said, env=here, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not any(Path("out").glob("*/*/c1/r1/record.json")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+        process = psutil.Popen(command, stdout=said, stderr=said, env=here)
+    _wait_for_points(process, 1)
     children = process.children(recursive=True)
     yield process, children
     for one in (process, *children):
         with suppress(psutil.NoSuchProcess):
             one.kill()
     process.wait()
+
+
+def _wait_for_points(process, count):
+    deadline = time.monotonic() + 60
+    while len(list(Path("out").rglob("record.json"))) < count:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -219,10 +222,12 @@ def test_the_process_of_a_model_ends_with_a_command_that_is_killed(two_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [False, True], ids=["the command alone", "its group, as a terminal does"])
-def test_the_process_of_a_model_ends_with_a_command_that_is_interrupted(two_models, group):
+def test_the_process_of_a_model_ends_with_a_command_that_is_interrupted(two_models):
     process, children = two_models
-    (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
+    for one in children:  # a terminal tells them, too; they wait for the command's word
+        one.send_signal(signal.SIGINT)
+    _wait_for_points(process, 2 + len(list(Path("out").rglob("record.json"))))
+    process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
     assert children
     assert not psutil.wait_procs(children, timeout=20)[1]
