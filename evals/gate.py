@@ -199,7 +199,8 @@ def _bounds(name: str, bound: Bound, point: str, after: Measured, before: Measur
         if value is not None and limit is not None:
             passed = (value > limit) == higher or math.isclose(value, limit, rel_tol=1e-9)
         kept = f"{sign} {text(limit)}{why}" if limit is not None else f"the baseline lacks {name}"
-        yield Check(title, point, passed, text(value), kept, "-" if before is None else text(old))
+        detail = after.resumed or "" if value is None else ""
+        yield Check(title, point, passed, text(value), kept, "-" if before is None else text(old), detail)
 
 
 def _accuracy(

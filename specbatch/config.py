@@ -181,7 +181,7 @@ class EngineConfig:
                    "dummy", a named shape or a config.json
     device         "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"
     dtype          "auto" is float32 on a CPU and the checkpoint's own type on a GPU
-    tokenizer      folder or hub id to use in place of the model's own tokenizer
+    tokenizer      bundled name, folder or hub id to use in place of the model's own tokenizer
     max_running    requests that decode at the same time
     max_model_len  longest prompt + output in tokens; default what the model was made for
     page_size      tokens per KV page

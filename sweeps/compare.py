@@ -4,6 +4,8 @@
   zero and lies on the worse side, "(no difference shown)" where it holds zero, "(not judged)" where there is none.
   Times that were not taken in turns (one run a side, or all of one side first) are "better" or "worse, not in turns".
   Each number is the mean over repeats.
+* answers of `generate` pair by prompt; a job that was interrupted and went on is judged by what follows from its
+  prompts, and its times are not.
 * intervals: see `specbatch.sweeps.intervals`; of accuracy, see `specbatch.evals.paired`.
 """
 
@@ -25,6 +27,7 @@ from specbatch.sweeps.measures import MEASURES, Better
 from specbatch.sweeps.summaries import replay_notes
 
 BETTER, WORSE, SAME, UNJUDGED = "better", "regression", "no difference shown", "not judged"
+SHOWN = 10  # answers that are not the same
 NOT_IN_TURNS = {BETTER: "better, not in turns", WORSE: "worse, not in turns", SAME: SAME}
 
 
@@ -113,6 +116,7 @@ def compare(before: Path, after: Path) -> Comparison:
         for path, point in zip((before, after), points, strict=True):
             where = f"{path} {place}".rstrip()
             notes += [f"FAILED: {where}: {point.failed}"] if point.failed else list(_notes(point, where))
+        notes += _same_tokens(*points)
         if not any(point.failed for point in points):
             rows += [*_answers(place, *points), *_numbers(place, *points)]
     if not rows:
@@ -198,6 +202,22 @@ def _notes(point: Measured, where: str) -> Iterator[str]:
         wanted = record.workload.get("prompts", len(record.requests))
         if isinstance(wanted, int) and (done := record.metrics.get("requests") or 0) < wanted:
             yield f"INCOMPLETE: {where}: {done:g} of {wanted} prompts finished"
+    if point.resumed:
+        yield f"RESUMED: {where}: {point.resumed}"
+
+
+def _same_tokens(before: Measured, after: Measured) -> Iterator[str]:
+    """How many answers are the same, of the prompts that both sides answered. Only `generate` keeps the tokens."""
+    old, new = (
+        {row["index"]: list(row["token_ids"]) for row in point.records[0].requests if row.get("token_ids") is not None}
+        for point in (before, after)
+    )
+    both = [index for index in old if index in new]
+    if both:
+        others = [index for index in both if old[index] != new[index]]
+        listed = ", ".join(map(str, others[:SHOWN])) + (" ..." if len(others) > SHOWN else "")
+        named = f"; others by index: {listed}" if others else ""
+        yield f"ANSWERS: {len(both) - len(others)} of {len(both)} have the same tokens{named}"
 
 
 def _reading(rows: list[Row], differs: dict[str, list[str]]) -> Iterator[str]:

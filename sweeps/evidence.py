@@ -30,6 +30,7 @@ _OF_WORK = (
 )
 _CAPS = ("device", "dtype", "kv_dtype", "float8_prompts", "attention_backend", "draft_shape", *CAPS)
 _RECORD = ".record.json"
+EARLIER = "earlier_answers"  # of a workload: how many answers an earlier run of the job had made
 
 
 class Where(NamedTuple):
@@ -56,6 +57,18 @@ class Measured:
     def failed(self) -> str | None:
         """Why it was not measured."""
         return next((record.workload["error"] for record in self.records if "error" in record.workload), None)
+
+    @property
+    def resumed(self) -> str | None:
+        """Why times are not known of a job of `generate` that was interrupted and went on."""
+        counts = [(earlier, len(one.requests)) for one in self.records if (earlier := one.workload.get(EARLIER))]
+        if not counts:
+            return None
+        many = ", ".join(f"{earlier} of {total}" for earlier, total in counts)
+        return (
+            f"{many} answers are of runs before the last one, of which no record is left: throughput, times and accept "
+            "rate of all prompts are not known. A job that runs in one go (--overwrite) has them"
+        )
 
     @property
     def rounds(self) -> list[tuple[Any, ...]]:
@@ -157,7 +170,7 @@ def _records(setting: str, path: Path) -> Iterator[tuple[Path, RunRecord]]:
     try:
         if beside.is_file():
             body = json.loads(beside.read_text(encoding="utf-8"))
-            yield output, _checked(setting, beside, RunRecord(**body, requests=_generated(output, body)))
+            yield output, _checked(setting, beside, _generated(output, RunRecord(**body, requests=[])))
         elif path.is_dir():
             for file in sorted(path.rglob("record.json")):
                 yield file.parent, _checked(setting, file, RunRecord.load(file.parent))
@@ -181,14 +194,23 @@ def _checked(setting: str, file: Path, record: RunRecord) -> RunRecord:
     return record
 
 
-def _generated(output: Path, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of `generate`, if the record covers all of them: it does not where an earlier run began them."""
-    if not output.exists():
-        return []
-    rows = read_output(output)
-    if len(rows) != body["metrics"]["requests"]:
-        return []
-    return [row | {"emitted": round((row["accept_length"] or 0) * row["verify_steps"])} for row in rows]
+def _generated(output: Path, record: RunRecord) -> RunRecord:
+    """The record of `generate` with the rows of its output.
+
+    Of a job that was interrupted and went on, the record is of the last run alone. What the rows say of all prompts
+    takes the place of its numbers, and its times are left out: how long the earlier runs took, and on what machine,
+    nobody has written down.
+    """
+    rows = read_output(output) if output.exists() else []
+    earlier = len(rows) - int(record.metrics["requests"] or 0)
+    if earlier < 0:  # rows were taken away
+        return record
+    record.requests = [row | {"emitted": round((row["accept_length"] or 0) * row["verify_steps"])} for row in rows]
+    if earlier:
+        emitted, verifies = (sum(row[name] for row in record.requests) for name in ("emitted", "verify_steps"))
+        record.metrics = {"requests": len(rows), "accept_length": emitted / verifies if verifies else None}
+        record.workload[EARLIER] = earlier
+    return record
 
 
 def _place(record: RunRecord) -> Where:

@@ -47,7 +47,7 @@ class Server:
 
     base_url     with or without /v1 behind it
     model        one of its models; None: the only one
-    tokenizer    folder or hub id; None: what the server says that its model is
+    tokenizer    bundled name, folder or hub id; None: what the server says that its model is
     send         "ids": prompts as token ids; "text": as text, which the server reads by its own tokenizer
     api_key_env  name of the environment variable with the key that it wants
     """
@@ -263,10 +263,10 @@ class HttpEngine:
         from specbatch.weights import open_tokenizer
 
         if self.server.tokenizer is not None:
-            return open_tokenizer(self.server.tokenizer)
+            return open_tokenizer(self.server.tokenizer, self._log)
         name = str(found.get("root") or self.model)
         try:
-            return open_tokenizer(name)
+            return open_tokenizer(name, self._log)
         except SpecbatchError as error:
             works = f"that of the server's model {name} cannot be had here; give the same one as a folder ({error})"
             raise refuse("tokenizer", None, works) from None

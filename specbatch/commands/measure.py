@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from dataclasses import replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -200,28 +201,36 @@ def _in_a_process(name: str, engines: dict[str, EngineConfig], options: SweepOpt
     folder.mkdir(exist_ok=True)
     process = get_context("spawn").Process(target=_one_model, args=(engines, options, folder))
     process.start()
-    try:
-        process.join()
-    except KeyboardInterrupt:
-        process.join()  # it has heard of it, too, and writes its summary
-        raise KeyboardInterrupt(f"what is finished is kept in {folder.parent}; the same command goes on") from None
+    stopped = False
+    while process.exitcode is None:
+        try:
+            process.join()
+        except KeyboardInterrupt:
+            stopped = True
+            process.terminate()  # it writes its summary first, unless it is told so twice
+    if stopped:
+        raise KeyboardInterrupt(f"what is finished is kept in {folder.parent}; the same command goes on")
     if process.exitcode:
         raise typer.Exit(process.exitcode if process.exitcode == 2 else 1)
     return f"## {name}\n\n{(folder / 'summary.md').read_text(encoding='utf-8')}\n"
 
 
 def _one_model(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path) -> None:
-    from specbatch.sweeps.runner import run_sweep
-
+    # A terminal interrupts both processes, anybody else the command alone: this one listens to the command.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     Thread(target=_end_with_the_command, daemon=True).start()
     try:
+        from specbatch.sweeps.runner import run_sweep
+
         with progress("sweep") as report:
             run_sweep(engines, options, folder, log=say, report=report)
     except SpecbatchError as error:
         say(f"error: {error}")
         raise SystemExit(2) from None
     except KeyboardInterrupt as stop:
-        say(str(stop))
+        for line in stop.args:
+            say(line)
         raise SystemExit(130) from None
 
 

@@ -56,7 +56,7 @@ class EngineOptions:
     ] = EngineConfig.load_format
     tokenizer: Annotated[
         str | None,
-        Option(help="Folder or hub id in place of the model's own tokenizer.", rich_help_panel=_MODEL),
+        Option(help="Bundled name, folder or hub id in place of the model's own tokenizer.", rich_help_panel=_MODEL),
     ] = None
 
     spec: Annotated[

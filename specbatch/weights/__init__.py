@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbatch.errors import refuse
@@ -57,12 +58,12 @@ def open_checkpoint(
 
     `model` is, in this order: a bundled name, a .gguf file, a folder (safetensors, or a single .gguf), or a
     hub id `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a
-    config.json or a folder with one, and the weights are random from `seed`. `tokenizer` is a folder or hub
-    id to use in place of the model's own. `log` is told of downloads and conversions. `read` makes the config
-    of what a `config.json` says; a draft may have its own. Random weights are made on `device`. Raises
-    SpecbatchError, one line, for everything that cannot be opened.
+    config.json or a folder with one, and the weights are random from `seed`. `tokenizer` is used in place of the
+    model's own, see `open_tokenizer`. `log` is told of downloads and conversions. `read` makes the config of what a
+    `config.json` says; a draft may have its own. Random weights are made on `device`. Raises SpecbatchError, one
+    line, for everything that cannot be opened.
     """
-    override = open_tokenizer(tokenizer) if tokenizer else None
+    override = open_tokenizer(tokenizer, log) if tokenizer else None
     if load_format == "dummy":
         return _open_dummy(model, seed, override, read, device)
     from specbatch.weights.bundled import MODELS, pull
@@ -159,15 +160,24 @@ def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Lo
     return _open_folder(folder, model, model, load_format, tokenizer, log, read)
 
 
-def open_tokenizer(tokenizer: str) -> Tokenizer:
-    """From a folder with tokenizer.json, or a hub id. Raises SpecbatchError where there is none."""
+def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
+    """That of a bundled name, of a folder with tokenizer.json or of a hub id, in this order. `log` is told of
+    downloads. Raises SpecbatchError where there is none."""
     from specbatch.tokenizer import Tokenizer
     from specbatch.weights import hub
+    from specbatch.weights.bundled import MODELS, pull
 
+    if tokenizer in MODELS:
+        from specbatch.weights.gguf_tokenizer import write_tokenizer
+
+        with TemporaryDirectory() as scratch:  # its weights need no conversion for that
+            write_tokenizer(pull(tokenizer, log), Path(scratch))
+            return Tokenizer.from_folder(Path(scratch), name=tokenizer)
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
         if _looks_like_a_path(tokenizer) or tokenizer.count("/") != 1:
-            raise refuse("tokenizer", tokenizer, "no such folder; give a folder with tokenizer.json, or a hub id")
+            works = f"give a bundled name ({', '.join(MODELS)}), a folder with tokenizer.json, or a hub id"
+            raise refuse("tokenizer", tokenizer, f"no such name or folder; {works}")
         folder = hub.snapshot("tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json")
     return Tokenizer.from_folder(folder, name=tokenizer)
 

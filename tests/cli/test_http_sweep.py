@@ -26,7 +26,7 @@ class Bytes:
 
 @pytest.fixture
 def tokenizer(monkeypatch):
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name: Bytes())
+    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: Bytes())
 
 
 @pytest.fixture

@@ -62,6 +62,63 @@ def test_compare_refuses_in_one_line(run, folder, tmp_path):
         assert result.stderr.count("\n") == 1
 
 
+@pytest.fixture
+def resumed(run, engine, jsonl, tmp_path):
+    """Of 12 prompts a whole job in a.jsonl, and one in b.jsonl that was cut short behind 5 and went on; with drafts."""
+    prompts = [{"prompt_token_ids": [number]} for number in range(12)]
+
+    def generate(name, *words):
+        words = (*words, "--spec", "v1", "--temperature", 1)
+        return run("generate", jsonl(*prompts), "-o", tmp_path / name, "--max-new-tokens", 5, *words)
+
+    assert generate("a.jsonl").exit_code == 0
+    engine.interrupt_after = 5
+    assert generate("b.jsonl").exit_code == 130
+    engine.interrupt_after = None
+    assert generate("b.jsonl").exit_code == 0
+    return tmp_path
+
+
+def test_a_resumed_job_is_judged_by_all_its_prompts_and_not_by_its_times(run, resumed):
+    out = resumed / "b.jsonl"
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows[2]["token_ids"][-1] += 1
+    for row in rows[7:]:  # those of the first run
+        row["accept_length"], row["verify_steps"] = 1.0, 4
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for before, after, side in (("a.jsonl", "b.jsonl", "after"), ("b.jsonl", "a.jsonl", "before")):
+        body = json.loads(run("compare", resumed / before, resumed / after, "--json").stdout)
+        found = {row["metric"]: row for row in body["rows"]}
+        accept, throughput = found["accept length"], found["output throughput"]
+        assert accept[side] == pytest.approx(12 * 4 / (7 * 2 + 5 * 4))
+        assert accept["over"] == "12 prompts, paired"
+        assert accept["verdict"] == {"after": "regression", "before": "better"}[side]
+        for metric, row in found.items():
+            assert (row[side] is None) == (metric != "accept length")
+        assert (throughput["verdict"], throughput["over"]) == ("not judged", "not measured")
+        (said,) = (note for note in body["notes"] if note.startswith("RESUMED"))
+        assert f"{out}: 5 of 12 answers are of runs before the last one" in said
+        assert "ANSWERS: 11 of 12 have the same tokens; others by index: 2" in body["notes"]
+        assert not any(note.startswith("INCOMPLETE") for note in body["notes"])
+    whole = json.loads(run("compare", resumed / "a.jsonl", resumed / "a.jsonl", "--json").stdout)
+    assert "ANSWERS: 12 of 12 have the same tokens" in whole["notes"]
+    assert not any(note.startswith("RESUMED") for note in whole["notes"])
+    assert all(row["after"] is not None for row in whole["rows"])
+
+
+def test_a_gate_knows_no_times_of_a_resumed_job(run, resumed):
+    rules = resumed / "policy.toml"
+    rules.write_text("[bounds]\naccept_length = {at_least = 2.0}\noutput_throughput = {at_least = 0.1}")
+    for name, status, passed in (("a.jsonl", 0, True), ("b.jsonl", 1, False)):
+        result = run("gate", resumed / name, "--policy", rules, "--json")
+        assert result.exit_code == status
+        checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+        assert checks["requests finished"]["found"] == "12"
+        assert checks["accept_length"]["passed"]
+        assert checks["output_throughput"]["passed"] == passed
+        assert ("5 of 12 answers are of runs before" in checks["output_throughput"]["detail"]) != passed
+
+
 @pytest.mark.parametrize(("least", "status"), [(2.0, 0), (2.1, 1)])
 def test_gate_exits_with_its_verdict(run, folder, tmp_path, least, status):
     rules = policy(folder, f"[bounds]\naccept_length = {{at_least = {least}, worsens_at_most = 0.1}}")

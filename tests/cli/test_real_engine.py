@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,23 +185,55 @@ def test_models_of_a_file_run_one_after_the_other(run):
     assert run("sweep", *words).exit_code == 0
 
 
-@pytest.mark.slow
-def test_the_process_of_a_model_ends_with_a_command_that_is_killed(run):
+@pytest.fixture
+def two_models(run):
+    """The process of a long sweep over two models, and those below it; the first model has measured a point."""
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n')
     words = ("sweep", "--concurrency", "1", "--output-len", "50", "--input-len", "8", "--repeats", "10000")
     command = [sys.executable, "-m", "specbatch", *words, "--configs", "grid.toml", "--out", "out", *TOY]
     here = {**os.environ, "PYTHONPATH": str(Path(specbatch.__file__).parents[1])}
-    process = psutil.Popen(command, stderr=subprocess.DEVNULL, env=here)
+    with Path("said").open("w") as said:
+        process = psutil.Popen(command, stdout=said, stderr=said, env=here)
+    _wait_for_points(process, 1)
+    children = process.children(recursive=True)
+    yield process, children
+    for one in (process, *children):
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def _wait_for_points(process, count):
     deadline = time.monotonic() + 60
-    while not any(Path("out").glob("*/*/c1/r1/record.json")):
+    while len(list(Path("out").rglob("record.json"))) < count:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    children = process.children(recursive=True)
+
+
+@pytest.mark.slow
+def test_the_process_of_a_model_ends_with_a_command_that_is_killed(two_models):
+    process, children = two_models
     process.kill()
     process.wait()
     gone, alive = psutil.wait_procs(children, timeout=20)
-    for one in alive:
-        one.kill()
     assert gone
     assert not alive
+
+
+@pytest.mark.slow
+def test_the_process_of_a_model_ends_with_a_command_that_is_interrupted(two_models):
+    process, children = two_models
+    for one in children:  # a terminal tells them, too; they wait for the command's word
+        one.send_signal(signal.SIGINT)
+    _wait_for_points(process, 2 + len(list(Path("out").rglob("record.json"))))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert children
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    said, kept = Path("said").read_text(), len(list(Path("out/toy-1").rglob("record.json")))
+    assert f"kept {kept} finished points and their summary in out/toy-1; " in said
+    assert "interrupted; what is finished is kept in out; the same command goes on" in said
+    assert "Traceback" not in said
+    assert "| baseline " in Path("out/toy-1/summary.md").read_text()
+    assert not Path("out/toy-2").exists()

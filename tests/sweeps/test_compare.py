@@ -185,7 +185,8 @@ def test_the_output_of_generate(tmp_path):
     accept, rate = row_of(result, "accept length", ""), row_of(result, "accept rate", "")
     assert (accept.before, accept.verdict, accept.over) == (2.0, SAME, "12 prompts, paired")
     assert (rate.verdict, rate.over) == (UNJUDGED, "no rows")
-    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")  # the record is of a part of the rows
+    assert not any(note.startswith(("RESUMED", "ANSWERS")) for note in result.notes)
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")  # rows were taken away
     assert row_of(compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), "accept length", "").over == "no rows"
 
 

@@ -31,7 +31,7 @@ LATE = 1.0  # seconds that a busy machine may add; what is no bound from above i
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch):
-    def opened(name):
+    def opened(name, log=None):
         if name != "org/toy":
             raise SpecbatchError(f"no {name}")
         return BYTES

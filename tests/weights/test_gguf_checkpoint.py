@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.weights import gguf_checkpoint, gguf_file, open_checkpoint
+from specbatch.weights import bundled, gguf_checkpoint, gguf_file, open_checkpoint
 
 Make = Callable[..., Any]
 
@@ -275,6 +275,26 @@ def test_rules_that_go_with_a_pre_tokenizer(
     tokenizer = open_checkpoint(str(path)).tokenizer()
     assert tokenizer.encode("zebra") == [297]
     assert tokenizer.eos_ids == {17, 298, 300}
+
+
+def test_a_bundled_name_is_a_tokenizer_without_its_weights(
+    cache: Path, tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "models").mkdir(parents=True)
+    path = write_gguf(cache / "models" / "tiny.gguf", tiny_model("llama"), backend)
+    known = bundled.BundledModel("tiny", "somebody/tiny", "0", path.name, 0, bundled.file_hash(path), "Apache-2.0")
+    monkeypatch.setitem(bundled.MODELS, "tiny", known)
+    (cache / "tiny").mkdir()  # as for models, a bundled name counts before a folder
+    monkeypatch.chdir(cache)
+    found = open_checkpoint("toy", "dummy", tokenizer="tiny").tokenizer()
+    assert [item.name for item in cache.iterdir() if item.name != "tiny"] == ["models"]  # nothing was converted
+    own = open_checkpoint("tiny").tokenizer()
+    said = [{"role": "user", "content": texts[0]}]
+    assert [found.encode(text) for text in texts] == [own.encode(text) for text in texts]
+    assert found.apply_chat_template(said) == own.apply_chat_template(said)
+    assert (found.name, found.eos_ids, found.bos_id) == ("tiny", own.eos_ids, own.bos_id) == (own.name, {297, 299}, 298)
+    with pytest.raises(SpecbatchError, match=r"tokenizer='tinny': no such name or folder; .*smollm2-135m.* hub id"):
+        open_checkpoint("toy", "dummy", tokenizer="tinny")
 
 
 def test_an_unknown_pre_tokenizer_is_refused_but_may_be_replaced(
