@@ -1,4 +1,5 @@
-"""Which of an operation's twins runs: its Triton kernel or its plain torch reference; and in which kind of pass."""
+"""Which of an operation's twins runs: its Triton kernel or its plain torch reference; and whether activations are
+rounded."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ def runs_kernels(x: torch.Tensor) -> bool:
 
 
 @contextmanager
-def prompts(*, float8: bool) -> Iterator[None]:
-    """In here prompts pass through; where `float8`, products with float8 weights round their activations, too.
+def activations(*, float8: bool) -> Iterator[None]:
+    """In here products with float8 weights round their activations, too, if `float8`.
 
-    It goes by the kind of a pass: by its rows, a prompt's numbers would depend on how it is cut into chunks. Iterations
-    are never in here, as a verify must compute what plain decoding computes.
+    It is a matter of the engine and of nothing that changes: a verify computes what plain decoding computes, and a
+    prompt the same in whatever chunks it comes. Engines that share weights need not agree on it.
     """
     token = _rounds.set(float8)
     try:

@@ -1,5 +1,5 @@
-"""Activations rounded to float8, row by row and 128 columns at a time: what prompts are multiplied as where the weights
-are float8. It is what `activation_scheme: dynamic` in a checkpoint's config means (DeepSeek-V3, section 3.3)."""
+"""Activations rounded to float8, row by row and 128 columns at a time, for products with float8 weights: what
+`activation_scheme: dynamic` in a checkpoint's config means (DeepSeek-V3, section 3.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Matrix products with a fixed float8 weight in blocks: w8a16, the activations as they are, and w8a8 for prompts."""
+"""Matrix products with a fixed float8 weight in blocks: w8a8, and w8a16 with the activations
+as they are."""
 
 from __future__ import annotations
 

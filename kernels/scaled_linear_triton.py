@@ -38,9 +38,9 @@ def scaled_linear(
     if x_scales is not None:
         # Always the 64 that a warpgroup takes: fewer would be another instruction, which may add in another order, and
         # 128 are slower in most shapes.
-        block, inner, warps, stages = 64, SIDE, 4, 4
-        programs = triton.cdiv(_PROGRAMS, triton.cdiv(rows, block))  # side by side, for each to have a tile
-        columns = next((width for width in (128, 64) if n >= width * programs), 32)
+        block, inner, warps = 64, SIDE, 4
+        fills = triton.cdiv(rows, block) * triton.cdiv(n, 128) >= _PROGRAMS * 2 // 3
+        columns, stages = (128, 4) if fills else (64, 6)
     elif block == 16:  # as wide as there is a tile for everybody; 24 KiB of weights in shared memory
         columns = next((width for width in (64, 32) if n >= width * _PROGRAMS), 16)
         inner, warps, stages = SIDE, 4, 192 // columns

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.errors import refuse
 from specbatch.forward import PromptWork, static_bytes
-from specbatch.graphs import Program, Recorder, Recordings, WholeGraphs, batch_buckets, graph_bytes, token_buckets
+from specbatch.graphs import Program, Recorder, Recordings, batch_buckets, graph_bytes, token_buckets
 from specbatch.iteration import Iteration
 from specbatch.kernels import dispatch
 from specbatch.kernels.backends import PrefillAttention, prefill_backend
@@ -31,7 +32,7 @@ from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.recurrent import state_bytes, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
-from specbatch.models.loader import Loader, float8_said, rounds_prompts, weight_bytes
+from specbatch.models.loader import Loader, float8_said, rounds_activations, weight_bytes
 from specbatch.prefill import PromptPass
 from specbatch.progress import Report
 from specbatch.runner import OnTokens, Runner
@@ -103,8 +104,8 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
             config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
-    if not config.float8_prompts and target.config.float8 is None is draft.config.float8:
-        say("float8_prompts: off, which changes nothing, as no weights are float8")
+    if not config.float8_activations and target.config.float8 is None is draft.config.float8:
+        say("float8_activations: off, which changes nothing, as no weights are float8")
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
@@ -220,7 +221,7 @@ def _assemble(
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
-    float8 = rounds_prompts(config.float8_prompts, dtype, device, target.config, draft.config)
+    float8 = rounds_activations(config.float8_activations, dtype, device, target.config, draft.config)
     if target.config.float8 is not None and shared is None:
         say(float8_said(model, float8))
     forward, cache = loader.target(model, every=draft.every)
@@ -249,7 +250,7 @@ def _assemble(
     runner = Runner(
         scheduler,
         batch,
-        Iteration(model, cache, drafter, config.speculation.simulate_accept_length),
+        Iteration(model, cache, drafter, config.speculation.simulate_accept_length, float8=float8),
         prompt_pass,
         drafter,
         lengths=lengths,
@@ -265,7 +266,7 @@ def _assemble(
         "device": str(device),
         "dtype": type_name(dtype),
         "kv_dtype": type_name(cache.dtype),
-        "float8_prompts": "on" if float8 else "off",
+        "float8_activations": "on" if float8 else "off",
         "attention_backend": cache.attention.name,
         "max_running": config.max_running,
         "max_model_len": plan.max_model_len,
@@ -323,16 +324,15 @@ def _capture(
     *,
     float8: bool,
 ) -> dict[str, Any]:
-    """Record every bucket, those of prompts as `dispatch.prompts` says; then run `passes` to warm up what runs between
-    the pieces. What it took, for the caps."""
+    """Record every bucket, prompts as `dispatch.activations` says; then run `passes` to warm up what runs between the
+    pieces. What it took, for the caps."""
     start, free = time.perf_counter(), available_memory(device)
     total, done = sum(len(item) for item in recordings), 0
     report(0, total)
-    for item in recordings:
-        with dispatch.prompts(float8=float8 and not isinstance(item, WholeGraphs)):
-            for _ in item.capture():
-                done += 1
-                report(done, total)
+    with dispatch.activations(float8=float8):
+        for _ in chain.from_iterable(item.capture() for item in recordings):
+            done += 1
+            report(done, total)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what warming up took: on the recorder's stream nobody else could have it
     for program in passes:

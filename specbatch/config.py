@@ -189,8 +189,8 @@ class EngineConfig:
     memory_fraction  share of the free memory of the device that weights and KV may take
     prefill_chunk  most prompt tokens computed in one step
     kv_dtype       "auto" is the model's own type, "fp8" keeps keys and values as float8 e4m3
-    float8_prompts  where weights are float8 and activations of 16 bits: round the activations of prompts to float8, too
-                   (a scale for each row and 128 columns, as `activation_scheme: dynamic` says); iterations never do
+    float8_activations  where weights are float8 and activations of 16 bits: multiply in float8, activations
+                   rounded with a scale for each row and 128 columns, as `activation_scheme: dynamic` says
     state_dtype    of the matrix states of recurrent layers: "fp32", "bf16" or "fp16"
     attention_backend        who computes the attention of prompts: "auto" is the fastest of those installed
     draft_attention_backend  the same for the draft model
@@ -210,7 +210,7 @@ class EngineConfig:
     prefill_chunk: int = 2048
     prefix_cache: bool = True
     kv_dtype: str = "auto"
-    float8_prompts: bool = True
+    float8_activations: bool = True
     state_dtype: str = "fp32"
     attention_backend: str = "auto"
     draft_attention_backend: str = "auto"
@@ -243,7 +243,7 @@ class EngineConfig:
             at_least("kv_pages", self.kv_pages, 2)
         at_least("prefill_chunk", self.prefill_chunk, 1)
         at_least("seed", self.seed, 0)
-        for setting in ("prefix_cache", "float8_prompts"):
+        for setting in ("prefix_cache", "float8_activations"):
             if not isinstance(getattr(self, setting), bool):
                 raise refuse(setting, getattr(self, setting), "use True or False")
         if (

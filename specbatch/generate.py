@@ -39,7 +39,7 @@ SECONDS_BETWEEN_REPORTS = 0.2
 _MAKES_TOKENS = (
     "model",
     "dtype",
-    "float8_prompts",
+    "float8_activations",
     "load_format",
     "tokenizer",
     "seed",

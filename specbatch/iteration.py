@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from specbatch.drafters.base import Drafter, Step
+from specbatch.kernels import dispatch
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder
 from specbatch.verification import logprobs_of, settle
@@ -17,17 +18,31 @@ from specbatch.verification import logprobs_of, settle
 class Iteration:
     """One verify of `rows` = drafted tokens + 1 query rows for each running request."""
 
-    def __init__(self, model: Decoder, cache: KVCache, drafter: Drafter, simulate: float | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        drafter: Drafter,
+        simulate: float | None = None,
+        *,
+        float8: bool = False,
+    ) -> None:
+        """float8: see `dispatch.activations`."""
         self._model = model
         self._cache = cache
         self._drafter = drafter
         self._simulate = simulate  # a mean accept length, for benchmarks
+        self._float8 = float8
 
     def __call__(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Advance the rows of `step` by what they accept.
 
         Returns int64 [B, N + 3]: N tokens, then accepted, drafted and sound; and float32 [B, N] logprobs or None.
         """
+        with dispatch.activations(float8=self._float8):
+            return self._run(step)
+
+    def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, lengths = step.batch, step.lengths
         proposal = self._drafter.propose(step)
         rows = proposal.tokens.shape[1] + 1

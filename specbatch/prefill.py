@@ -35,7 +35,7 @@ class PromptPass:
         float8: bool = False,
     ) -> None:
         """every: the drafter wants the last features of all tokens; states: of the model's recurrent layers; float8:
-        see `dispatch.prompts`."""
+        see `dispatch.activations`."""
         self._model = model
         self._forward = forward
         self._page_size = page_size
@@ -70,7 +70,7 @@ class PromptPass:
     def catch_up(self, batch: DeviceBatch, spans: list[Span], chunk: int) -> None:
         """Let the drafter take in positions that iterations without drafts have committed, up to `chunk` a pass."""
         for part in in_passes(spans, chunk):
-            with dispatch.prompts(float8=self._float8):
+            with dispatch.activations(float8=self._float8):
                 self._drafter.catch_up(batch, Prefill(batch.page_table, part, self._page_size))
 
     def _run(self, batch: DeviceBatch, spans: list[Span], ending: list[int], needs: Needs) -> Result | None:
@@ -79,7 +79,7 @@ class PromptPass:
         ends = upload(ending, batch.device)
         last = shape.last[ends]
         tokens = batch.tokens[shape.rows, shape.positions]
-        with dispatch.prompts(float8=self._float8):
+        with dispatch.activations(float8=self._float8):
             features = self._forward(tokens, shape, None if self._every else last)
             self._drafter.prefill(batch, shape, features)
         if not ending:

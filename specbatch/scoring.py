@@ -109,7 +109,7 @@ class Scorer:
         float8: bool = False,
     ) -> None:
         """chunk: tokens of a pass; every: `forward` gives the features of all tokens; shares: texts may share pages;
-        float8: see `dispatch.prompts`."""
+        float8: see `dispatch.activations`."""
         self._model = model
         self._forward = forward
         self._batch = batch
@@ -214,7 +214,7 @@ class Scorer:
                     owners += text.members
                     read.append(offset + position - span.start)
             rows = upload(read, device)
-            with dispatch.prompts(float8=self._float8):
+            with dispatch.activations(float8=self._float8):
                 last = self._forward(upload(tokens, device), shape, None if self._every else rows).last
             found += self._read_off(last[rows] if self._every else last, asked)
         logprobs, greedy = (torch.cat(values) for values in zip(*found, strict=True))

@@ -28,7 +28,7 @@ _OF_WORK = (
     *("max_new_tokens", "new_tokens", "sampling", "chat_template", "request_rate", "concurrency", "seed"),
     *("prompts", "input_sha256", "prompts_sha256"),
 )
-_CAPS = ("device", "dtype", "kv_dtype", "float8_prompts", "attention_backend", "draft_shape", *CAPS)
+_CAPS = ("device", "dtype", "kv_dtype", "float8_activations", "attention_backend", "draft_shape", *CAPS)
 _RECORD = ".record.json"
 EARLIER = "earlier_answers"  # of a workload: how many answers an earlier run of the job had made
 

@@ -3,7 +3,7 @@
 Norm, routing, both grouped products, shared expert and weighted sum, beside the floor: weights of the experts that are
 hit over the memory's bandwidth, or the products over the rate of a large one, both measured in the run. Random rows
 choose their experts almost evenly. Each number is the median over replays of a CUDA graph in which blocks take turns.
-With --fp8 weights are in float8, in the second half of the table activations, too, as in prompts.
+With --fp8 weights are in float8, and in the second half of the table activations, too.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def float8_rate() -> float:
     return 2 * GEMM_SIZE**3 / median_seconds(run, a.device)
 
 
-def rows_of(name: str, float8: bool, prompts: bool, read: float, rate: float) -> list[list[object]]:
+def rows_of(name: str, float8: bool, rounds: bool, read: float, rate: float) -> list[list[object]]:
     rule, inner = SHAPES[name]
     blocks = [block(rule, inner, float8) for _ in range(BLOCKS)]
     norm = Norm(torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16), 1e-6)
     found: list[list[object]] = []
-    for tokens in (count for count in TOKENS if count >= 128 or not prompts):
+    for tokens in TOKENS:
         xs = [torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in blocks]
 
         def run(xs: list[torch.Tensor] = xs) -> None:
-            with dispatch.prompts(float8=prompts):
+            with dispatch.activations(float8=rounds):
                 for one, x in zip(blocks, xs, strict=True):
                     one(x, norm=norm, residual=x)
 
@@ -70,7 +70,7 @@ def rows_of(name: str, float8: bool, prompts: bool, read: float, rate: float) ->
         size = 3 * inner * HIDDEN
         floor = max(hit * size * (1 if float8 else 2) / read, 2 * tokens * rule.width * size / rate) * 1e6
         took = 1e6 * replay_seconds(run) / BLOCKS
-        found.append([name, "float8" if prompts else "bfloat16", tokens, hit, took, floor, took / floor])
+        found.append([name, "float8" if rounds else "bfloat16", tokens, hit, took, floor, took / floor])
     return found
 
 

@@ -180,14 +180,14 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = EngineConfig.kv_dtype
-    float8_prompts: Annotated[
+    float8_activations: Annotated[
         bool,
         Option(
-            "--float8-prompts/--no-float8-prompts",
-            help="Where weights are float8: multiply prompts in float8, too, their activations rounded by 128 columns.",
+            "--float8-activations/--no-float8-activations",
+            help="Where weights are float8: round activations to float8 as well, by token and 128 columns.",
             rich_help_panel=_ENGINE,
         ),
-    ] = EngineConfig.float8_prompts
+    ] = EngineConfig.float8_activations
     state_dtype: Annotated[
         str,
         Option(

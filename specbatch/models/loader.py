@@ -44,13 +44,13 @@ def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
     }
 
 
-def rounds_prompts(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
-    """Are prompts of these models multiplied in float8, if that is `asked`? Of activations in float32 nothing is."""
+def rounds_activations(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
+    """Are there products of these models in float8, if that is `asked`? Of activations in float32 there are none."""
     return asked and dtype.itemsize == 2 and any(kept_float8(model, device) for model in models)
 
 
 def float8_said(model: Decoder, rounds: bool) -> str:
-    """What became of float8 weights at load. rounds: see `rounds_prompts`."""
+    """What became of float8 weights at load. rounds: see `rounds_activations`."""
     dtype = str(model.dtype).removeprefix("torch.")
     if not keeps_float8(model.device):
         return f"float8 weights: made {dtype}, as this device has no product with them"
@@ -60,8 +60,7 @@ def float8_said(model: Decoder, rounds: bool) -> str:
             f", but {len(model.widened)} that are {dtype} now, as the matrices that they go into cut their blocks of "
             f"scales: {min(model.widened)} and others alike"
         )
-    prompts = "prompts are multiplied in float8, activations rounded by 128" if rounds else f"activations are {dtype}"
-    return f"float8 weights: {said}; {prompts}"
+    return f"float8 weights: {said}; activations are {'rounded to float8 by 128' if rounds else dtype}"
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,16 @@ _FP8 = {
     "modules_to_not_convert": ["lm_head", "linear_attn.conv1d", "linear_attn.in_proj_ba", "mtp.fc"],
 }
 
+_QWEN3_8B = {
+    **_QWEN3,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+
 # Published values, in the published spelling; "toy" is ours, for tests and first steps.
 SHAPES: dict[str, dict[str, Any]] = {
     "toy": {
@@ -187,15 +197,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
-    "qwen3-8b": {
-        **_QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
+    "qwen3-8b": _QWEN3_8B,
+    "qwen3-8b-fp8": {**_QWEN3_8B, "quantization_config": _FP8},
     "qwen3-30b-a3b": _QWEN3_MOE,
     "qwen3-next-80b-a3b": _QWEN3_NEXT,
     "qwen3-next-80b-a3b-fp8": {**_QWEN3_NEXT, "quantization_config": _FP8},

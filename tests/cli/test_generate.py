@@ -128,7 +128,7 @@ def test_a_seed_belongs_to_the_row(run, engine, jsonl, tmp_path, monkeypatch):
         (["--model", "other"], "model ('smollm2-135m' there, 'other' now)"),
         (["--spec", "v1"], "algorithm ('none' there, 'ngram' now)"),
         (["--no-chat-template"], "chat_template (True there, False now)"),
-        (["--no-float8-prompts"], "float8_prompts (True there, False now)"),
+        (["--no-float8-activations"], "float8_activations (True there, False now)"),
     ],
 )
 def test_another_job_is_not_continued(run, engine, jsonl, tmp_path, change, named):

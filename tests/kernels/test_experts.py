@@ -301,7 +301,7 @@ def test_a_token_of_a_prompt_is_the_same_whatever_chunk_it_is_in(device: torch.d
 
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("kernels", [False, True])
-def test_a_prompt_is_rounded_and_an_iteration_is_not(
+def test_activations_are_rounded_where_told(
     kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
@@ -313,14 +313,14 @@ def test_a_prompt_is_rounded_and_an_iteration_is_not(
     router = torch.randn(3, 136).to(case.x)
     block, wide = Experts(case.rule, router, up, down), Experts(case.rule, router, up, Weight(down.wide(torch.float16)))
     plain, unscaled = block(case.x), wide(case.x)
-    with dispatch.prompts(float8=True):
+    with dispatch.activations(float8=True):
         prompt = block(case.x)
         assert torch.equal(wide(case.x), unscaled)
     assert torch.equal(block(case.x), plain)
     assert (prompt - plain).double().norm() > 1e-2 * plain.double().norm()
     narrow = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=130)  # a scale of gate and up alike
     block = Experts(narrow.rule, router, *scaled(narrow))
-    with dispatch.prompts(float8=True):
+    with dispatch.activations(float8=True):
         prompt_of_narrow = block(case.x)
     assert torch.equal(prompt_of_narrow, block(case.x))
     weights, experts = route_ref(F.linear(case.x, router), case.rule)

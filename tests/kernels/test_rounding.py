@@ -103,16 +103,16 @@ def test_the_smallest_numbers_are_no_infinity(device: torch.device) -> None:
         assert not elementwise.rounded(tiny).wide().any()
 
 
-def test_prompts_alone_are_rounded() -> None:
+def test_where_it_is_told() -> None:
     half, single = torch.zeros(1, 1, dtype=torch.float16), torch.zeros(1, 1)
     assert not dispatch.rounds(half)
-    with dispatch.prompts(float8=True):
+    with dispatch.activations(float8=True):
         assert dispatch.rounds(half)
         assert not dispatch.rounds(single)
-        with dispatch.prompts(float8=False):
+        with dispatch.activations(float8=False):
             assert not dispatch.rounds(half)
         assert dispatch.rounds(half)
-    with pytest.raises(ZeroDivisionError), dispatch.prompts(float8=True):
+    with pytest.raises(ZeroDivisionError), dispatch.activations(float8=True):
         _ = 1 / 0
     assert not dispatch.rounds(half)
 

@@ -185,7 +185,7 @@ def test_a_nan_of_a_rounded_row_comes_through(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_a_prompt_is_rounded_and_an_iteration_is_not(
+def test_activations_are_rounded_where_told(
     kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
@@ -197,9 +197,9 @@ def test_a_prompt_is_rounded_and_an_iteration_is_not(
     for dtype in (torch.float16, torch.float32):
         given = (x.to(dtype), Norm(norm.weight.to(dtype), norm.eps), residual.to(dtype))
         plain = product(given[0], norm=given[1], residual=given[2])
-        with dispatch.prompts(float8=True):
+        with dispatch.activations(float8=True):
             prompt = product(given[0], norm=given[1], residual=given[2])
-        with dispatch.prompts(float8=False):
+        with dispatch.activations(float8=False):
             assert torch.equal(product(given[0], norm=given[1], residual=given[2]), plain)
         normal = rms_norm_ref(given[0], *given[1])
         if dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""Prompts in float8: which passes of an engine are rounded, and what it says of that."""
+"""Products in float8: which passes of an engine round their activations, and what it says of that."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import torch
 from specbatch import Engine, SpecbatchError
 from specbatch.build import _capture
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.context import Verify
 from specbatch.draft_length import DraftLength
-from specbatch.graphs import WholeGraphs
 from specbatch.iteration import Iteration
 from specbatch.kernels import dispatch
 from specbatch.request import SamplingParams
@@ -101,7 +99,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
     return found
 
 
-RIGHT = {("prompt", True), ("iteration", False)}
+RIGHT = {("prompt", True), ("iteration", True)}
 SPECULATIONS = {
     "none": (DENSE, Speculation()),
     "experts": (MOE, Speculation()),
@@ -111,12 +109,12 @@ SPECULATIONS = {
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)
-def test_prompts_are_rounded_and_iterations_are_not(
+def test_prompts_and_iterations_are_rounded(
     build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str
 ) -> None:
     shape, speculation = SPECULATIONS[name]
     engine = build(shape, speculation=speculation, prefill_chunk=8)
-    assert engine.caps["float8_prompts"] == "on"
+    assert engine.caps["float8_activations"] == "on"
     engine.generate(PROMPTS, PARAMS)
     assert asked == RIGHT
     asked.clear()
@@ -140,20 +138,20 @@ def test_a_draft_catches_up_as_with_a_prompt(
 @pytest.mark.parametrize(
     ("shape", "settings", "said"),
     [
-        (DENSE, {}, "float8 weights: kept; prompts are multiplied in float8, activations rounded by 128"),
-        (DENSE, {"float8_prompts": False}, "float8 weights: kept; activations are float16"),
+        (DENSE, {}, "float8 weights: kept; activations are rounded to float8 by 128"),
+        (DENSE, {"float8_activations": False}, "float8 weights: kept; activations are float16"),
         (DENSE, {"dtype": "float32"}, "float8 weights: kept; activations are float32"),
         (
             {key: value for key, value in DENSE.items() if key != "quantization_config"},
-            {"float8_prompts": False},
-            "float8_prompts: off, which changes nothing, as no weights are float8",
+            {"float8_activations": False},
+            "float8_activations: off, which changes nothing, as no weights are float8",
         ),
         (
             DENSE | {"head_dim": 48},
             {},
             "float8 weights: kept, but 6 that are float16 now, as the matrices that they go into cut their blocks of "
-            "scales: model.layers.0.self_attn.k_proj.weight and others alike; prompts are multiplied in float8, "
-            "activations rounded by 128",
+            "scales: model.layers.0.self_attn.k_proj.weight and others alike; "
+            "activations are rounded to float8 by 128",
         ),
     ],
     ids=["on", "off", "float32", "plain", "odd"],
@@ -169,8 +167,8 @@ def test_what_is_said_of_it(
     lines: list[str] = []
     engine = build(shape, log=lines.append, **settings)
     assert [line for line in lines if line.startswith("float8")] == [said]
-    is_on = "multiplied in float8" in said
-    assert engine.record().caps["float8_prompts"] == ("on" if is_on else "off")
+    is_on = "rounded to float8" in said
+    assert engine.record().caps["float8_activations"] == ("on" if is_on else "off")
     engine.generate(PROMPTS, PARAMS)
     assert ("prompt", True) in asked or not is_on
     assert is_on or {rounds for _, rounds in asked} <= {False}
@@ -180,33 +178,43 @@ def test_a_cpu_multiplies_nothing_in_float8(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     lines: list[str] = []
     with Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu"), log=lines.append) as engine:
-        assert engine.caps["float8_prompts"] == "off"
+        assert engine.caps["float8_activations"] == "off"
     assert "float8 weights: made float32, as this device has no product with them" in lines
 
 
 def test_it_is_on_or_off() -> None:
-    with pytest.raises(SpecbatchError, match="float8_prompts='on': use True or False"):
-        EngineConfig(float8_prompts="on")  # type: ignore[arg-type]
+    with pytest.raises(SpecbatchError, match="float8_activations='on': use True or False"):
+        EngineConfig(float8_activations="on")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("float8", [True, False])
-def test_recordings_are_of_their_kind_of_pass(float8: bool) -> None:
-    seen: list[tuple[str, bool]] = []
+def test_recordings_are_rounded_too(float8: bool) -> None:
+    seen: list[bool] = []
 
     class Item:
         def __len__(self) -> int:
             return 1
 
         def capture(self) -> Iterator[None]:
-            seen.append((type(self).__name__, dispatch.rounds(torch.zeros(1).half())))
+            seen.append(dispatch.rounds(torch.zeros(1).half()))
             yield
 
-    class Whole(Item, WholeGraphs):
-        def __init__(self) -> None:
-            pass
+    _capture([Item(), Item()], [], CPU, print, lambda done, total: None, float8=float8)  # type: ignore[list-item]
+    assert seen == [float8] * 2
+    assert not dispatch.rounds(torch.zeros(1).half())
 
-    _capture([Item(), Whole(), Item()], [], CPU, print, lambda done, total: None, float8=float8)
-    assert seen == [("Item", float8), ("Whole", False), ("Item", float8)]
+
+def test_engines_that_share_weights_need_not_agree(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], tmp_path: Path
+) -> None:
+    first = build(DENSE)
+    settings = {"load_format": "dummy", "device": "cpu", "dtype": "float16", "max_running": 4, "max_model_len": 60}
+    config = EngineConfig(model=str(tmp_path), float8_activations=False, **settings)
+    with Engine(config, weights_of=first) as second:
+        for engine, rounds in ((first, True), (second, False), (first, True)):
+            asked.clear()
+            engine.generate(PROMPTS, PARAMS)
+            assert asked == {("prompt", rounds), ("iteration", rounds)}
 
 
 # On a GPU
@@ -221,12 +229,12 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("shape", [DENSE, MOE, NEXT], ids=["dense", "moe", "next"])
-def test_prompts_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engine], shape: dict[str, Any]) -> None:
+def test_products_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engine], shape: dict[str, Any]) -> None:
     """And nearer still to themselves in other chunks: a product's rows are the same bits, and what lies between is not
     always, so that some values are rounded to the other side."""
     found = {}
     for name, settings in {
-        "off": {"float8_prompts": False},
+        "off": {"float8_activations": False},
         "on": {},
         "chunks": {"prefill_chunk": 16},
         "graphs": {"graphs": GRAPHS},
@@ -243,7 +251,7 @@ def test_prompts_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engin
 @on_gpu
 @pytest.mark.parametrize("graphs", [Graphs(), GRAPHS], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", SPECULATIONS)
-def test_iterations_on_a_gpu_are_not_rounded(
+def test_iterations_on_a_gpu_are_rounded(
     build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str, graphs: Graphs
 ) -> None:
     """Recorded ones neither."""
@@ -251,24 +259,3 @@ def test_iterations_on_a_gpu_are_not_rounded(
     engine = build(shape, device="cuda", dtype="bfloat16", speculation=speculation, graphs=graphs)
     engine.generate(PROMPTS, PARAMS)
     assert asked == RIGHT
-
-
-@pytest.mark.gpu
-@on_gpu
-@torch.inference_mode()
-def test_a_verify_is_the_same_bits(build: Callable[..., Engine]) -> None:
-    """Behind the same keys and values, which are those of rounded prompts and of others."""
-    on, off = (build(MOE, device="cuda", dtype="bfloat16", float8_prompts=value) for value in (True, False))
-    kept, found = on._runner._iteration._cache, []
-    for engine in (on, off):
-        engine.generate(PROMPTS, PARAMS)
-        iteration, batch = engine._runner._iteration, engine._runner._batch
-        cache, model = iteration._cache, iteration._model
-        for ours, other in zip((*cache.k, *cache.v), (*kept.k, *kept.v), strict=True):
-            ours.copy_(other)
-        batch.page_table[1:3, :2] = torch.arange(1, 5, device="cuda").view(2, 2)
-        rows, lengths, tokens = torch.tensor([[1, 2], [9, 21], [11, 12]], device="cuda")
-        shape = Verify(batch.page_table, rows, lengths, 1, engine.config.page_size, 32)
-        found.append(model.logits(model.forward(tokens, lengths, shape.on(cache)).last))
-    assert found[0].isfinite().all()
-    assert torch.equal(*found)
