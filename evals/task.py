@@ -30,6 +30,7 @@ REASONING = "reasoning_gym:"
 GENERATING = "generate_until"
 ROLLING = "loglikelihood_rolling"
 KINDS = (GENERATING, "multiple_choice", "loglikelihood", ROLLING)  # lm-eval's output types
+SEED = 0  # of Python's global random state
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def load_task(
     if scored is not None and shots is not None:
         refuse_shared(scored, shots)
     with quiet():
-        random.seed(0)  # as simple_evaluate does: some tasks shuffle their rows with the global state
+        random.seed(SEED)  # as simple_evaluate does: some tasks shuffle their rows with the global state
         manager, spec = _find(name, kinds)
         if scored is not None:
             spec = _with_rows(name, manager, scored, shots)

@@ -39,7 +39,9 @@ SECONDS_BETWEEN_REPORTS = 0.2
 _MAKES_TOKENS = (
     "model",
     "dtype",
+    "kv_dtype",
     "float8_activations",
+    "state_dtype",
     "load_format",
     "tokenizer",
     "seed",

@@ -129,6 +129,8 @@ def test_a_seed_belongs_to_the_row(run, engine, jsonl, tmp_path, monkeypatch):
         (["--spec", "v1"], "algorithm ('none' there, 'ngram' now)"),
         (["--no-chat-template"], "chat_template (True there, False now)"),
         (["--no-float8-activations"], "float8_activations (True there, False now)"),
+        (["--kv-dtype", "fp8"], "kv_dtype ('auto' there, 'fp8' now)"),
+        (["--state-dtype", "bf16"], "state_dtype ('fp32' there, 'bf16' now)"),
     ],
 )
 def test_another_job_is_not_continued(run, engine, jsonl, tmp_path, change, named):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,20 @@ def test_a_row_per_question(make_engine: Any, mixed_reply: Any, scored_file: Pat
     assert [row["ttft_s"] for row in report.questions] == [0.5 + place for place in range(8)]  # each with its own
     assert right["accept_length"] == 2.5
     assert len({row["prompt_hash"] for row in report.questions}) == 8
+
+
+def test_what_a_task_draws_is_the_same_in_every_run(
+    make_engine: Any, mixed_reply: Any, scored_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, drawn = prepare(EvalOptions("gsm8k", data=scored_file)), []
+    text_of = type(ready.task.task).doc_to_text
+    monkeypatch.setattr(
+        type(ready.task.task), "doc_to_text", lambda *args: drawn.append(random.random()) or text_of(*args)
+    )
+    for _ in range(2):
+        ready.run(make_engine(mixed_reply))
+    assert len(drawn) > 1
+    assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
 
 
 def test_limit_takes_the_first_questions(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
