@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.generate import read_output
 from specbatch.metrics import SCHEMA, RunRecord
-from specbatch.sweeps.points import PLAN, unfinished
+from specbatch.sweeps.points import unfinished
 from specbatch.sweeps.summaries import CAPS
 
 # Settings of the engine and of the workload that must be equal, or the numbers are of different things.
@@ -124,7 +124,8 @@ def load_run(setting: str, path: Path) -> Run:
             raise refuse(setting, str(path), f"holds runs of different settings, such as {others}; name one of them")
         point.paths.append(folder)
         point.records.append(record)
-    return Run(path, points, _missing(setting, path))
+    missing = Counter(Where("", point.configuration, point.concurrency) for point in unfinished(path, setting))
+    return Run(path, points, missing)
 
 
 def match(before: Run, after: Run) -> Pairs:
@@ -179,13 +180,6 @@ def _records(setting: str, path: Path) -> Iterator[tuple[Path, RunRecord]]:
             raise
         line = next(iter(str(error).splitlines()), "")
         raise refuse(setting, str(path), f"a record in it cannot be read ({type(error).__name__}: {line})") from error
-
-
-def _missing(setting: str, path: Path) -> Counter[Where]:
-    try:
-        return Counter(Where("", point.configuration, point.concurrency) for point in unfinished(path))
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise refuse(setting, str(path), f"its {PLAN} cannot be read ({type(error).__name__})") from error
 
 
 def _checked(setting: str, file: Path, record: RunRecord) -> RunRecord:

@@ -58,16 +58,20 @@ def _points(configurations: Iterable[str], concurrency: Iterable[int], repeats: 
     return (Point(name, place, number, repeat) for number, repeat, (place, name) in rounds)
 
 
-def unfinished(run: Path) -> list[Point]:
-    """Points that have no record, of the sweeps in folder `run` or of the one that it is a part of."""
-    run = run.resolve()
-    plans = sorted(run.rglob(PLAN)) or [path for folder in run.parents[:3] if (path := folder / PLAN).exists()][:1]
+def unfinished(run: Path, setting: str = "folder") -> list[Point]:
+    """Points that have no record, of the sweeps in folder `run`, which is the user's `setting`, or of the one that it
+    is a part of. Refused: a plan that cannot be read."""
+    place = run.resolve()
+    plans = sorted(place.rglob(PLAN)) or [path for folder in place.parents[:3] if (path := folder / PLAN).exists()][:1]
     found = []
     for path in plans:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        every = _points(plan["configurations"], plan["concurrency"], plan["repeats"])
+        try:
+            plan = json.loads(path.read_text(encoding="utf-8"))
+            every = list(_points(plan["configurations"], plan["concurrency"], plan["repeats"]))
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise refuse(setting, str(run), f"its {PLAN} cannot be read ({type(error).__name__})") from error
         found += [point for point in every if not point.is_finished(path.parent)]
-        found = [point for point in found if point.folder(path.parent).is_relative_to(run)]
+        found = [point for point in found if point.folder(path.parent).is_relative_to(place)]
     return found
 
 

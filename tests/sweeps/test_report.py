@@ -85,6 +85,14 @@ def test_points_that_were_to_be_measured_and_were_not_are_named(tmp_path):
     assert "at concurrency 99" in parser.fromstring((copy / "report.html").read_text()).text_content()
 
 
+@pytest.mark.parametrize("plan", ["[]", "{", '{"configurations": {}}', '{"configurations": 3}'])
+def test_a_plan_that_cannot_be_read_is_refused(tmp_path, plan):
+    copy = saved(tmp_path / "torn", *RECORDS)
+    (copy / "sweep.json").write_text(plan)
+    with pytest.raises(SpecbatchError, match=r"^folder='.*torn': its sweep.json cannot be read"):
+        write_report(copy)
+
+
 def test_csv_and_json_say_the_same(folder):
     for name in ("concurrency", "serving"):
         rows = list(csv.DictReader((folder / f"{name}.csv").open()))
