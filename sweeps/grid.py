@@ -136,7 +136,11 @@ def _parse(path: Path, text: str) -> Any:
 
 def _combined(path: Path, name: str, table: Mapping[Any, Any]) -> dict[str, Settings]:
     axes: list[list[tuple[str, Any]]] = []
+    known: set[str] = set()
     for key, value in table.items():
+        if (option := str(key).replace("-", "_")) in known:
+            raise refuse("configs", f"{path}: {name}.{key}", "is spelled twice, with - and with _; leave one out")
+        known.add(option)
         values = value if isinstance(value, list) else [value]
         if not values or not all(isinstance(item, (str, int, float, bool)) for item in values):
             raise refuse("configs", f"{path}: {name}.{key}", "use a text, a number, true or false, or a list of them")

@@ -252,7 +252,8 @@ class EngineOptions:
             kinds = get_args(hints[name]) or (hints[name],)
             known[name] = str(value) if str in kinds and type(value) is int else value
             if type(known[name]) not in kinds and not (float in kinds and type(value) is int):
-                raise refuse("configs", f"{where}: {name}={value!r}", "this is not a value of that option")
+                works = "use true or false" if bool in kinds else "this is not a value of that option"
+                raise refuse("configs", f"{where}: {name}={value!r}", works)
         return replace(self, **known)
 
     def _draft_tokens(self) -> int | Literal["auto"] | None:
