@@ -119,6 +119,11 @@ def run_ladder(
                 assert len(asked) == 1, f"{name} was asked other prompts than {', '.join(reports)}"
                 reports[name] = report
                 done += len(report.questions)
+    except KeyboardInterrupt:
+        if not reports:
+            raise
+        kept = f"kept {len(reports)} of {len(configs)} rungs ({', '.join(reports)}) and their table in {folder}"
+        raise KeyboardInterrupt(kept) from None
     finally:
         if reports:
             ladder.save(folder)

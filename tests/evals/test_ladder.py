@@ -77,6 +77,21 @@ def test_no_cell_is_empty_and_answers_are_compared(climb: Any, tmp_path: Path) -
     assert (tmp_path / "v1" / "questions.jsonl").exists()
 
 
+def test_an_interruption_says_what_is_kept(climb: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    warm_up, rest = ladder._warm_up, ["baseline"]
+
+    def stop(*args: Any) -> None:
+        if not rest:
+            raise KeyboardInterrupt
+        rest.pop()
+        warm_up(*args)
+
+    monkeypatch.setattr(ladder, "_warm_up", stop)
+    with pytest.raises(KeyboardInterrupt, match=r"^kept 1 of 3 rungs \(baseline\) and their table in "):
+        climb()
+    assert "baseline" in (tmp_path / "ladder.md").read_text()
+
+
 def test_every_rung_is_asked_the_same(climb: Any, make_engine: Any, scored_file: Path, shots_file: Path) -> None:
     """Examples are drawn, and a run before has drawn some."""
     found, _, _ = climb()
