@@ -104,8 +104,8 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
             config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
-    if not config.float8_activations and target.config.float8 is None is draft.config.float8:
-        say("float8_activations: off, which changes nothing, as no weights are float8")
+    if not config.float8_activations and not rounds_activations(True, dtype, device, target.config, draft.config):
+        say("float8_activations: off, which changes nothing: on gives this model nothing to multiply in float8 here")
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
@@ -222,8 +222,8 @@ def _assemble(
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
     float8 = rounds_activations(config.float8_activations, dtype, device, target.config, draft.config)
-    if target.config.float8 is not None and shared is None:
-        say(float8_said(model, float8))
+    for line in float8_said(model, draft.config, loads=(shared is None, draft.weights is not None), rounds=float8):
+        say(line)
     forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
     pool = PagePool(plan.kv_pages)

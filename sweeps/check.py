@@ -177,6 +177,12 @@ class CheckReport:
             )
         if record.caps["dtype"] == "float32" and self.count("near tie"):
             notes.append("NEAR TIES IN FLOAT32, where none are expected; --margin 0 takes them for differences.")
+        if notes and record.caps["float8_activations"] == "on":
+            notes.append(
+                "Activations were rounded to float8: where a verify, chunks or graphs move the last bit of one, that "
+                "can move it to the next float8 value, and logits by more than the margin. --no-float8-activations "
+                "tells such a parting from one that drafts have made."
+            )
         if drafts(record) and not record.metrics["drafted_tokens"]:
             notes.append("NO DRAFTS: nothing was drafted, so this says nothing of drafts.")
         notes += replay_notes(record, "checked")

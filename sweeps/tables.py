@@ -254,6 +254,7 @@ def about(records: list[RunRecord]) -> dict[str, str]:
             "effective caps": _by_name({name: caps_text(record) for name, record in names.items()}),
             "prefix cache": _by_name({name: _prefix_cache(record) for name, record in names.items()}),
         }
+        | _float8(names)
     )
 
 
@@ -271,6 +272,13 @@ def _made_of(record: RunRecord) -> str:
 def _prefix_cache(record: RunRecord) -> str:
     asked = record.config["prefix_cache"]
     return asked if isinstance(asked, str) else "on" if asked else "off"
+
+
+def _float8(names: dict[str, RunRecord]) -> dict[str, str]:
+    """Whose activations were rounded to float8; nothing where none were and nobody asked for a difference."""
+    found = {name: record.caps.get("float8_activations", "off") for name, record in names.items()}
+    asked = {record.config.get("float8_activations") for record in names.values()}
+    return {"float8 activations": _by_name(found)} if "on" in found.values() or len(asked) > 1 else {}
 
 
 def _remarks(record: RunRecord) -> Iterator[str]:

@@ -52,6 +52,11 @@ NEXT = MOE | {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+PLAIN = {key: value for key, value in DENSE.items() if key != "quantization_config"}
+KEPT = "float8 weights: kept"
+ON = "float8 activations: on, rounded by token and 128 columns"
+OFF = "float8 activations: off, they are float16"
+NOTHING = "float8_activations: off, which changes nothing: on gives this model nothing to multiply in float8 here"
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 GRAPHS = Graphs(decode="whole", prefill="piecewise")
@@ -66,10 +71,16 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for module in ("layers", "loader"):
         monkeypatch.setattr(f"specbatch.models.{module}.keeps_float8", lambda device: True)
 
-    def build(shape: dict[str, Any], log: Callable[[str], None] | None = None, **settings: Any) -> Engine:
+    def build(
+        shape: dict[str, Any],
+        log: Callable[[str], None] | None = None,
+        weights_of: Engine | None = None,
+        **settings: Any,
+    ) -> Engine:
         (tmp_path / "config.json").write_text(json.dumps(shape))
         settings = {"device": "cpu", "dtype": "float16", "max_running": 4, "max_model_len": 60} | settings
-        engines.append(Engine(EngineConfig(model=str(tmp_path), load_format="dummy", **settings), log=log))
+        config = EngineConfig(model=str(tmp_path), load_format="dummy", **settings)
+        engines.append(Engine(config, log=log, weights_of=weights_of))
         return engines[-1]
 
     yield build
@@ -138,40 +149,54 @@ def test_a_draft_catches_up_as_with_a_prompt(
 @pytest.mark.parametrize(
     ("shape", "settings", "said"),
     [
-        (DENSE, {}, "float8 weights: kept; activations are rounded to float8 by 128"),
-        (DENSE, {"float8_activations": False}, "float8 weights: kept; activations are float16"),
-        (DENSE, {"dtype": "float32"}, "float8 weights: kept; activations are float32"),
-        (
-            {key: value for key, value in DENSE.items() if key != "quantization_config"},
-            {"float8_activations": False},
-            "float8_activations: off, which changes nothing, as no weights are float8",
-        ),
+        (DENSE, {}, [KEPT, ON]),
+        (DENSE, {"float8_activations": False}, [KEPT, OFF]),
+        (DENSE, {"dtype": "float32"}, [KEPT, OFF.replace("16", "32")]),
+        (DENSE, {"dtype": "float32", "float8_activations": False}, [NOTHING, KEPT, OFF.replace("16", "32")]),
+        (PLAIN, {"float8_activations": False}, [NOTHING]),
         (
             DENSE | {"head_dim": 48},
             {},
-            "float8 weights: kept, but 6 that are float16 now, as the matrices that they go into cut their blocks of "
-            "scales: model.layers.0.self_attn.k_proj.weight and others alike; "
-            "activations are rounded to float8 by 128",
+            [
+                f"{KEPT}, but 6 that are float16 now, as the matrices that they go into cut their blocks of scales: "
+                "model.layers.0.self_attn.k_proj.weight and others alike",
+                ON,
+            ],
         ),
     ],
-    ids=["on", "off", "float32", "plain", "odd"],
+    ids=["on", "off", "float32", "float32-off", "plain", "odd"],
 )
 def test_what_is_said_of_it(
     build: Callable[..., Engine],
     asked: set[tuple[str, bool]],
-    monkeypatch: pytest.MonkeyPatch,
     shape: dict[str, Any],
     settings: dict[str, Any],
-    said: str,
+    said: list[str],
 ) -> None:
     lines: list[str] = []
     engine = build(shape, log=lines.append, **settings)
-    assert [line for line in lines if line.startswith("float8")] == [said]
-    is_on = "rounded to float8" in said
-    assert engine.record().caps["float8_activations"] == ("on" if is_on else "off")
+    assert of_float8(lines) == said
+    assert engine.record().caps["float8_activations"] == ("on" if ON in said else "off")
     engine.generate(PROMPTS, PARAMS)
-    assert ("prompt", True) in asked or not is_on
-    assert is_on or {rounds for _, rounds in asked} <= {False}
+    assert asked == (RIGHT if ON in said else set() if shape is PLAIN else {(kind, False) for kind, _ in RIGHT})
+
+
+def of_float8(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith(("float8", "draft: float8"))]
+
+
+def test_a_draft_may_be_float8_alone(
+    build: Callable[..., Engine], tmp_path: Path, asked: set[tuple[str, bool]]
+) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(DENSE))
+    lines: list[str] = []
+    draft = Speculation("standalone", draft=str(tmp_path / "draft"), draft_tokens=2)
+    engine = build(PLAIN, log=lines.append, speculation=draft)
+    assert of_float8(lines) == [f"draft: {KEPT}", ON]
+    assert engine.caps["float8_activations"] == "on"
+    engine.generate(PROMPTS, PARAMS)
+    assert asked == RIGHT
 
 
 def test_a_cpu_multiplies_nothing_in_float8(tmp_path: Path) -> None:
@@ -204,17 +229,16 @@ def test_recordings_are_rounded_too(float8: bool) -> None:
     assert not dispatch.rounds(torch.zeros(1).half())
 
 
-def test_engines_that_share_weights_need_not_agree(
-    build: Callable[..., Engine], asked: set[tuple[str, bool]], tmp_path: Path
-) -> None:
+def test_engines_that_share_weights_need_not_agree(build: Callable[..., Engine], asked: set[tuple[str, bool]]) -> None:
+    """Each says it of itself, and nothing of weights that another one has loaded."""
+    lines: list[str] = []
     first = build(DENSE)
-    settings = {"load_format": "dummy", "device": "cpu", "dtype": "float16", "max_running": 4, "max_model_len": 60}
-    config = EngineConfig(model=str(tmp_path), float8_activations=False, **settings)
-    with Engine(config, weights_of=first) as second:
-        for engine, rounds in ((first, True), (second, False), (first, True)):
-            asked.clear()
-            engine.generate(PROMPTS, PARAMS)
-            assert asked == {("prompt", rounds), ("iteration", rounds)}
+    second = build(DENSE, log=lines.append, float8_activations=False, weights_of=first)
+    assert of_float8(lines) == [OFF]
+    for engine, rounds in ((first, True), (second, False), (first, True)):
+        asked.clear()
+        engine.generate(PROMPTS, PARAMS)
+        assert asked == {("prompt", rounds), ("iteration", rounds)}
 
 
 # On a GPU

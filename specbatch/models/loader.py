@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,18 +50,21 @@ def rounds_activations(asked: bool, dtype: torch.dtype, device: torch.device, *m
     return asked and dtype.itemsize == 2 and any(kept_float8(model, device) for model in models)
 
 
-def float8_said(model: Decoder, rounds: bool) -> str:
-    """What became of float8 weights at load. rounds: see `rounds_activations`."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    if not keeps_float8(model.device):
-        return f"float8 weights: made {dtype}, as this device has no product with them"
-    said = "kept"
-    if model.widened:
-        said += (
-            f", but {len(model.widened)} that are {dtype} now, as the matrices that they go into cut their blocks of "
-            f"scales: {min(model.widened)} and others alike"
+def float8_said(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], rounds: bool) -> Iterator[str]:
+    """What became of float8 weights at load, and of the activations beside them. loads: whether an engine has loaded
+    the target, and the draft; rounds: see `rounds_activations`."""
+    name, device = str(model.dtype).removeprefix("torch."), model.device
+    stored = "kept" if keeps_float8(device) else f"made {name}, as this device has no product with them"
+    if loads[0] and model.config.float8 is not None:
+        cut = (
+            f", but {len(model.widened)} that are {name} now, as the matrices that they go into cut their blocks of "
+            f"scales: {min(model.widened, default='')} and others alike"
         )
-    return f"float8 weights: {said}; activations are {'rounded to float8 by 128' if rounds else dtype}"
+        yield f"float8 weights: {stored}{cut if model.widened else ''}"
+    if loads[1] and len(draft.tensor_shapes()) > len(draft.weight_shapes()):  # scales
+        yield f"draft: float8 weights: {stored}"
+    if kept_float8(model.config, device) or kept_float8(draft, device):
+        yield f"float8 activations: {'on, rounded by token and 128 columns' if rounds else f'off, they are {name}'}"
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,10 @@ def test_the_margin_decides_what_a_near_tie_is(check: Any, monkeypatch: pytest.M
     wide = check(SPECULATIONS["other"], margin=1e3)
     assert (wide.count("near tie"), wide.differs) == (12, False)
     assert "NEAR TIES IN FLOAT32, where none are expected" in wide.markdown()
+    assert "rounded to float8" not in wide.markdown()
+    wide.record.caps["float8_activations"] = "on"
+    assert "Activations were rounded to float8" in wide.markdown()
+    assert "rounded to float8" not in replace(wide, findings=[]).markdown()
 
 
 def done(*tokens: int) -> Completion:

@@ -66,7 +66,7 @@ def test_a_file_counts_in_place_of_the_command(tmp_path: Path) -> None:
         ("[a", "not TOML"),
         ('[a]\nspecs = "v1"', "a: specs': use options of an engine"),
         ('[a]\npage_size = "big"', "a: page_size='big'\": this is not a value of that option"),
-        ("[a]\nfloat8_prompts = 'no'", "float8_prompts='no'\": use true or false"),
+        ("[a]\nfloat8_activations = 'no'", "float8_activations='no'\": use true or false"),
         ("[a]\nprefix-cache = 3", "prefix_cache=3': use true or false"),
         ("[a]\npage_size = 8\npage-size = 16", "a.page-size': is spelled twice"),
         ("[a]\npage_size = []", "or a list of them"),

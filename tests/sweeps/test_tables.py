@@ -81,6 +81,11 @@ def test_a_prefix_cache_that_only_some_have_is_said_by_name():
     assert "* prefix cache: on\n" in markdown(records, table(records))
     records[1].config["prefix_cache"] = False  # the states of a draft took its place
     assert "* prefix cache: baseline: on; v1: off\n" in markdown(records, table(records))
+    assert "float8 activations" not in markdown(records, table(records))
+    records[1].config["float8_activations"] = False
+    assert "* float8 activations: off\n" in markdown(records, table(records))  # as both were in effect
+    records[0].caps["float8_activations"] = "on"
+    assert "* float8 activations: baseline: on; v1: off\n" in markdown(records, table(records))
 
 
 @pytest.mark.parametrize(
