@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch import Engine, SpecbatchError
+from specbatch import Engine, SpecbatchError, weights
 from specbatch.build import _capture
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.draft_length import DraftLength
 from specbatch.iteration import Iteration
 from specbatch.kernels import dispatch
 from specbatch.request import SamplingParams
+from specbatch.training.data import Batch
+from specbatch.training.target import Target
 
 CPU = torch.device("cpu")
 QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -227,6 +229,17 @@ def test_recordings_are_rounded_too(float8: bool) -> None:
     _capture([Item(), Item()], [], CPU, print, lambda done, total: None, float8=float8)  # type: ignore[list-item]
     assert seen == [float8] * 2
     assert not dispatch.rounds(torch.zeros(1).half())
+
+
+def test_a_target_in_training_is_what_an_engine_runs(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], tmp_path: Path
+) -> None:
+    build(DENSE)
+    for dtype, rounds in ((torch.float16, True), (torch.float32, False)):
+        asked.clear()
+        target = Target(weights.open_checkpoint(str(tmp_path), "dummy"), dtype, CPU, 8)
+        target.features(Batch(torch.ones(2, 4, dtype=torch.int64), torch.tensor([1, 1]), torch.tensor([4, 4])), ())
+        assert asked == {("prompt", rounds)}
 
 
 def test_engines_that_share_weights_need_not_agree(build: Callable[..., Engine], asked: set[tuple[str, bool]]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from specbatch.kernels import dispatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.loader import rounds_activations
 from specbatch.models.whole import Whole
 from specbatch.training.data import Batch
 from specbatch.weights import Checkpoint
@@ -27,6 +29,7 @@ class Target:
         tied = checkpoint.config.tie_embeddings
         self.head = self.embedding if tied else checkpoint.tensor(HEAD).to(device=device, dtype=dtype)
         self.norm = self._model.norm.weight
+        self._rounds = rounds_activations(True, dtype, device, checkpoint.config)  # as an engine does
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -35,7 +38,8 @@ class Target:
         rows, length = batch.tokens.shape
         positions = torch.arange(length, device=self.device).repeat(rows)
         model = self._model.with_aux(layers)
-        last, aux = model.forward(batch.tokens.flatten(), positions, Whole(model, rows, length))
+        with dispatch.activations(float8=self._rounds):
+            last, aux = model.forward(batch.tokens.flatten(), positions, Whole(model, rows, length))
         return last.unflatten(0, (rows, length)), None if aux is None else aux.unflatten(0, (rows, length))
 
     @torch.no_grad()
