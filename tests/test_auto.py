@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, slow_but
 
 from specbatch import Engine, SamplingParams, SpecbatchError
 from specbatch.config import Graphs, Speculation
@@ -125,7 +125,7 @@ def test_sampled_tokens_of_a_seed_are_those_of_plain_decoding_where_drafts_are_l
         assert engine.record().metrics["accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", ["same", "eagle3", "block"])
+@pytest.mark.parametrize("name", slow_but(["eagle3"], ["same", "eagle3", "block"]))
 @pytest.mark.usefixtures("by_chance")
 def test_sampled_requests_and_their_logprobs_go_through_all_lengths(
     toy: Any, toy_engine: Callable[..., Engine], name: str

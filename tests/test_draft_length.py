@@ -68,9 +68,8 @@ LARGE: Times = lambda n: 8.62e-3 + (1.4e-3 + 2.0e-3 * n if n else 0.1e-3)  # noq
 SMALL: Times = lambda n: 4.14e-3 + 0.35e-3 * n  # noqa: E731
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 0.6, 0.95])
 @pytest.mark.parametrize(("rows", "times"), [(1, SMALL), (32, SMALL), (128, LARGE)])
-@pytest.mark.parametrize("most", [3, 15])
+@pytest.mark.parametrize(("most", "p"), crossed([3, 15], [0.0, 0.3, 0.6, 0.95]))
 def test_no_slower_than_off_or_the_most(most: int, rows: int, times: Times, p: float) -> None:
     """By the measure of the whole feature, 3%, of which what this chooses may take two thirds."""
     world, chances = World(rows, most, times), [p] * most

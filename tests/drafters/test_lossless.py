@@ -108,7 +108,7 @@ def target_law(bench: Any, target: Decoder, temperature: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     "drafter",
     slow_but(
-        ["ngram", "standalone-tree", "dflash"],
+        ["standalone-tree", "dflash"],
         ["none", "ngram", "standalone", "ngram-tree", "standalone-tree", "dflash"],
     ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch.context import Prefill, Span
 from specbatch.draft_shape import DraftShape
@@ -85,8 +86,7 @@ class Life:
         self.drafter.absorb(step, Features(torch.empty(0), None), accepted, path)
 
 
-@pytest.mark.parametrize("chunk", [1000, 3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "chunk"), crossed(SHAPES, [1000, 3]), ids=str)
 def test_a_tree_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, shape: DraftShape, chunk: int) -> None:
     life = Life(bench, tiny, shape, chunk)
     for turn in range(6):

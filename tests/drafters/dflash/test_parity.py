@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import crossed
 
 from specbatch.context import Mask
 from specbatch.drafters import dflash
@@ -156,9 +157,7 @@ def make_life(bench: Any, tiny: Any, reference: Any) -> Callable[..., Life]:
     return partial(Life, bench, tiny, reference)
 
 
-@pytest.mark.parametrize("chunk", [1000, 4, 3])
-@pytest.mark.parametrize("count", [BLOCK - 1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "count", "chunk"), crossed(KINDS, [BLOCK - 1, 2], [1000, 4, 3]))
 def test_laws_are_those_of_the_equations(make_life: Any, kind: str, count: int, chunk: int) -> None:
     life = make_life(kind, count)
     life.prefill(chunk)

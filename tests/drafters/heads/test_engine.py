@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, slow_but
 
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
@@ -145,9 +145,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "kind", "schedule"), crossed(SETTINGS, KINDS, ["v1", "v2"]))
 def test_a_head_that_knows_has_every_draft_accepted(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:
@@ -213,7 +211,7 @@ def test_the_default_is_three_drafts_and_others_may_be_asked_for(
     assert engine.record().metrics["accept_length"] == 8.0
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("algorithm", slow_but(["eagle3"], ["eagle", "eagle3", "mtp"]))
 def test_sampled_tokens_of_a_seed_are_the_same_in_every_schedule(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:

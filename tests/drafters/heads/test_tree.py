@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.expansion import Beams, expand
@@ -46,8 +47,7 @@ def walk(ancestors: torch.Tensor, randomness: random.Random) -> list[int]:
         way.append(randomness.choice(below))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize(("shape", "algorithm"), crossed(SHAPES, ["eagle", "eagle3", "mtp"]), ids=str)
 def test_the_likeliest_nodes_are_drafted_whatever_was_accepted_before(
     kit: Any, bench: Any, write: Callable[..., str], algorithm: str, shape: DraftShape
 ) -> None:
