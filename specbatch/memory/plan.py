@@ -83,7 +83,8 @@ class Place:
         """Bytes for this engine, its weights among them. free: bytes free now, of which those before took theirs;
         fraction: what all of them may take of what was free at first; weights: bytes of the target."""
         if self.index == 0:
-            return int(weights + (fraction * free - weights) / self.count)
+            left = fraction * free - weights
+            return int(weights + min(left, left / self.count))  # nothing to share out where too little is left
         return int((fraction * (free + weights) - weights) / (self.count - self.index * fraction))
 
 

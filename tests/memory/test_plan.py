@@ -50,6 +50,11 @@ def test_only_the_first_engine_has_weights() -> None:
     first, second = (plan(free=free * MIB, place=Place(n, 2)) for n, free in enumerate((1000, 700)))
     assert (first.available, first.weights) == (300 * MIB, 100 * MIB)
     assert (second.available, second.weights) == (200 * MIB, 0)
+    for count in (1, 3):
+        with pytest.raises(
+            SpecbatchError, match=r"500\.0 MiB of 1000\.0 MiB free may be used and weights .* leave no KV page"
+        ):
+            plan(weights=900 * MIB, place=Place(0, count))
     with pytest.raises(SpecbatchError, match="leave no KV page"):
         plan(weights=500 * MIB, place=Place(0, 2))
 
