@@ -252,7 +252,6 @@ def _assemble(
         batch,
         Iteration(model, cache, drafter, config.speculation.simulate_accept_length, float8=float8),
         prompt_pass,
-        drafter,
         lengths=lengths,
         rests=draft.rests,
         depth=config.speculation.depth,

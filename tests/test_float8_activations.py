@@ -14,6 +14,8 @@ from specbatch import Engine, SpecbatchError, weights
 from specbatch.build import _capture
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.draft_length import DraftLength
+from specbatch.drafters.base import Step
+from specbatch.drafters.features import FeatureChain
 from specbatch.iteration import Iteration
 from specbatch.kernels import dispatch
 from specbatch.request import SamplingParams
@@ -146,6 +148,26 @@ def test_a_draft_catches_up_as_with_a_prompt(
     engine.generate(PROMPTS[:1], PARAMS)
     assert len(plan) < 4
     assert asked == RIGHT
+
+
+def test_a_head_is_shortened_as_it_drafts(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has waited then goes through its own layer, outside of any iteration."""
+    plan, shorten, seen = [2, 2, 1, 2, 0, 2, 1], FeatureChain.shorten, list[int]()
+
+    def spied(self: FeatureChain, step: Step) -> None:
+        seen.append(step.count)
+        asked.clear()
+        shorten(self, step)
+        assert {rounds for _, rounds in asked} == {True}
+
+    monkeypatch.setattr(FeatureChain, "shorten", spied)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0) if plan else 1)
+    engine = build(NEXT, speculation=Speculation("mtp", draft_tokens="auto", draft_steps=2, schedule="v1"))
+    seen.clear()
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert seen[:2] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +313,7 @@ def test_products_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engi
 def test_iterations_on_a_gpu_are_rounded(
     build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str, graphs: Graphs
 ) -> None:
-    """Recorded ones neither."""
+    """Recorded ones, too."""
     shape, speculation = SPECULATIONS[name]
     engine = build(shape, device="cuda", dtype="bfloat16", speculation=speculation, graphs=graphs)
     engine.generate(PROMPTS, PARAMS)
