@@ -226,6 +226,8 @@ def _assemble(
         say(line)
     forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
+    if drafter.second_look is not None:
+        drafter.second_look = dispatch.activations(float8=float8)(drafter.second_look)
     pool = PagePool(plan.kv_pages)
     prefixes, checkpoints = None, None
     if config.prefix_cache:

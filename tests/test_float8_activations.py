@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch import Engine, SpecbatchError, weights
+from specbatch import Engine, SpecbatchError, acceptance, weights
 from specbatch.build import _capture
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.draft_length import DraftLength
@@ -168,6 +168,21 @@ def test_a_head_is_shortened_as_it_drafts(
     seen.clear()
     engine.generate(PROMPTS[:1], PARAMS)
     assert seen[:2] == [1, 0]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_second_look_is_taken_as_the_run_was(
+    build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(acceptance, "LOW", 1.01)
+    monkeypatch.setattr(acceptance, "ENOUGH", 1)
+    monkeypatch.setattr(
+        FeatureChain, "second_look", lambda *_: seen.append(dispatch.rounds(torch.zeros(1).half())) or ""
+    )
+    engine = build(NEXT, speculation=Speculation("mtp", draft_tokens=2), float8_activations=on)
+    engine.generate(PROMPTS, PARAMS)
+    assert seen == [on]
 
 
 @pytest.mark.parametrize(
