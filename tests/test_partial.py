@@ -61,6 +61,10 @@ def test_what_a_crash_leaves_is_gone_on_with(opened, left, taken):
             "another place ('there' there, 'here' now), limit (5 there",
         ),
         (text_of(HEADER | {"limit": 5}, *ROWS), "rows': was made with another limit (5 there, 3 now); finish"),
+        (
+            text_of({"model": "a", "limit": 3, "older": 1}, *ROWS),
+            "rows': was begun by another version, whose header does not say place; finish it with that one, name",
+        ),
         (text_of(HEADER, ROWS[0], {"text": ""}), "rows:3': is no row"),
         (text_of(HEADER, {"index": 3}), "rows:2': is no row"),
         (text_of(HEADER, {"index": "a"}), "rows:2': is no row"),
