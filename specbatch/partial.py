@@ -139,5 +139,6 @@ def difference(old: Row, new: Row, names: Collection[str]) -> str:
             if hashed not in names:  # which says more
                 parts.append(hashed.replace("input", "input file"))
         else:
-            parts.append(f"{name} ({before!r} there, {after!r} now)")
+            there = f"{before!r} there" if name in old else "which the version there has not"
+            parts.append(f"{name} ({there}, {after!r} now)")
     return ", ".join(dict.fromkeys(parts))

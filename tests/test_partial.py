@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.partial import PartialRows
+from specbatch.partial import PartialRows, difference
 
 HEADER = {"model": "a", "place": "here", "limit": 3}
 ROWS = [{"index": index, "text": "é"} for index in (2, 0)]
@@ -86,3 +86,8 @@ def test_a_folder_is_refused(opened):
     kept.path.mkdir()
     with pytest.raises(SpecbatchError, match=r"rows': cannot be read \(Is a directory\)"):
         kept.load()
+
+
+def test_what_an_older_version_did_not_have_is_said_to_be_new():
+    old, new = ({"engine": {"seed": seed} | more} for seed, more in ((1, {"gone": 2}), (3, {"fresh": True})))
+    assert difference(old, new, ["engine"]) == "seed (1 there, 3 now), fresh (which the version there has not, True now)"
