@@ -90,4 +90,5 @@ def test_a_folder_is_refused(opened):
 
 def test_what_an_older_version_did_not_have_is_said_to_be_new():
     old, new = ({"engine": {"seed": seed} | more} for seed, more in ((1, {"gone": 2}), (3, {"fresh": True})))
-    assert difference(old, new, ["engine"]) == "seed (1 there, 3 now), fresh (which the version there has not, True now)"
+    found = difference(old, new, ["engine"])
+    assert found == "seed (1 there, 3 now), fresh (which the version there has not, True now)"
