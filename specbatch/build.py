@@ -325,8 +325,8 @@ def _capture(
     *,
     float8: bool,
 ) -> dict[str, Any]:
-    """Record every bucket, prompts as `dispatch.activations` says; then run `passes` to warm up what runs between the
-    pieces. What it took, for the caps."""
+    """Record every bucket, with float8 as in `dispatch.activations`; then run `passes` to warm up what runs between
+    the pieces. What it took, for the caps."""
     start, free = time.perf_counter(), available_memory(device)
     total, done = sum(len(item) for item in recordings), 0
     report(0, total)
