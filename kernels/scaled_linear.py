@@ -1,5 +1,4 @@
-"""Matrix products with a fixed float8 weight in blocks: w8a8, and w8a16 with the activations
-as they are."""
+"""Matrix products with a fixed float8 weight in blocks: w8a8, and w8a16 with activations as they are."""
 
 from __future__ import annotations
 

@@ -226,6 +226,8 @@ def _assemble(
         say(line)
     forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
+    if drafter.second_look is not None:
+        drafter.second_look = dispatch.activations(float8=float8)(drafter.second_look)
     pool = PagePool(plan.kv_pages)
     prefixes, checkpoints = None, None
     if config.prefix_cache:
@@ -252,7 +254,6 @@ def _assemble(
         batch,
         Iteration(model, cache, drafter, config.speculation.simulate_accept_length, float8=float8),
         prompt_pass,
-        drafter,
         lengths=lengths,
         rests=draft.rests,
         depth=config.speculation.depth,
@@ -324,8 +325,8 @@ def _capture(
     *,
     float8: bool,
 ) -> dict[str, Any]:
-    """Record every bucket, prompts as `dispatch.activations` says; then run `passes` to warm up what runs between the
-    pieces. What it took, for the caps."""
+    """Record every bucket, with float8 as in `dispatch.activations`; then run `passes` to warm up what runs between
+    the pieces. What it took, for the caps."""
     start, free = time.perf_counter(), available_memory(device)
     total, done = sum(len(item) for item in recordings), 0
     report(0, total)

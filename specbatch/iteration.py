@@ -42,6 +42,11 @@ class Iteration:
         with dispatch.activations(float8=self._float8):
             return self._run(step)
 
+    def shorten(self, step: Step) -> None:
+        """Before an iteration that drafts fewer than the one before: see `Drafter.shorten`."""
+        with dispatch.activations(float8=self._float8):
+            self._drafter.shorten(step)
+
     def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, lengths = step.batch, step.lengths
         proposal = self._drafter.propose(step)

@@ -47,9 +47,13 @@ class PartialRows:
             return  # nothing but a header, which a crash may have cut short
         lines = text.split(b"\n")[:-1]
         header = parsed(lines[0]) if lines else None
-        if not isinstance(header, dict) or not self.header.keys() <= header.keys():
+        if not isinstance(header, dict) or not self.header.keys() & header.keys():
             works = f"has no header that says what it was made from; name another output or {self._anew}"
             raise refuse("output", str(self.path), works)
+        if lacks := ", ".join(name for name in self.header if name not in header):
+            works = f"finish it with that one, name another output or {self._anew}"
+            said = f"was begun by another version, whose header does not say {lacks}; {works}"
+            raise refuse("output", str(self.path), said)
         differs = [name for name in self.header if header[name] != self.header[name]]
         if set(differs) - set(self._told) and len(lines) > 1:
             other = difference(header, self.header, differs)
@@ -135,5 +139,6 @@ def difference(old: Row, new: Row, names: Collection[str]) -> str:
             if hashed not in names:  # which says more
                 parts.append(hashed.replace("input", "input file"))
         else:
-            parts.append(f"{name} ({before!r} there, {after!r} now)")
+            there = f"{before!r} there" if name in old else "which the version there has not"
+            parts.append(f"{name} ({there}, {after!r} now)")
     return ", ".join(dict.fromkeys(parts))

@@ -13,7 +13,7 @@ import torch
 from specbatch.batch import DeviceBatch, Needs
 from specbatch.context import Span
 from specbatch.draft_length import DraftLength, rising
-from specbatch.drafters.base import Drafter, Step
+from specbatch.drafters.base import Step
 from specbatch.errors import SpecbatchError
 from specbatch.graphs import GraphCounters, Recorder, Result, WholeGraphs
 from specbatch.iteration import Iteration
@@ -87,7 +87,6 @@ class Runner:
         batch: DeviceBatch,
         iteration: Iteration,
         prompt_pass: PromptPass,
-        drafter: Drafter,
         *,
         lengths: DraftLength,
         rests: bool,
@@ -105,7 +104,6 @@ class Runner:
         self._batch = batch
         self._iteration = iteration
         self._prompt_pass = prompt_pass
-        self._drafter = drafter
         self._lengths = lengths
         self._rests = rests
         self._drafts = 0  # of the last iteration
@@ -229,7 +227,7 @@ class Runner:
             return False
         bucket = self._lengths.bucket(len(slots))
         rows = upload([*slots, *[0] * (bucket - len(slots))], self._batch.device)
-        self._drafter.shorten(self._step(rows, Needs(), drafts, bound))
+        self._iteration.shorten(self._step(rows, Needs(), drafts, bound))
         return True
 
     def _wake(self, rows: list[Row], drafts: int) -> bool:

@@ -80,7 +80,7 @@ def steps(engine: Engine, accept_length: float) -> None:
         if name.endswith("alike"):
             embedding[:] = embedding[:1].clone()
         if name.startswith("as"):
-            for weight in weights_of((engine._model, engine._runner._drafter), engine._model.dtype):
+            for weight in weights_of((engine._model, engine._runner._iteration._drafter), engine._model.dtype):
                 weight.uniform_(-1e-3, 1e-3, generator=torch.Generator("cuda").manual_seed(1234))
         engine.generate(prompts, params, concurrency=BATCH)
         for repeat in range(1, REPEATS + 1):

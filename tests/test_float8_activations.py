@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch import Engine, SpecbatchError, weights
+from specbatch import Engine, SpecbatchError, acceptance, weights
 from specbatch.build import _capture
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.draft_length import DraftLength
+from specbatch.drafters.base import Step
+from specbatch.drafters.features import FeatureChain
 from specbatch.iteration import Iteration
 from specbatch.kernels import dispatch
 from specbatch.request import SamplingParams
@@ -146,6 +148,41 @@ def test_a_draft_catches_up_as_with_a_prompt(
     engine.generate(PROMPTS[:1], PARAMS)
     assert len(plan) < 4
     assert asked == RIGHT
+
+
+def test_a_head_is_shortened_as_it_drafts(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has waited then goes through its own layer, outside of any iteration."""
+    plan, shorten, seen = [2, 2, 1, 2, 0, 2, 1], FeatureChain.shorten, list[int]()
+
+    def spied(self: FeatureChain, step: Step) -> None:
+        seen.append(step.count)
+        asked.clear()
+        shorten(self, step)
+        assert {rounds for _, rounds in asked} == {True}
+
+    monkeypatch.setattr(FeatureChain, "shorten", spied)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0) if plan else 1)
+    engine = build(NEXT, speculation=Speculation("mtp", draft_tokens="auto", draft_steps=2, schedule="v1"))
+    seen.clear()
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert seen[:2] == [1, 0]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_second_look_is_taken_as_the_run_was(
+    build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(acceptance, "LOW", 1.01)
+    monkeypatch.setattr(acceptance, "ENOUGH", 1)
+    monkeypatch.setattr(
+        FeatureChain, "second_look", lambda *_: seen.append(dispatch.rounds(torch.zeros(1).half())) or ""
+    )
+    engine = build(NEXT, speculation=Speculation("mtp", draft_tokens=2), float8_activations=on)
+    engine.generate(PROMPTS, PARAMS)
+    assert seen == [on]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +328,7 @@ def test_products_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engi
 def test_iterations_on_a_gpu_are_rounded(
     build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str, graphs: Graphs
 ) -> None:
-    """Recorded ones neither."""
+    """Recorded ones, too."""
     shape, speculation = SPECULATIONS[name]
     engine = build(shape, device="cuda", dtype="bfloat16", speculation=speculation, graphs=graphs)
     engine.generate(PROMPTS, PARAMS)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.partial import PartialRows
+from specbatch.partial import PartialRows, difference
 
 HEADER = {"model": "a", "place": "here", "limit": 3}
 ROWS = [{"index": index, "text": "é"} for index in (2, 0)]
@@ -61,6 +61,10 @@ def test_what_a_crash_leaves_is_gone_on_with(opened, left, taken):
             "another place ('there' there, 'here' now), limit (5 there",
         ),
         (text_of(HEADER | {"limit": 5}, *ROWS), "rows': was made with another limit (5 there, 3 now); finish"),
+        (
+            text_of({"model": "a", "limit": 3, "older": 1}, *ROWS),
+            "rows': was begun by another version, whose header does not say place; finish it with that one, name",
+        ),
         (text_of(HEADER, ROWS[0], {"text": ""}), "rows:3': is no row"),
         (text_of(HEADER, {"index": 3}), "rows:2': is no row"),
         (text_of(HEADER, {"index": "a"}), "rows:2': is no row"),
@@ -82,3 +86,9 @@ def test_a_folder_is_refused(opened):
     kept.path.mkdir()
     with pytest.raises(SpecbatchError, match=r"rows': cannot be read \(Is a directory\)"):
         kept.load()
+
+
+def test_what_an_older_version_did_not_have_is_said_to_be_new():
+    old, new = ({"engine": {"seed": seed} | more} for seed, more in ((1, {"gone": 2}), (3, {"fresh": True})))
+    found = difference(old, new, ["engine"])
+    assert found == "seed (1 there, 3 now), fresh (which the version there has not, True now)"

@@ -141,7 +141,7 @@ def test_tokens_are_those_without_a_cache(
 
 def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     """What each verify was given, and the tokens; one request at a time."""
-    drafter, seen = engine._runner._drafter, []
+    drafter, seen = engine._runner._iteration._drafter, []
     propose = drafter.propose
 
     def watched(step: Any) -> Any:
