@@ -116,7 +116,9 @@ def run_ladder(
                 own.mkdir()
                 report = replace(ready, options=replace(options, output=own)).run(engine, count)
                 asked = {report.prompts_sha256, *(other.prompts_sha256 for other in reports.values())}
-                assert len(asked) == 1, f"{name} was asked other prompts than {', '.join(reports)}"
+                if len(asked) > 1:
+                    works = "use a task that does not, or each rung by itself with --spec"
+                    raise refuse("task", options.task, f"asks other prompts each time; {works}")
                 reports[name] = report
                 done += len(report.questions)
     except KeyboardInterrupt:

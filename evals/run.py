@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.errors import refuse
 from specbatch.evals.likelihoods import said_of
 from specbatch.evals.report import Better, EvalReport, Score
-from specbatch.evals.task import ROLLING, SEED, EvalTask, load_task, quiet
+from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globals
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
@@ -143,7 +142,7 @@ class PreparedEval:
         import lm_eval
 
         self.task.task.set_fewshot_seed(seed=self.options.seed)  # a run before has drawn from it,
-        random.seed(SEED)  # and from the global state, for choices or scores of a few tasks
+        seed_globals()  # and from these
         tasks = {"tasks": {self.task.name: self.task.task}, "groups": {}, "group_map": {}}
         with quiet():
             results: dict[str, Any] = lm_eval.evaluate(

@@ -30,7 +30,6 @@ REASONING = "reasoning_gym:"
 GENERATING = "generate_until"
 ROLLING = "loglikelihood_rolling"
 KINDS = (GENERATING, "multiple_choice", "loglikelihood", ROLLING)  # lm-eval's output types
-SEED = 0  # of Python's global random state
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def load_task(
     if scored is not None and shots is not None:
         refuse_shared(scored, shots)
     with quiet():
-        random.seed(SEED)  # as simple_evaluate does: some tasks shuffle their rows with the global state
+        seed_globals()
         manager, spec = _find(name, kinds)
         if scored is not None:
             spec = _with_rows(name, manager, scored, shots)
@@ -91,6 +90,14 @@ def load_task(
     fewshot_source = _fewshot_source(task, source, shots) if count else "none"
     _refuse_too_many(task, count, fewshot_source)
     return EvalTask(name, task, count, source, fewshot_source)
+
+
+def seed_globals() -> None:
+    """As lm-eval's simple_evaluate: some tasks shuffle their rows, or draw choices and scores, by the global states."""
+    import numpy
+
+    random.seed(0)
+    numpy.random.seed(1234)
 
 
 @contextmanager

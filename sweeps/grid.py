@@ -57,6 +57,9 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
             raise refuse("configs", name, works)
     if not listed or len(set(listed)) < len(listed):
         raise refuse("configs", ",".join(listed), "name at least one, and each only once")
+    if base.graphs.prefill == "piecewise" and {"v2", "v2+piecewise"} <= set(listed):
+        works = "v2 and v2+piecewise would be the same; leave it out, or one of them"
+        raise refuse("prefill_graph", "piecewise", works)
     if base.speculation.algorithm == "none" and set(listed) - {"baseline"}:
         raise refuse(
             "algorithm", "none", "only the configuration baseline drafts nothing; use ngram, or another with its draft"

@@ -6,12 +6,15 @@ import csv
 import json
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lm_eval.api.task import ConfigurableTask
 
 from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
 from specbatch.evals import ladder
 from specbatch.evals.ladder import run_ladder, rungs
 from specbatch.evals.run import EvalOptions, run_eval
@@ -99,6 +102,13 @@ def test_every_rung_is_asked_the_same(climb: Any, make_engine: Any, scored_file:
         make_engine(lambda text: "?"), EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
     )
     assert {report.prompts_sha256 for report in found.reports.values()} == {alone.prompts_sha256}
+
+
+def test_a_task_that_asks_otherwise_each_time_is_refused(climb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_of, number = ConfigurableTask.doc_to_text, count()
+    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *args: f"{next(number)} {text_of(*args)}")
+    with pytest.raises(SpecbatchError, match="task='gsm8k': asks other prompts each time"):
+        climb()
 
 
 def test_each_rung_is_warmed_up_before_it_is_measured(climb: Any) -> None:

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from specbatch.errors import SpecbatchError
@@ -59,9 +60,12 @@ def test_what_a_task_draws_is_the_same_in_every_run(
 ) -> None:
     ready, drawn = prepare(EvalOptions("gsm8k", data=scored_file)), []
     text_of = type(ready.task.task).doc_to_text
-    monkeypatch.setattr(
-        type(ready.task.task), "doc_to_text", lambda *args: drawn.append(random.random()) or text_of(*args)
-    )
+
+    def doc_to_text(*args: Any) -> Any:
+        drawn.append((random.random(), numpy.random.random()))
+        return text_of(*args)
+
+    monkeypatch.setattr(type(ready.task.task), "doc_to_text", doc_to_text)
     for _ in range(2):
         ready.run(make_engine(mixed_reply))
     assert len(drawn) > 1
