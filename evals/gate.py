@@ -16,7 +16,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.paired import Changes, changes, detectable_drop, load_answers, pick_score
 from specbatch.evals.policy import Accuracy, Bound, Policy, load_policy
 from specbatch.evals.report import EvalReport
-from specbatch.sweeps.evidence import Measured, Pairs, device_of, load_run, match
+from specbatch.sweeps.evidence import Measured, Pairs, load_run, match
 from specbatch.sweeps.measures import MEASURES
 from specbatch.sweeps.summaries import graphs_of, simulated
 
@@ -148,7 +148,7 @@ def _refuse_other_device(policy: Policy, pairs: Pairs) -> None:
         name for name, bound in policy.bounds.items() if bound.worsens_at_most is not None and MEASURES[name].clock
     ]
     for before, after in pairs.both.values():
-        devices = [device_of(point.records[0]) for point in (before, after)]
+        devices = [point.records[0].processor for point in (before, after)]
         if timed and devices[0] != devices[1]:
             works = (
                 f"{timed[0]} compares on one device only; measure the baseline on {devices[1]}, or give at_least or "

@@ -204,6 +204,11 @@ class RunRecord:
         on_cpu = self.caps.get("device", self.config.get("device")) == "cpu"
         return None if on_cpu else self.hardware.get("gpu")
 
+    @property
+    def processor(self) -> str:
+        """The part that a time depends on most: the GPU, or the CPU with its cores."""
+        return self.gpu or f"{self.hardware.get('cpu')}, {self.hardware.get('cores')} cores"
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 

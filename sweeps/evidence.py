@@ -160,11 +160,6 @@ def differences(pairs: Pairs) -> dict[str, list[str]]:
     return {name: list(texts) for name, texts in found.items()}
 
 
-def device_of(record: RunRecord) -> str:
-    """The part that a time depends on most."""
-    return str(record.gpu or f"{record.hardware.get('cpu')}, {record.hardware.get('cores')} cores")
-
-
 def _records(setting: str, path: Path) -> Iterator[tuple[Path, RunRecord]]:
     output = path.with_name(path.name.removesuffix(_RECORD))
     beside = output.with_name(output.name + _RECORD)
@@ -249,7 +244,7 @@ def _identity(record: RunRecord) -> dict[str, Any]:
 def _described(record: RunRecord) -> dict[str, Any]:
     caps = {f"effective {name}": record.caps[name] for name in _CAPS if name in record.caps}
     versions = {f"{name} version": version for name, version in record.versions.items()}
-    return {**_flat(record.config), **caps, **versions, "hardware": device_of(record)}
+    return {**_flat(record.config), **caps, **versions, "hardware": record.processor}
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,8 +24,7 @@ CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk"
 def run_on(records: list[RunRecord]) -> dict[str, str]:
     """Model, device, type and versions, by the name of their line."""
     first = records[0]
-    config, hardware = first.config, first.hardware
-    device = first.gpu or f"{hardware['cpu']}, {hardware['cores']} cores"
+    config, device = first.config, first.processor
     if "server" in config:
         device = f"unknown; asked from {device}"
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())

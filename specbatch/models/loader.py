@@ -56,11 +56,13 @@ def float8_said(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool],
     name, device = str(model.dtype).removeprefix("torch."), model.device
     stored = "kept" if keeps_float8(device) else f"made {name}, as this device has no product with them"
     if loads[0] and model.config.float8 is not None:
-        cut = (
-            f", but {len(model.widened)} that are {name} now, as the matrices that they go into cut their blocks of "
-            f"scales: {min(model.widened, default='')} and others alike"
-        )
-        yield f"float8 weights: {stored}{cut if model.widened else ''}"
+        said = f"float8 weights: {stored}"
+        if model.widened:
+            said += (
+                f", but {len(model.widened)} that are {name} now, as the matrices that they go into cut their blocks "
+                f"of scales: {min(model.widened)} and others alike"
+            )
+        yield said
     if loads[1] and len(draft.tensor_shapes()) > len(draft.weight_shapes()):  # scales
         yield f"draft: float8 weights: {stored}"
     if kept_float8(model.config, device) or kept_float8(draft, device):
