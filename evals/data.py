@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbatch.errors import refuse
-from specbatch.prompts import is_text
+from specbatch.jobs.prompts import is_text
 
 FIELDS = ("question", "answer")
 _FORM = 'JSONL with one {"question": ..., "answer": ...} per line'

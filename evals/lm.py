@@ -20,13 +20,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.request import Completion, SamplingParams
-from specbatch.thinking import answer_of, opens_thinking
+from specbatch.jobs.thinking import answer_of, opens_thinking
 
 if TYPE_CHECKING:
-    from specbatch.engine import Engine
-    from specbatch.scoring import Likelihood
+    from specbatch.engine.engine import Engine
+    from specbatch.engine.scoring import Likelihood
 
 MAX_NEW_TOKENS = 512  # where neither the user nor the task says; lm-eval's own 256 cuts chains of thought short
 _SAMPLING = ("top_p", "top_k", "min_p")

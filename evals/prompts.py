@@ -8,7 +8,7 @@ from typing import Any
 
 from specbatch.errors import refuse
 from specbatch.evals.task import GENERATING, load_task, quiet
-from specbatch.prompts import Prompt
+from specbatch.jobs.prompts import Prompt
 
 FEWSHOT_SEED = 1234  # lm-eval's own, as in `specbatch eval`
 

@@ -6,7 +6,7 @@
   answers that ran into max_new_tokens (they are scored as they stand).
 * tasks that score given texts (kind: multiple_choice, loglikelihood, loglikelihood_rolling) generate nothing: of them
   there are no such shares, no drafts and no times of tokens; the metrics are lm-eval's own.
-* the speed columns are defined in `specbatch.metrics`.
+* the speed columns are defined in `specbatch.records.metrics`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from specbatch import acceptance
 from specbatch.config import Speculation
-from specbatch.draft_length import steps_text
-from specbatch.metrics import RunRecord, write_atomic
+from specbatch.engine.draft_length import steps_text
+from specbatch.records import acceptance
+from specbatch.records.metrics import RunRecord, write_atomic
 
 Better = Literal["higher", "lower"]
 

@@ -32,7 +32,7 @@ from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globa
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
-    from specbatch.engine import Engine
+    from specbatch.engine.engine import Engine
     from specbatch.evals.lm import Answer, Scored
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted

@@ -14,21 +14,21 @@ if (_checkout / "pyproject.toml").is_file():  # a source tree: kernels/, evals/ 
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig, Graphs, Speculation
-    from specbatch.embeddings import EmbeddedPrompt
-    from specbatch.engine import Engine
+    from specbatch.core.embedded_prompt import EmbeddedPrompt
+    from specbatch.core.request import Completion, SamplingParams
+    from specbatch.engine.engine import Engine
+    from specbatch.engine.scoring import Likelihood
     from specbatch.errors import SpecbatchError
-    from specbatch.request import Completion, SamplingParams
-    from specbatch.scoring import Likelihood
 
 # Names resolve on first use, so that `import specbatch` (and `specbatch --help`) does not import torch.
 _HOME = {
-    "Completion": "specbatch.request",
-    "EmbeddedPrompt": "specbatch.embeddings",
-    "Engine": "specbatch.engine",
+    "Completion": "specbatch.core.request",
+    "EmbeddedPrompt": "specbatch.core.embedded_prompt",
+    "Engine": "specbatch.engine.engine",
     "EngineConfig": "specbatch.config",
     "Graphs": "specbatch.config",
-    "Likelihood": "specbatch.scoring",
-    "SamplingParams": "specbatch.request",
+    "Likelihood": "specbatch.engine.scoring",
+    "SamplingParams": "specbatch.core.request",
     "SpecbatchError": "specbatch.errors",
     "Speculation": "specbatch.config",
 }

@@ -22,18 +22,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch import acceptance
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.draft_length import steps_text
+from specbatch.core.request import Completion, SamplingParams
+from specbatch.engine.draft_length import steps_text
 from specbatch.errors import at_least, refuse
-from specbatch.memory.plan import Place
-from specbatch.metrics import RunRecord, write_atomic
+from specbatch.jobs.prompts import Prompt, read_prompts
+from specbatch.memory.planner import Place
 from specbatch.progress import Report
-from specbatch.prompts import Prompt, read_prompts
-from specbatch.request import Completion, SamplingParams
-from specbatch.sweeps.runner import check_draft, load_engine
-from specbatch.sweeps.summaries import drafts, heading, replay_notes, run_on
-from specbatch.sweeps.workloads import Workload, sha256_of
+from specbatch.records import acceptance
+from specbatch.records.metrics import RunRecord, write_atomic
+from specbatch.sweeps.report.summaries import drafts, heading, replay_notes, run_on
+from specbatch.sweeps.run.runner import check_draft, load_engine
+from specbatch.sweeps.run.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +49,8 @@ RANDOM_PROMPTS = 32
 class CheckOptions:
     """What is compared.
 
-    source          JSONL as in `specbatch.prompts`; None: random ids, in every second prompt the first half twice, so
-                    that there is something to look up
+    source          JSONL as in `specbatch.jobs.prompts`; None: random ids, in every second prompt the first half twice,
+                    so that there is something to look up
     prompts         how many; None: all of the file, or 32
     input_len       tokens of a random prompt
     max_new_tokens  tokens of an answer; random prompts go on past the model's end tokens

@@ -6,7 +6,7 @@
   Each number is the mean over repeats.
 * answers of `generate` pair by prompt; a job that was interrupted and went on is judged by what follows from its
   prompts, and its times are not.
-* intervals: see `specbatch.sweeps.intervals`; of accuracy, see `specbatch.evals.paired`.
+* intervals: see `specbatch.records.intervals`; of accuracy, see `specbatch.records.mcnemar`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import SpecbatchError
-from specbatch.evals.paired import changes, is_binary, load_answers
-from specbatch.sweeps.evidence import Measured, Run, Where, differences, load_run, match
-from specbatch.sweeps.intervals import CONFIDENCE, Interval, interval
-from specbatch.sweeps.measures import MEASURES, Better
-from specbatch.sweeps.summaries import replay_notes
+from specbatch.records.intervals import CONFIDENCE, Interval, interval
+from specbatch.records.judged_metrics import MEASURES, Better
+from specbatch.records.mcnemar import changes, is_binary, load_answers
+from specbatch.records.runs import Measured, Run, Where, differences, load_run, match
+from specbatch.sweeps.report.summaries import replay_notes
 
 BETTER, WORSE, SAME, UNJUDGED = "better", "regression", "no difference shown", "not judged"
 SHOWN = 10  # answers that are not the same

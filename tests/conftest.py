@@ -245,7 +245,7 @@ def open_toy() -> Callable[..., ToyCheckpoint]:
 @pytest.fixture(scope="session")
 def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
     """`toy_engine(**settings of EngineConfig)` builds an Engine over the toy model, whatever weights are installed."""
-    from specbatch.engine import Engine
+    from specbatch.engine.engine import Engine
 
     def build(
         log: Callable[[str], None] | None = None, report: Callable[[int, int], None] | None = None, **config: Any

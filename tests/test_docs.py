@@ -14,7 +14,7 @@ import typer
 from click import Command, Context
 from typer.testing import CliRunner
 
-from specbatch.cli import app
+from specbatch.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -16,8 +16,8 @@ from hybrid_targets import SPECULATIONS as HYBRID_DRAFTS
 
 from specbatch import Engine, SpecbatchError
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.draft_length import DraftLength
-from specbatch.request import SamplingParams
+from specbatch.core.request import SamplingParams
+from specbatch.engine.draft_length import DraftLength
 from specbatch.sweeps.check import CheckOptions, run_check
 from specbatch.weights.shapes import SHAPES
 
@@ -286,12 +286,12 @@ def test_a_check_from_graphs_is_equal(
 
 
 def test_a_trace_names_every_wait(toy: Any, toy_engine: Callable[..., Any], tmp_path: Any) -> None:
-    from specbatch.trace import trace
+    from specbatch.engine.trace import trace
 
     prompts = [list(prompt) for prompt in toy.prompts()[:4]]
     engine = toy_engine(device="cuda", dtype="float32", graphs=GRAPHS["graphs"])
     result = trace(engine, prompts, 6, tmp_path / "trace.json")
     assert result["steps"] >= 6
     assert result["kernels"]
-    assert {row["where"].split(":")[0] for row in result["waits"]} == {"specbatch.transfer"}
+    assert {row["where"].split(":")[0] for row in result["waits"]} == {"specbatch.core.async_copy"}
     assert (tmp_path / "trace.json").stat().st_size > 1000

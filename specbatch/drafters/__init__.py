@@ -8,7 +8,7 @@ from __future__ import annotations
 ALGORITHMS: dict[str, str] = {
     "none": "specbatch.drafters.base",
     "ngram": "specbatch.drafters.ngram",
-    "standalone": "specbatch.drafters.standalone",
+    "standalone": "specbatch.drafters.draft_model",
     "eagle": "specbatch.drafters.eagle",
     "eagle3": "specbatch.drafters.eagle3",
     "mtp": "specbatch.drafters.mtp",

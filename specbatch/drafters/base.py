@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specbatch.batch import DeviceBatch, Sampling
-from specbatch.context import Mask, Prefill, Verify
+from specbatch.core.attention_metadata import Mask, Prefill, Verify
+from specbatch.core.device_batch import DeviceBatch, Sampling
+from specbatch.core.request import Completion
+from specbatch.drafters.verification import Proposal
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.loader import Loader
-from specbatch.request import Completion
-from specbatch.verification import Proposal
+from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch import weights
-from specbatch.batch import DeviceBatch
-from specbatch.context import Prefill, chain
+from specbatch.core.attention_metadata import Prefill, chain
+from specbatch.core.device_batch import DeviceBatch
 from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
+from specbatch.drafters.verification import Proposal
 from specbatch.errors import of_draft, refuse
-from specbatch.kernels.choice import likeliest
-from specbatch.kernels.context_kv import write_context, write_verified
-from specbatch.kernels.sampling import DRAFT
+from specbatch.kernels.attention.context_kv import write_context, write_verified
+from specbatch.kernels.sampling.argmax_topk import likeliest
+from specbatch.kernels.sampling.sampling import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
-from specbatch.models.loader import Loader
-from specbatch.verification import Proposal
+from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
-from specbatch.drafters.heads import expect, fit, parameters, usual_head
+from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
+from specbatch.drafters.head_checks import expect, fit, parameters, usual_head
 from specbatch.errors import of_draft, refuse
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import layer_config
 from specbatch.models.eagle import Eagle, eagle_shapes
 from specbatch.models.layers import Reader
-from specbatch.models.loader import Loader
-from specbatch.weights.drafts import dummy_config, dummy_draft, open_draft
+from specbatch.runtime.loader import Loader
+from specbatch.weights.draft_heads import dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
 
 if TYPE_CHECKING:

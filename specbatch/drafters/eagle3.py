@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.conventions import compare_layers
-from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
-from specbatch.drafters.heads import expect, fit, parameters, usual_head
+from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
+from specbatch.drafters.head_checks import expect, fit, parameters, usual_head
+from specbatch.drafters.layer_offset import compare_layers
 from specbatch.errors import of_draft, refuse
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
 from specbatch.models.layers import Reader
-from specbatch.models.loader import Loader
-from specbatch.weights.drafts import DraftFiles, dummy_config, dummy_draft, open_draft
+from specbatch.runtime.loader import Loader
+from specbatch.weights.draft_heads import DraftFiles, dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.features import FeatureChain, feature_chain, head_plan
+from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
 from specbatch.errors import refuse
 from specbatch.models.decoder import Decoder
-from specbatch.models.loader import Loader
 from specbatch.models.mtp import PREFIX, Mtp, mtp_config
+from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.folder import check_tensors
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
+from specbatch.drafters.verification import Proposal
 from specbatch.kernels import dispatch
-from specbatch.kernels.ngram import merge, ngram_match_ref
-from specbatch.verification import Proposal
+from specbatch.kernels.drafting.ngram import merge, ngram_match_ref
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
@@ -35,7 +35,7 @@ class NGram(NoDraft):
             return nothing(step)
         sizes = self._longest, self._shortest, steps, texts
         if dispatch.runs_kernels(step.rows):
-            from specbatch.kernels.ngram_triton import ngram_match
+            from specbatch.kernels.drafting.ngram_triton import ngram_match
 
             tokens, found = ngram_match(batch.tokens, step.rows, step.lengths, *sizes)
         else:

@@ -1,0 +1,1 @@
+"""KV pages, prefix cache, recurrent states and the memory plan."""

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.backends import PrefillAttention
-from specbatch.kernels.tree import move_rows_ref
-from specbatch.memory.recurrent import States
+from specbatch.kernels.attention.prefill_backends import PrefillAttention
+from specbatch.kernels.sampling.tree import move_rows_ref
+from specbatch.memory.recurrent_state import States
 from specbatch.models.config import ModelConfig
 
 
@@ -71,7 +71,7 @@ class KVCache:
         if path is None or not self.k:
             return
         if dispatch.runs_kernels(rows):
-            from specbatch.kernels.tree_triton import move_rows
+            from specbatch.kernels.sampling.tree_triton import move_rows
 
             move_rows(self.keys, self.values, page_table, rows, lengths, path, accepted)
         else:

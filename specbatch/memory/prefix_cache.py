@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from specbatch.memory.pages import PagePool
+from specbatch.memory.page_pool import PagePool
 
 
 class Node:

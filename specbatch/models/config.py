@@ -14,15 +14,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.errors import refuse
-from specbatch.kernels.weight import SIDE
+from specbatch.kernels.gemm.weight import SIDE
 from specbatch.models.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
-from specbatch.models.float8 import left_plain, unconverted, with_scales
+from specbatch.models.fp8 import left_plain, unconverted, with_scales
 from specbatch.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
     import torch
 
-    from specbatch.memory.recurrent import StateShape
+    from specbatch.memory.recurrent_state import StateShape
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 # Families with a description of their own: architecture -> model_type, and where its config is read.

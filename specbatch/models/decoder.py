@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specbatch.context import Context
-from specbatch.embeddings import Given, embed
-from specbatch.kernels.linear import Linear, Norm
-from specbatch.kernels.norm import rms_norm
-from specbatch.kernels.rope import rope_table
+from specbatch.core.attention_metadata import Context
+from specbatch.core.embedded_prompt import Given, embed
+from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.elementwise.rope import rope_table
+from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Attention, Layer, Reader
 

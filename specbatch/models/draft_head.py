@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from specbatch.embeddings import Given, embed
+from specbatch.core.embedded_prompt import Given, embed
 from specbatch.errors import refuse
-from specbatch.kernels.heads import Heads
-from specbatch.kernels.linear import Norm
-from specbatch.kernels.scaled_linear import linear
-from specbatch.kernels.weight import Weight, halves
+from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.gemm.fp8_linear import linear
+from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.weight import Weight, halves
 from specbatch.models.config import ModelConfig
 from specbatch.models.config_values import names_of
 from specbatch.models.decoder import Decoder, Features, rope_tables

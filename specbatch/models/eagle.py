@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.kernels.weight import Weight
+from specbatch.kernels.gemm.weight import Weight
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Joined, LlamaHead, Shapes, layer_shapes

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.heads import Heads
-from specbatch.kernels.linear import Linear, Norm
-from specbatch.kernels.scaled_linear import linear
-from specbatch.kernels.weight import Weight, below, holds_nan, keeps_float8
+from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.gemm.fp8_linear import linear
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.gemm.weight import Weight, below, holds_nan, keeps_float8
 from specbatch.models.config import ModelConfig
-from specbatch.models.float8 import PLAIN, SCALES
+from specbatch.models.fp8 import PLAIN, SCALES
 
 if TYPE_CHECKING:
-    from specbatch.context import Context
-    from specbatch.kernels.recurrent import Fold
-    from specbatch.kernels.spans import Spans
+    from specbatch.core.attention_metadata import Context
+    from specbatch.kernels.attention.ragged_batch import Spans
+    from specbatch.kernels.recurrent.state_replay import Fold
 
 Tensors = dict[str, torch.Tensor]
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] of rope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbatch.kernels.linear import Norm
+from specbatch.kernels.gemm.linear import Norm
 from specbatch.models.layers import Attention, Layer, Reader, SwiGlu, Tables
 
 

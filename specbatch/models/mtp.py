@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from specbatch.kernels.norm import rms_norm
-from specbatch.kernels.weight import Weight
+from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.weight import Weight
 from specbatch.models import qwen3_next
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, rope_tables

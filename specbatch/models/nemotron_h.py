@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.experts import Experts, token_bytes
-from specbatch.kernels.linear import Linear, Norm
-from specbatch.kernels.mamba2 import SsdHeads
-from specbatch.kernels.routing import Routing
-from specbatch.memory.recurrent import StateShape
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.moe.experts import Experts, token_bytes
+from specbatch.kernels.moe.routing import Routing
+from specbatch.kernels.recurrent.mamba2 import SsdHeads
+from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig
 from specbatch.models.config_values import count_of, flag_of, limits_of, names_of, positive_of, spelled
 from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables

@@ -13,12 +13,12 @@ from typing import Any, Self
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels.gated_delta import DeltaHeads, chunk_bytes
-from specbatch.kernels.heads import Heads
-from specbatch.kernels.linear import Linear, Norm
-from specbatch.kernels.scaled_linear import SideBySide, linear
-from specbatch.kernels.weight import SIDE, Weight, below
-from specbatch.memory.recurrent import StateShape
+from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.gemm.fp8_linear import SideBySide, linear
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.gemm.weight import SIDE, Weight, below
+from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
+from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
 from specbatch.models.config_values import count_of, flag_of, names_of, positive_of, table_of
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables

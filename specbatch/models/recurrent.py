@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbatch.kernels.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
-from specbatch.kernels.linear import Linear, Norm
-from specbatch.kernels.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
-from specbatch.kernels.short_conv import MOST_TAPS, conv_prefill, conv_verify
-from specbatch.memory.recurrent import StateShape
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
+from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
+from specbatch.kernels.recurrent.short_conv import MOST_TAPS, conv_prefill, conv_verify
+from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config_values import count_of
 from specbatch.models.layers import Tensors
 
 if TYPE_CHECKING:
-    from specbatch.context import Context
-    from specbatch.kernels.recurrent import Fold
-    from specbatch.kernels.spans import Spans
+    from specbatch.core.attention_metadata import Context
+    from specbatch.kernels.attention.ragged_batch import Spans
+    from specbatch.kernels.recurrent.state_replay import Fold
 
 
 @dataclass(frozen=True)

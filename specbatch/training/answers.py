@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import refuse
-from specbatch.partial import PartialRows, Row, difference, parsed, row_seed
+from specbatch.jobs.partial import PartialRows, Row, difference, parsed, row_seed
 from specbatch.progress import Report
-from specbatch.request import Completion, SamplingParams
 from specbatch.training.data import LEAST_OUTPUT, Example
 
 if TYPE_CHECKING:
-    from specbatch.engine import Engine
+    from specbatch.engine.engine import Engine
     from specbatch.weights import Checkpoint
 
 ANSWERS = "answers.jsonl"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from specbatch.errors import refuse
-from specbatch.metrics import write_atomic
+from specbatch.records.metrics import write_atomic
 from specbatch.training.answers import ANSWERS
 from specbatch.training.head import Head
 from specbatch.weights import Checkpoint, read_config

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.kernels.rope import apply_rope_ref, rope_table
+from specbatch.kernels.elementwise.rope import apply_rope_ref, rope_table
 from specbatch.models.config import ModelConfig
 
 

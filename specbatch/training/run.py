@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbatch import weights
-from specbatch.build import find_device, find_dtype, type_name
 from specbatch.config import EngineConfig
+from specbatch.core.async_copy import on_device
+from specbatch.core.request import SamplingParams
+from specbatch.engine.builder import find_device, find_dtype, type_name
 from specbatch.errors import at_least, refuse
-from specbatch.metrics import hardware, versions, write_atomic
+from specbatch.jobs.prompts import read_prompts
 from specbatch.progress import Report
-from specbatch.prompts import read_prompts
-from specbatch.request import SamplingParams
+from specbatch.records.metrics import hardware, versions, write_atomic
 from specbatch.training import files
 from specbatch.training.answers import ANSWERS, answer, header_of, partial_answers, read_answers, with_room
 from specbatch.training.data import Example, answers_hash, split
 from specbatch.training.recipe import ANSWER_TOKENS, Recipe
 from specbatch.training.target import Target
 from specbatch.training.trainer import History, make_head, train
-from specbatch.transfer import on_device
 from specbatch.weights.bundled import file_hash
 
 if TYPE_CHECKING:
-    from specbatch.engine import Engine
+    from specbatch.engine.engine import Engine
     from specbatch.weights import Checkpoint
 
 RECORD = "record.json"

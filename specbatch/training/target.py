@@ -7,8 +7,8 @@ import torch
 from specbatch.kernels import dispatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.loader import rounds_activations
-from specbatch.models.whole import Whole
+from specbatch.models.full_forward import Whole
+from specbatch.runtime.loader import rounds_activations
 from specbatch.training.data import Batch
 from specbatch.weights import Checkpoint
 

@@ -6,9 +6,9 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
-from specbatch.kernels.weight import bits_of
+from specbatch.kernels.gemm.weight import bits_of
 from specbatch.models.config import ModelConfig
-from specbatch.models.float8 import SCALES
+from specbatch.models.fp8 import SCALES
 from specbatch.tokenizer import ByteTokenizer, Tokenizer
 from specbatch.weights.shapes import SHAPES
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import ModelConfig
-from specbatch.models.float8 import SCALES
+from specbatch.models.fp8 import SCALES
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Log, Read, read_config
 

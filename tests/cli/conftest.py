@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specbatch.config import EngineConfig
+from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.errors import refuse
-from specbatch.memory.plan import ALONE, Place
-from specbatch.metrics import RunRecord, summarize
-from specbatch.request import Completion, RequestMetrics, SamplingParams
+from specbatch.memory.planner import ALONE, Place
+from specbatch.records.metrics import RunRecord, summarize
 
 
 class StubTokenizer:
@@ -163,10 +163,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     monkeypatch.setattr(StubEngine, "forgot", 0)
     monkeypatch.setattr(StubEngine, "interrupt_after", None)
     monkeypatch.setattr(StubEngine, "kv_pages", 1000)
-    module = types.ModuleType("specbatch.engine")
+    module = types.ModuleType("specbatch.engine.engine")
     module.Engine = StubEngine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "specbatch.engine", module)
-    monkeypatch.setattr("specbatch.build.prepare", lambda config, say: None)
+    monkeypatch.setitem(sys.modules, "specbatch.engine.engine", module)
+    monkeypatch.setattr("specbatch.engine.builder.prepare", lambda config, say: None)
     monkeypatch.chdir(tmp_path)
     return StubEngine
 
@@ -174,7 +174,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
 @pytest.fixture
 def run(engine: type[StubEngine]) -> Callable[..., Result]:
     """Run one command line: run("sweep", "--repeats", 2)."""
-    from specbatch.cli import app
+    from specbatch.cli.app import app
 
     def call(*words: object) -> Result:
         result = CliRunner().invoke(app, [str(word) for word in words])

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from specbatch.config import EngineConfig
+from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.generate import BatchJob, read_output, summary
-from specbatch.request import SamplingParams
+from specbatch.jobs.batch_job import BatchJob, read_output, summary
 
 PROMPTS = [
     {"prompt": "a", "id": "first"},
@@ -455,7 +455,7 @@ def test_a_summary_is_the_last_line_on_standard_error(run, jsonl, tmp_path):
 def test_the_time_left_counts_no_earlier_work(run, engine, jsonl, tmp_path, monkeypatch):
     begun = []
     monkeypatch.setattr(
-        "specbatch.commands.generate.progress", lambda *words: begun.append(words) or nullcontext(lambda *told: None)
+        "specbatch.cli.generate.progress", lambda *words: begun.append(words) or nullcontext(lambda *told: None)
     )
     engine.interrupt_after = 3
     run("generate", jsonl(*PROMPTS), "-o", tmp_path / "out.jsonl")

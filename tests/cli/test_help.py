@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from specbatch.cli import app
+from specbatch.cli.app import app
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "matplotlib", "scipy")
 COMMANDS = [
@@ -27,7 +27,7 @@ def plain(text: str) -> str:
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; from typer.testing import CliRunner; from specbatch.cli import app;"
+        "import sys; from typer.testing import CliRunner; from specbatch.cli.app import app;"
         "names = 'generate sweep bench train-draft eval check report compare gate'.split();"
         "commands = [[], *([name] for name in names)];"
         "pages = [[*command, '--help'] for command in commands];"

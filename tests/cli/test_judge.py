@@ -172,7 +172,7 @@ def test_judging_loads_no_engine(run, folder):
     rules = policy(folder, "[bounds]\naccept_length = {at_least = 1}")
     lines = [["compare", str(folder), str(folder)], ["gate", str(folder), "--policy", str(rules)]]
     code = (
-        "import sys; from specbatch.cli import app; from typer.testing import CliRunner;"
+        "import sys; from specbatch.cli.app import app; from typer.testing import CliRunner;"
         f"results = [CliRunner().invoke(app, words) for words in {lines!r}];"
         "assert all(result.exit_code == 0 for result in results), [result.output for result in results];"
         "print([name for name in ('torch', 'transformers', 'lm_eval', 'datasets') if name in sys.modules])"
@@ -189,7 +189,7 @@ def blocks(language: str, page: Path = DOCS) -> list[str]:
 
 
 def test_the_policies_of_the_docs_are_policies(tmp_path):
-    from specbatch.evals.policy import load_policy
+    from specbatch.evals.gate.policy import load_policy
 
     found = [*blocks("toml"), *blocks("toml", ROOT / "README.md")]
     assert len(found) == 3
@@ -202,7 +202,7 @@ def test_the_workflow_of_the_docs_is_one_and_its_commands_are_ours():
     import yaml
     from typer.main import get_command
 
-    from specbatch.cli import app
+    from specbatch.cli.app import app
 
     (text,) = blocks("yaml")
     workflow = yaml.safe_load(text)
@@ -219,8 +219,8 @@ def test_the_workflow_of_the_docs_is_one_and_its_commands_are_ours():
 
 
 def test_every_rule_and_metric_stands_in_the_docs():
-    from specbatch.evals.policy import Accuracy, Bound
-    from specbatch.sweeps.measures import MEASURES
+    from specbatch.evals.gate.policy import Accuracy, Bound
+    from specbatch.records.judged_metrics import MEASURES
 
     text = DOCS.read_text()
     for name in (*Accuracy.model_fields, *Bound.model_fields, *MEASURES):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specbatch.commands.options import _OF_DRAFTS, EngineOptions
+from specbatch.cli.options import _OF_DRAFTS, EngineOptions
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 
@@ -96,7 +96,7 @@ def test_zero_is_a_value_and_not_a_default():
 )
 def test_graphs_where_a_device_can(monkeypatch, device, decode, prefill, gets, compares):
     """But for prompts where a command has configurations with and without."""
-    monkeypatch.setattr("specbatch.build.find_device", torch.device)
+    monkeypatch.setattr("specbatch.engine.builder.find_device", torch.device)
     found = EngineOptions(device=device, decode_graph=decode, prefill_graph=prefill).config(compares=compares).graphs
     assert found == (replace(gets, prefill="off") if compares and prefill is None else gets)
     options = EngineOptions(device=device, prefill_graph="piecewise")

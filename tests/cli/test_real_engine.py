@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import specbatch
-from specbatch.cli import app
+from specbatch.cli.app import app
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-model-len", "64")
 

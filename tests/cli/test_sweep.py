@@ -6,10 +6,10 @@ import csv
 import json
 from datetime import datetime
 
-from specbatch.commands.output import fresh_folder
+from specbatch.cli.output import fresh_folder
 from specbatch.errors import refuse
-from specbatch.memory.plan import Place
-from specbatch.sweeps.tables import write_summary
+from specbatch.memory.planner import Place
+from specbatch.sweeps.report.tables import write_summary
 
 SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
 
@@ -176,7 +176,7 @@ def test_two_runs_within_a_second_get_two_folders(run, tmp_path, monkeypatch):
         def now(cls, tz=None):
             return cls(2030, 1, 2, 3, 4, 5)
 
-    monkeypatch.setattr("specbatch.commands.output.datetime", Clock)
+    monkeypatch.setattr("specbatch.cli.output.datetime", Clock)
     for _ in range(2):
         assert run("sweep", "--concurrency", "1", "--configs", "baseline, v2").exit_code == 0
     assert {folder.name for folder in (tmp_path / "out").iterdir()} == {
@@ -233,7 +233,7 @@ def test_of_several_models_none_runs_if_one_cannot(run, tmp_path, monkeypatch):
         if config.model == "toy-of-nobody":
             raise refuse("model", config.model, "is nobody's")
 
-    monkeypatch.setattr("specbatch.build.prepare", prepare)
+    monkeypatch.setattr("specbatch.engine.builder.prepare", prepare)
     grid = tmp_path / "grid.toml"
     grid.write_text('[baseline]\nspec = "off"\nload_format = "dummy"\nmodel = ["toy", "toy-of-nobody"]\n')
     result = run("sweep", "--configs", grid, "--output", tmp_path / "out", *SMALL)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from specbatch.cli import app
+from specbatch.cli.app import app
 from specbatch.training import files
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.batch import DeviceBatch, Needs, Sampling
-from specbatch.context import Prefill, Span
+from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.device_batch import DeviceBatch, Needs, Sampling
 from specbatch.drafters.base import Drafter, Step
-from specbatch.forward import EagerForward
-from specbatch.kernels.backends import prefill_backend
+from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
+from specbatch.runtime.prefill_forward import EagerForward
 
 PAGE = 4
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from scipy import stats
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Drafter, NoDraft
 from specbatch.drafters.dflash import DFlashDrafter
+from specbatch.drafters.draft_model import Standalone, StandaloneTree
 from specbatch.drafters.ngram import NGram
-from specbatch.drafters.standalone import Standalone, StandaloneTree
-from specbatch.iteration import Iteration
+from specbatch.engine.step import Iteration
 from specbatch.models.decoder import Decoder
 from specbatch.models.dflash import DFlash, DFlashConfig
 

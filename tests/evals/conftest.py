@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from specbatch.config import EngineConfig
-from specbatch.metrics import RunRecord, summarize
-from specbatch.request import Completion, RequestMetrics, SamplingParams
-from specbatch.scoring import Likelihood, OnScore
+from specbatch.core.request import Completion, RequestMetrics, SamplingParams
+from specbatch.engine.scoring import Likelihood, OnScore
+from specbatch.records.metrics import RunRecord, summarize
 
 SPECIAL = {"<s>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 Reply = Callable[[str], str]

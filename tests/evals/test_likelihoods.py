@@ -21,8 +21,8 @@ import transformers as hf
 from lm_eval.api.instance import Instance
 
 from specbatch import Engine, EngineConfig, Graphs, SpecbatchError, Speculation
-from specbatch.evals.gate import run_gate
-from specbatch.evals.ladder import run_ladder
+from specbatch.evals.ablation import run_ladder
+from specbatch.evals.gate.gate import run_gate
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare, run_eval

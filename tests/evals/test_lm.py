@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 from lm_eval.api.instance import Instance
 
+from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.evals.lm import MAX_NEW_TOKENS, SpecBatchLM
-from specbatch.request import SamplingParams
 from specbatch.tokenizer import ByteTokenizer, Tokenizer
 
 

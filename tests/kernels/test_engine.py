@@ -15,30 +15,24 @@ from crossed import slow_but
 from hybrid_targets import Hybrids
 
 from specbatch.config import Graphs, Speculation
-from specbatch.draft_length import DraftLength
-from specbatch.kernels import (
-    accept,
-    choice_triton,
-    context_kv_triton,
-    draw,
-    elementwise,
-    expansion_triton,
-    experts_triton,
-    gated_delta_chunks,
+from specbatch.core.request import SamplingParams
+from specbatch.engine.draft_length import DraftLength
+from specbatch.engine.runner import Runner
+from specbatch.kernels.attention.paged_attention import context_kv_triton, verify_attention
+from specbatch.kernels.attention.prefill_backends import _Triton
+from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.drafting import draft_inputs_triton, ngram_triton, tree_draft_triton
+from specbatch.kernels.elementwise import elementwise_triton, gather_rows_triton
+from specbatch.kernels.gemm import skinny_gemm
+from specbatch.kernels.moe import experts_triton
+from specbatch.kernels.recurrent import gated_delta_prefill_triton
+from specbatch.kernels.recurrent.state_replay import (
     gated_delta_triton,
     mamba2_triton,
-    ngram_triton,
-    pairs_triton,
-    rows_triton,
     short_conv_triton,
-    skinny_gemm,
-    tree_triton,
-    verify_attention,
 )
-from specbatch.kernels.backends import _Triton
-from specbatch.kernels.spans import RecordedSpans, Spans
-from specbatch.request import SamplingParams
-from specbatch.runner import Runner
+from specbatch.kernels.sampling import accept_triton, argmax_topk_triton, sample_triton
+from specbatch.kernels.sampling.sampling import tree_triton
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
 
@@ -69,19 +63,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(module, name, run)
 
     for module, names in {
-        accept: ["greedy_accept", "commit", "stage"],
-        choice_triton: ["likeliest", "likeliest_embedded", "top_children"],
-        draw: ["draw", "reject"],
+        accept_triton: ["greedy_accept", "commit", "stage"],
+        argmax_topk_triton: ["likeliest", "likeliest_embedded", "top_children"],
+        sample_triton: ["draw", "reject"],
         context_kv_triton: ["write_context", "write_verified"],
-        elementwise: ["rms_norm", "silu_product", "split_heads"],
-        expansion_triton: ["grow", "keep"],
+        elementwise_triton: ["rms_norm", "silu_product", "split_heads"],
+        tree_draft_triton: ["grow", "keep"],
         experts_triton: ["mixture"],
-        gated_delta_chunks: ["delta_prefill"],
+        gated_delta_prefill_triton: ["delta_prefill"],
         gated_delta_triton: ["delta_verify"],
         mamba2_triton: ["ssd_prefill", "ssd_verify"],
         ngram_triton: ["ngram_match"],
-        pairs_triton: ["due_pairs", "beam_pairs", "keep_waiting"],
-        rows_triton: ["rows_of_both"],
+        draft_inputs_triton: ["due_pairs", "beam_pairs", "keep_waiting"],
+        gather_rows_triton: ["rows_of_both"],
         short_conv_triton: ["conv_prefill", "conv_verify"],
         skinny_gemm: ["skinny_linear", "skinny_gated"],
         tree_triton: ["commit_tree", "move_rows"],
@@ -90,8 +84,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         for name in names:
             spy(module, name)
     monkeypatch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
-    monkeypatch.setattr("specbatch.kernels.linear.is_blocked", lambda dtype, device: False)
-    monkeypatch.setattr("specbatch.build.prefill_backend", lambda *_: _Triton())
+    monkeypatch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
+    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_: _Triton())
     monkeypatch.setattr(skinny_gemm, "is_skinny", lambda rows, weight: rows <= 8)
     return called
 
@@ -221,8 +215,8 @@ def test_padding_rows_and_pieces(
         load(self, spans)
 
     monkeypatch.setattr(RecordedSpans, "load", counted)
-    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
     prompts = [list(prompt) for prompt in toy.prompts()[4:7]]
     drafts = Speculation("standalone", draft="self:skip=1-3", draft_tokens=1)
     engine = build(speculation=drafts, graphs=Graphs("whole", "piecewise"), max_running=4, prefill_chunk=20)

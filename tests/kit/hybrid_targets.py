@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.context import Prefill, Span
-from specbatch.engine import Engine
-from specbatch.kernels.backends import prefill_backend
+from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.engine.engine import Engine
+from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.recurrent import States, state_types
+from specbatch.memory.recurrent_state import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle import eagle_shapes

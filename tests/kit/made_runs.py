@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from specbatch.config import EngineConfig, Speculation
+from specbatch.core.request import Completion, RequestMetrics
 from specbatch.evals.report import EvalReport, Score
-from specbatch.metrics import RunRecord, summarize
-from specbatch.request import Completion, RequestMetrics
+from specbatch.records.metrics import RunRecord, summarize
 
 
 def metrics_of(*, verifies: int = 10, emitted: int = 20, ttft: float = 0.1, **more: Any) -> RequestMetrics:

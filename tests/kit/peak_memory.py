@@ -43,5 +43,5 @@ def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
     for kind in (JITFunction, InterpretedFunction):
         patch.setattr(kind, "run", lambda *_, **__: None)
     patch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
-    patch.setattr("specbatch.kernels.linear.is_blocked", lambda dtype, device: False)
-    patch.setattr("specbatch.kernels.skinny_gemm.is_skinny", lambda rows, weight: False)
+    patch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
+    patch.setattr("specbatch.kernels.gemm.skinny_gemm.is_skinny", lambda rows, weight: False)

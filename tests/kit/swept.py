@@ -7,11 +7,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specbatch.acceptance import Acceptance
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.metrics import RunRecord, acceptance, emitted_histogram, summarize
-from specbatch.request import Completion, RequestMetrics
-from specbatch.sweeps.points import Point
+from specbatch.core.request import Completion, RequestMetrics
+from specbatch.records.acceptance import Acceptance
+from specbatch.records.metrics import RunRecord, acceptance, emitted_histogram, summarize
+from specbatch.records.points import Point
 
 DRAFTS = 4
 ORDER = ("baseline", "v1", "v2", "v2+piecewise")  # within a round

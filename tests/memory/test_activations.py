@@ -9,11 +9,11 @@ import torch
 from hybrid_targets import HYBRIDS, MTP, SIZES, Hybrids
 from peak_memory import as_on_a_device, peak_of
 
-from specbatch.context import Prefill, Span
-from specbatch.kernels.backends import _Triton
+from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.plan import MemoryPlan, plan_memory
-from specbatch.memory.recurrent import States, state_types
+from specbatch.memory.planner import MemoryPlan, plan_memory
+from specbatch.memory.recurrent_state import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.weights.shapes import SHAPES
@@ -59,8 +59,8 @@ def test_what_drafts_takes_no_more_than_is_planned(
         return plan_memory(*args, **numbers)
 
     as_on_a_device(monkeypatch)
-    monkeypatch.setattr("specbatch.build.prefill_backend", lambda *_: _Triton())
-    monkeypatch.setattr("specbatch.build.plan_memory", plan)
+    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_: _Triton())
+    monkeypatch.setattr("specbatch.engine.builder.plan_memory", plan)
     engine = hybrids.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
     runner = engine._runner
     taken = peak_of(lambda: runner._prompt_pass.warm(runner._batch, 256))

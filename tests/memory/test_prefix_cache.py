@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from specbatch.memory.pages import PagePool
+from specbatch.memory.page_pool import PagePool
 from specbatch.memory.prefix_cache import PrefixCache
 
 TOTAL = 24

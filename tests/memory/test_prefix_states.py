@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
-from specbatch.memory.checkpoints import Checkpoints
+from specbatch.memory.state_cache import Checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +124,8 @@ def test_tokens_are_those_without_a_cache(
     rows = 10 if draft.startswith("tree") else speculation.drafted + 1
     pages = -(-(60 + 2 * rows) // page_size) + spare
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specbatch.build.Checkpoints", lambda cache, size, count: Checkpoints(cache, size, places))
+        cut = lambda cache, size, count: Checkpoints(cache, size, places)  # noqa: E731
+        patch.setattr("specbatch.engine.builder.Checkpoints", cut)
         engine = build(
             speculation=speculation, page_size=page_size, prefill_chunk=chunk, kv_pages=pages, max_model_len=55
         )

@@ -13,7 +13,7 @@ import transformers as hf
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.whole import Whole
+from specbatch.models.full_forward import Whole
 from specbatch.weights import open_checkpoint
 
 TEXT: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from specbatch import EngineConfig, Speculation
-from specbatch.context import Mask
+from specbatch.core.attention_metadata import Mask
 from specbatch.drafters import dflash
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError

@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers as hf
 
-from specbatch.context import Prefill, Span, Verify, chain
-from specbatch.kernels.backends import prefill_backend
-from specbatch.kernels.tree import ancestors_of, depths_of
+from specbatch.core.attention_metadata import Prefill, Span, Verify, chain
+from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.sampling.tree import ancestors_of, depths_of
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.recurrent import States, state_types
+from specbatch.memory.recurrent_state import States, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.whole import Whole
+from specbatch.models.full_forward import Whole
 
 PAGE, PAGES, SLOTS, ROWS, VOCABULARY = 4, 60, 5, 6, 131
 CPU = torch.device("cpu")

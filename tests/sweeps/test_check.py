@@ -14,11 +14,12 @@ import torch
 from crossed import crossed
 from typer.testing import CliRunner, Result
 
-from specbatch import EngineConfig, SpecbatchError, Speculation, verification
-from specbatch.cli import app
+from specbatch import EngineConfig, SpecbatchError, Speculation
+from specbatch.cli.app import app
 from specbatch.config import Graphs
-from specbatch.metrics import RunRecord
-from specbatch.request import Completion, RequestMetrics
+from specbatch.core.request import Completion, RequestMetrics
+from specbatch.drafters import verification
+from specbatch.records.metrics import RunRecord
 from specbatch.sweeps.check import CheckOptions, CheckReport, _compare, _encode, run_check
 
 SPECULATIONS = {
@@ -95,8 +96,8 @@ class Recorder:
 
 
 def test_what_is_checked_runs_from_graphs_and_plain_decoding_does_not(check: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
     made: list[EngineConfig] = []
     monkeypatch.setattr("specbatch.sweeps.check.load_engine", noting(made))
     report = check(SPECULATIONS["self"], Graphs("whole", "piecewise"))
@@ -113,7 +114,7 @@ def test_what_is_checked_runs_from_graphs_and_plain_decoding_does_not(check: Any
 
 
 def noting(made: list[EngineConfig]) -> Callable[..., Any]:
-    from specbatch.sweeps.runner import load_engine
+    from specbatch.sweeps.run.runner import load_engine
 
     def load(name: str, config: EngineConfig, *rest: Any, **more: Any) -> Any:
         made.append(config)

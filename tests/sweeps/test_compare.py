@@ -14,9 +14,9 @@ from swept import saved
 
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.metrics import RunRecord
+from specbatch.records.judged_metrics import MEASURES
+from specbatch.records.metrics import RunRecord
 from specbatch.sweeps.compare import BETTER, NOT_IN_TURNS, SAME, UNJUDGED, WORSE, Comparison, Row, compare
-from specbatch.sweeps.measures import MEASURES
 
 
 def row_of(result: Comparison, metric: str, size: int = 4) -> Row:

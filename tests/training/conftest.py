@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from specbatch import weights
-from specbatch.commands.output import open_engine
+from specbatch.cli.output import open_engine
 from specbatch.config import EngineConfig
+from specbatch.core.request import SamplingParams
 from specbatch.models.config import ModelConfig
-from specbatch.request import SamplingParams
 from specbatch.training.answers import read_answers
 from specbatch.training.data import Example
 from specbatch.training.recipe import Recipe

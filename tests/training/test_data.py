@@ -77,7 +77,7 @@ def test_prompts_may_lie_in_parquet(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
-    from specbatch.prompts import read_prompts
+    from specbatch.jobs.prompts import read_prompts
 
     table = {"question": ["1 + 1?", "2 + 2?"], "answer": ["2", "4"], "id": ["a", "b"]}
     parquet.write_table(pyarrow.table(table), tmp_path / "p.parquet")

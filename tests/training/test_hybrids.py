@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hybrid_targets import HYBRIDS
 
-from specbatch.kernels.heads import split_heads_ref
+from specbatch.kernels.attention.qkv import split_heads_ref
 from specbatch.models.decoder import Decoder
 from specbatch.models.mtp import Mtp, mtp_config
 from specbatch.training.chain import Memory, ahead

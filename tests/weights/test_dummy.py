@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.weight import Weight
+from specbatch.kernels.gemm.weight import Weight
 from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import SHAPES, random_float8, random_scales, random_tensor
 

@@ -95,8 +95,8 @@ def test_an_engine_drafts_what_the_equations_say(
     """Prompts with a prefix in common among them: its context comes from the pages of whoever was first."""
     if settings.get("graphs"):
         settings = settings | {"graphs": Graphs("whole", "piecewise")}
-        monkeypatch.setattr("specbatch.build.Recorder", Recorder)
-        monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+        monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
+        monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
     watch = Watch(toy, reference, monkeypatch)
     prompts = [list(prompt) for prompt in (*toy.prompts()[6:11], *toy.prompts()[-5:])]
     engine = toy_engine(speculation=Speculation("dflash", schedule, draft="toy-block"), **settings)

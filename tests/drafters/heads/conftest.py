@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.context import Prefill, Span
+from specbatch.core.attention_metadata import Prefill, Span
 from specbatch.drafters import eagle, eagle3, mtp
 from specbatch.drafters.base import Drafter, DraftPlan
-from specbatch.kernels.backends import prefill_backend
+from specbatch.drafters.verification import Proposal
+from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.loader import Loader
 from specbatch.models.moe import Mixture
-from specbatch.verification import Proposal
+from specbatch.runtime.loader import Loader
 
 VOCABULARY, HIDDEN, HEADS, KV, DIM, MLP = 13, 24, 4, 2, 8, 32
 EXPERTS, EXPERT = 5, 12

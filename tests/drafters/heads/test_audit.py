@@ -16,7 +16,7 @@ from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.drafters import eagle, eagle3, mtp
 from specbatch.models.config import ModelConfig
 from specbatch.weights import open_checkpoint
-from specbatch.weights.drafts import open_draft
+from specbatch.weights.draft_heads import open_draft
 from specbatch.weights.dummy import SHAPES
 
 PLANS = {"eagle": eagle.plan, "eagle3": eagle3.plan, "mtp": mtp.plan}

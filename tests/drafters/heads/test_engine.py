@@ -18,9 +18,9 @@ from crossed import crossed, slow_but
 
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
-from specbatch.draft_length import DraftLength
-from specbatch.graphs import Program
+from specbatch.engine.draft_length import DraftLength
 from specbatch.models.config import ModelConfig
+from specbatch.runtime.cuda_graphs import Program
 
 COUNT, SIZE = 37, 40
 FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]
@@ -149,8 +149,8 @@ SETTINGS = {
 def test_a_head_that_knows_has_every_draft_accepted(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:
-    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, COUNT, (n,), generator=generator).tolist() for n in (1, 2, 3, 4, 5, 8, 9, 23, 31)]
     prompts += [prompts[-1][:16] + prompts[2], prompts[-1]]  # a prefix to share
@@ -182,8 +182,8 @@ def test_a_head_that_knows_has_every_draft_accepted(
 def test_however_many_it_is_asked_for(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:
-    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
     chance = random.Random(3)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, 1, 2, 3]))
     prompts = [[n, 1, 5, n] for n in range(2, 12)]
@@ -216,8 +216,8 @@ def test_sampled_tokens_of_a_seed_are_the_same_in_every_schedule(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     """With random heads, some of whose drafts are accepted."""
-    monkeypatch.setattr("specbatch.build.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.build._check_device", lambda config, device: None)
+    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
     prompts = [list(prompt) for prompt in toy.prompts()[:6]]
     params = [SamplingParams(temperature=1.2, seed=n, max_new_tokens=20, ignore_eos=True) for n in range(6)]
     found = []

@@ -10,7 +10,7 @@ import torch
 from crossed import slow_but
 from scipy import stats
 
-from specbatch.iteration import Iteration
+from specbatch.engine.step import Iteration
 
 VOCABULARY, ROWS, DRAFTS, TEMPERATURE = 5, 6_000, 2, 1.3
 PROMPT = [1, 4, 0, 2, 1, 4]  # the last token is the root

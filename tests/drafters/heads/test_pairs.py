@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.context import Prefill, Span
-from specbatch.drafters.features import PairGraphs, Pairs
+from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.drafters.feature_head import PairGraphs, Pairs
 
 
 class Recorder:

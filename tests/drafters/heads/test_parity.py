@@ -15,7 +15,7 @@ import torch
 from crossed import crossed
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.sampling import DRAFT, draw_ref, uniform_ref
+from specbatch.kernels.sampling.sampling import DRAFT, draw_ref, uniform_ref
 from specbatch.models.config import ModelConfig
 
 LENGTHS = (2, 3, 5, 6, 13, 21)

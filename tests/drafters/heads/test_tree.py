@@ -11,7 +11,7 @@ import torch
 from crossed import crossed
 
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.expansion import Beams, expand
+from specbatch.drafters.tree import Beams, expand
 
 LENGTHS = (2, 3, 6, 13)
 SHAPES = [DraftShape(3, 2, 5), DraftShape(1, 3, 3), DraftShape(4, 3, 9)]

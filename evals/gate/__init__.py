@@ -1,0 +1,1 @@
+"""Release gate: policy, verdict and report."""

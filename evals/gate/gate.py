@@ -1,0 +1,272 @@
+"""`specbatch gate`: may this change ship? Every rule of a policy on every point of a run, and a verdict.
+
+Beyond the policy's rules a run fails that left requests unfinished, whose points failed or are fewer than the
+baseline's or than its sweep was to have, or that asked for graphs and replayed none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.evals.gate.policy import Accuracy, Bound, Policy, load_policy
+from specbatch.evals.report import EvalReport
+from specbatch.records.judged_metrics import MEASURES
+from specbatch.records.mcnemar import Changes, changes, detectable_drop, load_answers, pick_score
+from specbatch.records.runs import Measured, Pairs, load_run, match
+from specbatch.sweeps.report.summaries import graphs_of, simulated
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rule at one point: what was found, what is allowed, and the baseline's, as people read them."""
+
+    name: str
+    point: str
+    passed: bool
+    found: str
+    allowed: str
+    baseline: str = "-"
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class AccuracyTest:
+    """The paired test of one point. detectable_drop: None where no drop could be found with that power."""
+
+    point: str
+    filter: str
+    metric: str
+    questions: int
+    before: float
+    after: float
+    lost: list[int]
+    gained: list[int]
+    p_value: float
+    alpha: float
+    power: float
+    detectable_drop: float | None
+
+    @property
+    def text(self) -> str:
+        """One sentence of what was tested, and one of what it could have seen."""
+        test = (
+            f"{self.questions} questions, {len(self.lost)} lost and {len(self.gained)} gained "
+            f"({self.before:.4f} -> {self.after:.4f}); exact McNemar test, one-sided: p = {self.p_value:.4f}, "
+            f"alpha {self.alpha:g}."
+        )
+        if self.detectable_drop is None:
+            return f"{test} So few questions show no drop with a power of {self.power:.0%}."
+        return (
+            f"{test} Smallest drop found with a power of {self.power:.0%} where as many answers change by chance: "
+            f"{100 * self.detectable_drop:.2f} points ({round(self.detectable_drop * self.questions)} questions)."
+        )
+
+
+@dataclass(frozen=True)
+class GateResult:
+    policy: Path
+    run: Path
+    baseline: Path | None
+    checks: list[Check]
+    tests: list[AccuracyTest] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if not check.passed]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "schema": SCHEMA,
+            "passed": self.passed,
+            "policy": str(self.policy),
+            "run": str(self.run),
+            "baseline": None if self.baseline is None else str(self.baseline),
+            "checks": [asdict(check) for check in self.checks],
+            "accuracy": [asdict(test) for test in self.tests],
+        }
+
+
+def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> GateResult:
+    """Hold `run` against the rules, and against `baseline` where they ask for one.
+
+    Refused: what no verdict can be made of (an unreadable file, another model or workload, answers that are missing or
+    simulated, times of another device).
+    """
+    policy = load_policy(policy_file)
+    after = load_run("run", run)
+    pairs: Pairs | None = None
+    if policy.needs_baseline:
+        if baseline is None:
+            raise refuse("baseline", None, "the policy compares with one; name its record with --baseline")
+        before = load_run("baseline", baseline)
+        pairs = match(before, after)
+        if pairs.only_after:
+            places = "; ".join(map(str, pairs.only_after))
+            raise refuse("baseline", str(baseline), f"lacks {places}; measure it there too")
+        _refuse_other_device(policy, pairs)
+    elif baseline is not None:
+        raise refuse("baseline", str(baseline), "no rule of the policy compares with one; leave it out")
+    checks: list[Check] = []
+    tests: list[AccuracyTest] = []
+    points = after.points if pairs is None else {place: point for place, (_, point) in pairs.both.items()}
+    for place, point in points.items():
+        old = None if pairs is None else pairs.both[place][0]
+        if point.failed:
+            checks.append(Check("measured", str(place), False, "failed", "a number", detail=point.failed))
+            continue
+        checks.append(_finished(str(place), point))
+        checks += _graphs(str(place), point)
+        if policy.accuracy is not None:
+            found, test = _accuracy(policy.accuracy, str(place), point, old)
+            checks += found
+            tests += [test] if test else []
+        for name, bound in policy.bounds.items():
+            checks += _bounds(name, bound, str(place), point, old)
+    checks += [
+        Check("measured", str(place), False, f"{count} missing", "every repeat", detail="the sweep was cut short")
+        for place, count in after.missing.items()
+    ]
+    for place in [] if pairs is None else pairs.only_before:
+        checks.append(Check("measured", str(place), False, "missing", "a number", "there"))
+    return GateResult(policy_file, run, baseline, checks, tests)
+
+
+def _refuse_other_device(policy: Policy, pairs: Pairs) -> None:
+    timed = [
+        name for name, bound in policy.bounds.items() if bound.worsens_at_most is not None and MEASURES[name].clock
+    ]
+    for before, after in pairs.both.values():
+        devices = [point.records[0].processor for point in (before, after)]
+        if timed and devices[0] != devices[1]:
+            works = (
+                f"{timed[0]} compares on one device only; measure the baseline on {devices[1]}, or give at_least or "
+            )
+            raise refuse("baseline", devices[0], f"{works}at_most in place of worsens_at_most")
+
+
+def _finished(point: str, found: Measured) -> Check:
+    """Every prompt has an answer."""
+    done = sum(int(record.metrics.get("requests") or 0) for record in found.records)
+    wanted = sum(max(_prompts(record.workload), len(record.requests)) for record in found.records) or done
+    return Check("requests finished", point, done >= wanted, str(done), f"all {wanted}")
+
+
+def _prompts(workload: dict[str, Any]) -> int:
+    wanted = workload.get("prompts", 0)
+    return wanted if isinstance(wanted, int) else 0
+
+
+def _graphs(point: str, found: Measured) -> Iterator[Check]:
+    """Graphs that were asked for are replayed, in each repeat."""
+    for kind, mode in found.records[0].config["graphs"].items():
+        if mode == "off":
+            continue
+        names = dict.fromkeys(name for record in found.records for name in graphs_of(record, kind)) or {kind: None}
+        for name in names:
+            replays = [graphs_of(record, kind).get(name, {"replays": 0})["replays"] for record in found.records]
+            yield Check(f"{name.replace('_', ' ')} graphs replayed", point, min(replays) > 0, str(min(replays)), "> 0")
+
+
+def _bounds(name: str, bound: Bound, point: str, after: Measured, before: Measured | None) -> Iterator[Check]:
+    measure = MEASURES[name]
+    higher = measure.better == "higher"
+    value = after.value(name)
+    old = None if before is None else before.value(name)
+    absolute = bound.at_least if higher else bound.at_most
+    limits: list[tuple[str, float | None, str]] = [] if absolute is None else [(name, absolute, "")]
+    if (share := bound.worsens_at_most) is not None:
+        limit = None if old is None else old * (1 - share if higher else 1 + share)
+        limits.append((f"{name} against the baseline", limit, f" ({share:.1%} worse)"))
+
+    def text(number: float | None) -> str:
+        return "not measured" if number is None else f"{number:.6g}"
+
+    for title, limit, why in limits:
+        sign = ">=" if higher else "<="
+        passed = value is not None and limit is not None
+        if value is not None and limit is not None:
+            passed = (value > limit) == higher or math.isclose(value, limit, rel_tol=1e-9)
+        kept = f"{sign} {text(limit)}{why}" if limit is not None else f"the baseline lacks {name}"
+        detail = after.resumed or "" if value is None else ""
+        yield Check(title, point, passed, text(value), kept, "-" if before is None else text(old), detail)
+
+
+def _accuracy(
+    rules: Accuracy, point: str, after: Measured, before: Measured | None
+) -> tuple[list[Check], AccuracyTest | None]:
+    new = _answers("run", after)
+    filter, metric = pick_score(new, rules.filter, rules.metric)
+    (score,) = (score for score in new.scores if (score.filter, score.metric) == (filter, metric))
+    if score.better == "lower":
+        raise refuse(
+            "metric", metric, "is the lower the better, and the rules of [accuracy] are of shares that are right"
+        )
+    name = f"accuracy {filter} {metric}"
+    checks = []
+    if rules.at_least is not None:
+        passed = score.value >= rules.at_least
+        checks.append(Check(name, point, passed, f"{score.value:.4f}", f">= {rules.at_least:g}"))
+    if score.unparsed is not None:
+        passed = score.unparsed <= rules.unparsed_at_most
+        allowed = f"<= {rules.unparsed_at_most:.2%}"
+        checks.append(Check(f"unparsed {filter}", point, passed, f"{score.unparsed:.2%}", allowed))
+    if rules.may_fall:
+        return checks, None
+    assert before is not None  # the policy needs a baseline
+    test = _test(rules, point, filter, metric, changes(_answers("baseline", before), new, filter, metric))
+    allowed = f"no fall shown (p >= {rules.alpha:g})"
+    passed = test.p_value >= rules.alpha
+    checks.append(
+        Check(f"{name} has not fallen", point, passed, f"{test.after:.4f}", allowed, f"{test.before:.4f}", test.text)
+    )
+    if rules.detects is not None:
+        drop = test.detectable_drop
+        passed = drop is not None and drop <= rules.detects
+        found = "none" if drop is None else f"{drop:.4f}"
+        detail = "" if passed else "ask more questions"
+        checks.append(Check("smallest detectable drop", point, passed, found, f"<= {rules.detects:g}", detail=detail))
+    return checks, test
+
+
+def _answers(setting: str, point: Measured) -> EvalReport:
+    path, *others = point.paths
+    if others:
+        raise refuse(setting, str(path.parent), f"holds {1 + len(others)} runs, and answers are judged of one; name it")
+    report = load_answers(setting, path)
+    if report is None:
+        raise refuse(setting, str(path), "holds no answers of specbatch eval, and the policy has rules of accuracy")
+    if simulated(report.record) is not None:
+        raise refuse(setting, str(path), "its acceptance was simulated, so that its answers are no model's")
+    return report
+
+
+def _test(rules: Accuracy, point: str, filter: str, metric: str, found: Changes) -> AccuracyTest:
+    if not found.n:
+        raise SpecbatchError("there are no answers to compare")
+    churn = found.changed / (2 * found.n)
+    return AccuracyTest(
+        point=point,
+        filter=filter,
+        metric=metric,
+        questions=found.n,
+        before=found.right_before / found.n,
+        after=found.right_after / found.n,
+        lost=list(found.lost),
+        gained=list(found.gained),
+        p_value=found.p_fallen(),
+        alpha=rules.alpha,
+        power=rules.power,
+        detectable_drop=detectable_drop(found.n, churn, alpha=rules.alpha, power=rules.power),
+    )

@@ -1,0 +1,128 @@
+"""What a release must keep: a TOML file of rules.
+
+    [accuracy]                      # answers of `specbatch eval`
+    filter = "flexible-extract"     # and metric: needed where the task has several
+    at_least = 0.60                 # accuracy itself
+    may_fall = false                # no fall against --baseline (exact McNemar test at alpha, one-sided)
+    alpha = 0.05
+    power = 0.8
+    detects = 0.03                  # the test must be able to find a drop as small as this
+    unparsed_at_most = 0.0          # share of answers in which the filter found nothing
+
+    [bounds]                        # numbers of a record, in its units (seconds, tokens per second)
+    accept_length = { at_least = 2.0, worsens_at_most = 0.02 }
+    p99_ttft_s = { at_most = 0.5, worsens_at_most = 0.10 }
+    output_throughput = { worsens_at_most = 0.05 }
+
+worsens_at_most is a share of the baseline's number, in the direction that is worse for the metric
+(`specbatch.records.judged_metrics`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.records.judged_metrics import MEASURES
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Probability = Annotated[float, Field(gt=0, lt=1)]
+
+
+class _Rules(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Accuracy(_Rules):
+    """Rules for answers. `may_fall` is about the run against its baseline, which it needs."""
+
+    filter: str | None = None
+    metric: str | None = None
+    at_least: _Share | None = None
+    may_fall: bool = False
+    alpha: _Probability = 0.05
+    power: _Probability = 0.8
+    detects: Annotated[float, Field(gt=0, le=1)] | None = None
+    unparsed_at_most: _Share = 0.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Accuracy:
+        if self.may_fall and self.model_fields_set & {"alpha", "power", "detects"}:
+            raise ValueError("alpha, power and detects are of the test, which may_fall = true leaves out")
+        return self
+
+
+class Bound(_Rules):
+    """Limits of one number; at least one of them."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    worsens_at_most: Annotated[float, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Bound:
+        if not self.model_fields_set:
+            raise ValueError("has no limit; give at_least or at_most, worsens_at_most, or both")
+        return self
+
+
+class Policy(_Rules):
+    accuracy: Accuracy | None = None
+    bounds: dict[str, Bound] = Field(default_factory=dict)
+
+    @field_validator("bounds")
+    @classmethod
+    def _known(cls, bounds: dict[str, Bound]) -> dict[str, Bound]:
+        for name, bound in bounds.items():
+            if name not in MEASURES:
+                near = get_close_matches(name, MEASURES, n=3)
+                meant = f"did you mean {', '.join(near)}?" if near else f"use some of {', '.join(MEASURES)}"
+                raise ValueError(f"no metric is called {name}; {meant}")
+            higher = MEASURES[name].better == "higher"
+            if (bound.at_most if higher else bound.at_least) is not None:
+                wrong, right = ("at_most", "at_least") if higher else ("at_least", "at_most")
+                raise ValueError(f"of {name} {MEASURES[name].better} is better; use {right} in place of {wrong}")
+        return bounds
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Policy:
+        if self.accuracy is None and not self.bounds:
+            raise ValueError("has no rule; write a table [accuracy] or [bounds]")
+        return self
+
+    @property
+    def needs_baseline(self) -> bool:
+        fall = self.accuracy is not None and not self.accuracy.may_fall
+        return fall or any(bound.worsens_at_most is not None for bound in self.bounds.values())
+
+
+_LEVELS: tuple[type[_Rules], ...] = (Policy, Accuracy, Bound)  # by how deep their rules lie in the file
+
+
+def load_policy(path: Path) -> Policy:
+    """Read the rules. Refused, in one line: no such file, no TOML, a rule that is none."""
+    try:
+        return Policy.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise refuse("policy", str(path), f"cannot be read ({error.strerror}); name a TOML file of rules") from error
+    except ValidationError as error:
+        raise _one_line(path, error) from error
+    except ValueError as error:  # what tomllib and the decoder raise
+        raise refuse("policy", str(path), f"is not TOML ({error})") from error
+
+
+def _one_line(path: Path, error: ValidationError) -> SpecbatchError:
+    first, *others = error.errors()
+    where = ".".join(str(part) for part in first["loc"])
+    what = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        what = f"no such rule; use some of {', '.join(_LEVELS[len(first['loc']) - 1].model_fields)}"
+    elif first["type"] == "model_type":
+        what = f"write a table of {', '.join(_LEVELS[len(first['loc'])].model_fields)}"
+    more = f" ({len(others)} more mistakes)" if others else ""
+    return refuse("policy", str(path), f"{where}: {what}{more}" if where else f"{what}{more}")

@@ -1,0 +1,82 @@
+"""The verdict of a gate for people (Markdown, as pull requests show it) and for CI (JUnit XML)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+from specbatch.evals.gate.gate import Check, GateResult
+from specbatch.records.metrics import write_atomic
+
+NAMED = 20  # questions whose verdict changed, by number
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def markdown(result: GateResult) -> str:
+    """A title, a table of the checks, and what the accuracy test could have seen."""
+    from tabulate import tabulate
+
+    failed, every = len(result.failed), len(result.checks)
+    title = f"passed ({every} checks)" if result.passed else f"FAILED ({failed} of {every} checks)"
+    against = "" if result.baseline is None else f" Baseline: `{result.baseline}`."
+    points = any(check.point for check in result.checks)
+    headers = [*(["point"] if points else []), "check", "run", "allowed", "baseline", "verdict"]
+    body = [_cells(check, points) for check in result.checks]
+    parts = [
+        f"## specbatch gate: {title}",
+        f"Run: `{result.run}`.{against} Policy: `{result.policy}`.",
+        tabulate(body, headers, tablefmt="github", disable_numparse=True),
+    ]
+    for test in result.tests:
+        parts.append(f"Accuracy{f' at {test.point}' if test.point else ''}: {test.text}")
+        parts += [
+            f"Questions {name}: {', '.join(map(str, found[:NAMED]))}{' ...' if len(found) > NAMED else ''}"
+            for name, found in (("lost", test.lost), ("gained", test.gained))
+            if found
+        ]
+    parts += [
+        f"{check.name}{f' at {check.point}' if check.point else ''}: {check.detail}"
+        for check in result.failed
+        if check.detail and check.detail not in _said(result)
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def junit(result: GateResult) -> str:
+    """One test case per check; a failed one says what was found and what is allowed."""
+    counts = {"tests": str(len(result.checks)), "failures": str(len(result.failed)), "errors": "0"}
+    root = ElementTree.Element("testsuites", counts)
+    suite = ElementTree.SubElement(root, "testsuite", {"name": "specbatch gate", **counts, "skipped": "0"})
+    for check in result.checks:
+        place = f"specbatch.gate.{check.point}" if check.point else "specbatch.gate"
+        case = ElementTree.SubElement(suite, "testcase", {"classname": _clean(place), "name": _clean(check.name)})
+        if not check.passed:
+            message = f"{check.found}; allowed: {check.allowed}; baseline: {check.baseline}"
+            failure = ElementTree.SubElement(case, "failure", {"message": _clean(message)})
+            failure.text = _clean(check.detail) or None
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def save(result: GateResult, folder: Path) -> None:
+    """Write summary.md, junit.xml and gate.json into an existing folder."""
+    write_atomic(folder / "summary.md", markdown(result))
+    write_atomic(folder / "junit.xml", junit(result))
+    write_atomic(folder / "gate.json", json.dumps(result.as_dict(), indent=2) + "\n")
+
+
+def _cells(check: Check, points: bool) -> list[str]:
+    verdict = "ok" if check.passed else "**FAILED**"
+    cells = [check.name, check.found, check.allowed, check.baseline, verdict]
+    return [cell.replace("|", "\\|") for cell in ([check.point, *cells] if points else cells)]
+
+
+def _said(result: GateResult) -> set[str]:
+    return {test.text for test in result.tests}
+
+
+def _clean(text: str) -> str:
+    """Without what XML cannot hold."""
+    return _NO_XML.sub("?", text)

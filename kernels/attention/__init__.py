@@ -1,0 +1,1 @@
+"""Paged attention: verify, prefill and KV writes."""

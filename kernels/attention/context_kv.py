@@ -1,0 +1,105 @@
+"""Keys and values of a context that is given as vectors: of all layers at once, into the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specbatch.kernels import dispatch
+from specbatch.kernels.elementwise.norm import rms_norm_ref
+from specbatch.kernels.elementwise.rope import apply_rope_ref
+
+
+@dataclass(frozen=True)
+class ContextHeads:
+    """How a row of the stacked product splits: layer after layer `kv` key heads, then `kv` value heads of `dim` each.
+
+    k_norms: RMSNorm weights [layers, dim] with `eps`; cos, sin: tables [positions, dim] of `rope_table`.
+    """
+
+    kv: int
+    dim: int
+    k_norms: torch.Tensor
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def write_context_ref(
+    kv: torch.Tensor,
+    heads: ContextHeads,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Normalise and rotate the keys of kv [T, layers * 2 * kv * dim], and store both at flat `slots` int64 [T].
+
+    keys, values [layers, pages, page_size, kv, dim]; positions int64 [T].
+    """
+    k, v = kv.view(len(kv), len(heads.k_norms), 2, heads.kv, heads.dim).unbind(2)
+    k = rms_norm_ref(k, heads.k_norms[:, None], heads.eps).flatten(1, 2)
+    k = apply_rope_ref(k, heads.cos[positions][:, None], heads.sin[positions][:, None]).view_as(v)
+    keys.flatten(1, 2).index_copy_(1, slots, k.transpose(0, 1))
+    values.flatten(1, 2).index_copy_(1, slots, v.transpose(0, 1))
+
+
+def write_verified_ref(
+    kv: torch.Tensor,
+    heads: ContextHeads,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """`write_context_ref` for the rows of a verify: row i of a sequence stands at position lengths + i and is stored
+    there if i <= accepted. Others leave the pages of sequences as they are.
+
+    page_table int64 [R, P] of all device rows, of which rows int64 [B] names the sequences'; lengths and accepted int64
+    [B]; kv has as many rows for each of the B.
+    """
+    size, count = keys.shape[2], len(kv) // len(rows)
+    row = torch.arange(count, device=kv.device)
+    positions = lengths[:, None] + row
+    slots = page_table[rows].gather(1, positions // size) * size + positions % size
+    slots = torch.where(row <= accepted[:, None], slots, 0)  # page 0 is nobody's
+    write_context_ref(kv, heads, keys, values, positions.flatten(), slots.flatten())
+
+
+def write_context(
+    kv: torch.Tensor,
+    heads: ContextHeads,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """`write_context_ref`, in one kernel on a CUDA device."""
+    if dispatch.runs_kernels(kv):
+        from specbatch.kernels.attention.paged_attention import context_kv_triton
+
+        context_kv_triton.write_context(kv, heads, keys, values, positions, slots)
+    else:
+        write_context_ref(kv, heads, keys, values, positions, slots)
+
+
+def write_verified(
+    kv: torch.Tensor,
+    heads: ContextHeads,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """`write_verified_ref`, in one kernel on a CUDA device."""
+    if dispatch.runs_kernels(kv):
+        from specbatch.kernels.attention.paged_attention import context_kv_triton
+
+        context_kv_triton.write_verified(kv, heads, keys, values, page_table, rows, lengths, accepted)
+    else:
+        write_verified_ref(kv, heads, keys, values, page_table, rows, lengths, accepted)

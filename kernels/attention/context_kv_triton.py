@@ -1,0 +1,119 @@
+"""A context's keys and values into the caches of all layers, in one launch: `context_kv.write_context_ref`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.attention.context_kv import ContextHeads
+
+_PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
+
+
+def write_context(
+    kv: torch.Tensor,
+    heads: ContextHeads,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """`write_context_ref`; caches may be float8_e4m3fn too (a plain cast)."""
+    _launch(kv, heads, keys, values, positions=positions, slots=slots)
+
+
+def write_verified(
+    kv: torch.Tensor,
+    heads: ContextHeads,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """`write_verified_ref`; `accepted` may be strided. Rows beyond it are not stored."""
+    _launch(kv, heads, keys, values, page_table=page_table, rows=rows, lengths=lengths, accepted=accepted)
+
+
+def _launch(
+    kv: torch.Tensor,
+    heads: ContextHeads,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    accepted: torch.Tensor | None = None,
+) -> None:
+    """By the slots of tokens, or by what a verify knows."""
+    layers, half = len(heads.k_norms), triton.next_power_of_2(heads.dim // 2)
+    tile = max(1, _PROGRAM // (2 * half))
+    lines = len(kv) * layers * 2 * heads.kv
+    _write_context[(triton.cdiv(lines, tile),)](
+        kv, heads.k_norms, heads.cos, heads.sin, keys, values, positions, slots, page_table, rows, lengths, accepted,
+        lines, len(kv) // len(rows) if rows is not None else 1, page_table.shape[1] if page_table is not None else 0,
+        accepted.stride(0) if accepted is not None else 0, keys.stride(0), heads.eps,
+        LAYERS=layers, KV=heads.kv, DIM=heads.dim, PAGE=keys.shape[2], TILE=tile, HALF=half, PDL=kv.is_cuda,
+        launch_pdl=kv.is_cuda, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _write_context(
+    kv, k_norms, cos, sin, keys, values, positions, slots, page_table, rows, lengths, accepted,
+    lines, n, width, spacing, stride, eps,
+    LAYERS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A line is one head of one layer of one token; the two halves of a head are loaded apart, as the rotation pairs
+    them. stride: elements of a layer's cache; spacing: those between two numbers of `accepted`."""
+    half: tl.constexpr = DIM // 2
+    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    kept = line < lines
+    token = line // (LAYERS * 2 * KV)
+    layer = line // (2 * KV) % LAYERS
+    head = line % (2 * KV)
+    is_k = head < KV
+    column = tl.arange(0, HALF)
+    inside = (column < half)[None, :]
+    weight = k_norms + layer[:, None] * DIM + column[None, :]
+    w1 = tl.load(weight, kept[:, None] & inside, 0.0).to(tl.float32)
+    w2 = tl.load(weight + half, kept[:, None] & inside, 0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if slots is not None:
+        position = tl.load(positions + token, kept, 0)
+        slot = tl.load(slots + token, kept, 0)
+    else:
+        sequence, node = token // n, token % n
+        kept &= node <= tl.load(accepted + sequence * spacing, kept, -1)
+        position = tl.load(lengths + sequence, kept, 0) + node
+        row = tl.load(rows + sequence, kept, 0)
+        slot = tl.load(page_table + row * width + position // PAGE, kept, 0) * PAGE + position % PAGE
+    mask = kept[:, None] & inside
+    turned = mask & is_k[:, None]
+    source = kv + line.to(tl.int64)[:, None] * DIM + column[None, :]
+    first, second = tl.load(source, mask, 0.0), tl.load(source + half, mask, 0.0)
+    dtype: tl.constexpr = first.dtype
+    # Both halves of a table hold the same angles; only the sine's first half has its sign turned.
+    angle = position[:, None] * DIM + column[None, :]
+    c = tl.load(cos + angle, turned, 1.0).to(tl.float32)
+    s = tl.load(sin + angle + half, turned, 0.0).to(tl.float32)
+    x1, x2 = first.to(tl.float32), second.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
+    # Rounded where the reference rounds.
+    k1 = ((x1 * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
+    k2 = ((x2 * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
+    place = layer.to(tl.int64)[:, None] * stride + (slot[:, None] * KV + (head % KV)[:, None]) * DIM + column[None, :]
+    stored: tl.constexpr = keys.dtype.element_ty
+    tl.store(keys + place, (k1 * c - k2 * s).to(dtype).to(stored), turned)
+    tl.store(keys + place + half, (k2 * c + k1 * s).to(dtype).to(stored), turned)
+    is_value = mask & (head >= KV)[:, None]
+    tl.store(values + place, first.to(stored), is_value)
+    tl.store(values + place + half, second.to(stored), is_value)

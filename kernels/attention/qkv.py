@@ -1,0 +1,70 @@
+"""From one row of the qkv product to rotated heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specbatch.kernels import dispatch
+from specbatch.kernels.attention.paged_attention import write_kv_ref
+from specbatch.kernels.elementwise.norm import rms_norm_ref
+from specbatch.kernels.elementwise.rope import apply_rope_ref
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How a row of qkv splits: `count` query heads, `kv` key heads and `kv` value heads of `dim` each.
+
+    q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
+    in the model's type.
+    """
+
+    count: int
+    kv: int
+    dim: int
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def split_heads_ref(
+    qkv: torch.Tensor, heads: Heads, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qkv [T, (count + 2 kv) * dim] at `positions` int64 [T] -> q [T, count, dim], k and v [T, kv, dim].
+
+    q and k are normalised (where the model does) and rotated.
+    """
+    rows = qkv.view(-1, heads.count + 2 * heads.kv, heads.dim)
+    qk, v = rows[:, : heads.count + heads.kv], rows[:, heads.count + heads.kv :]
+    if heads.q_norm is not None and heads.k_norm is not None:
+        q, k = qk[:, : heads.count], qk[:, heads.count :]
+        qk = torch.cat([rms_norm_ref(q, heads.q_norm, heads.eps), rms_norm_ref(k, heads.k_norm, heads.eps)], 1)
+    qk = apply_rope_ref(qk, heads.cos[positions][:, None], heads.sin[positions][:, None])
+    return qk[:, : heads.count], qk[:, heads.count :], v
+
+
+def split_heads(
+    qkv: torch.Tensor,
+    heads: Heads,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`split_heads_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device.
+
+    q and k are written to the memory of `out`, if given; v is a view of qkv.
+    """
+    if dispatch.runs_kernels(qkv):
+        from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+
+        q, k = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.kv))
+        elementwise_triton.split_heads(qkv, heads, positions, slots, k_cache, v_cache, q, k)
+        return q, k, qkv.view(len(qkv), -1, heads.dim)[:, -heads.kv :]
+    q, k, v = split_heads_ref(qkv, heads, positions)
+    write_kv_ref(k, v, k_cache, v_cache, slots)
+    return (q, k, v) if out is None else (out[0].copy_(q), out[1].copy_(k), v)

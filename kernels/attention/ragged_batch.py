@@ -1,0 +1,97 @@
+"""Which tokens a prefill computes, as attention needs it: known to the host, laid out on the device once per pass."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from specbatch.core.async_copy import upload
+
+
+class Spans:
+    """Parts of several sequences whose query rows lie one behind the other.
+
+    Span s holds rows offsets[s]..offsets[s + 1] - 1: tokens starts[s]..ends[s] - 1 of the sequence on device row
+    rows[s] of page_table int64 [R, P]. Its keys are tokens 0..ends[s] - 1. No span is empty.
+    """
+
+    def __init__(
+        self, starts: list[int], ends: list[int], rows: list[int], page_table: torch.Tensor, page_size: int
+    ) -> None:
+        self.starts, self.ends, self.rows = starts, ends, rows
+        self.page_table, self.page_size = page_table, page_size
+        self.counts = [end - start for start, end in zip(starts, ends, strict=True)]
+        self.offsets = _running(self.counts)
+        self.fresh: bool = not any(starts)  # no span has a prefix: the keys are those of this very pass
+        # int64 [4, S + 1]: starts, ends, rows, offsets; the first three end in a column without meaning.
+        self.table = upload([[*starts, 0], [*ends, 0], [*rows, 0], self.offsets], page_table.device)
+        self.scores = sum(end * (end + 1) - start * (start + 1) for start, end in zip(starts, ends, strict=True)) // 2
+        self._tiles: dict[int, torch.Tensor] = {}
+
+    def tiles(self, tokens: int) -> torch.Tensor:
+        """int64 [N, 2]: span and first row within it of every tile of `tokens` rows, those with the most keys first:
+        who starts them in order ends about evenly."""
+        if tokens not in self._tiles:
+            tiles = [(span, row) for span, count in enumerate(self.counts) for row in range(0, count, tokens)]
+            tiles.sort(key=lambda tile: -self.starts[tile[0]] - tile[1])
+            self._tiles[tokens] = upload(tiles, self.page_table.device)
+        return self._tiles[tokens]
+
+    @cached_property
+    def query_bounds(self) -> torch.Tensor:
+        """int32 [S + 1]: offsets."""
+        return self.table[3].int()
+
+    @cached_property
+    def key_bounds(self) -> torch.Tensor:
+        """int32 [S + 1]: where each span's keys begin among those of all spans, one span behind the other."""
+        return upload(_running(self.ends), self.page_table.device, torch.int32)
+
+    @cached_property
+    def key_slots(self) -> torch.Tensor:
+        """int64 [sum of ends]: flat cache slot of every key, one span behind the other."""
+        lengths = torch.tensor(self.ends)
+        owner = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
+        place = torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
+        row, place = upload(torch.stack([torch.tensor(self.rows)[owner], place]), self.page_table.device)
+        slots: torch.Tensor = self.page_table[row, place // self.page_size] * self.page_size + place % self.page_size
+        return slots
+
+
+class RecordedSpans(Spans):
+    """Up to `most` spans without a prefix, of up to `tokens` tokens in all, at fixed addresses: what a graph reads.
+
+    It has what the device reads; what the host knows of a pass (counts, starts, offsets) is not part of a recording.
+    """
+
+    def __init__(self, tokens: int, most: int, page_table: torch.Tensor, page_size: int) -> None:
+        self.page_table, self.page_size = page_table, page_size
+        self.fresh = True
+        self.ends = [tokens]  # the longest there may be
+        self.table = torch.zeros(4, most + 1, dtype=torch.int64, device=page_table.device)
+        self._empty = most  # a span that always is
+        self._tiles = {}
+
+    def tiles(self, tokens: int) -> torch.Tensor:
+        """As `Spans.tiles`; those that a pass does not fill are of the empty span."""
+        if tokens not in self._tiles:
+            count = -(-self.ends[0] // tokens) + self._empty
+            self._tiles[tokens] = torch.tensor([[self._empty, 0]] * count, device=self.page_table.device)
+        return self._tiles[tokens]
+
+    def load(self, spans: Spans) -> None:
+        """The spans of the next pass."""
+        self.table.zero_()
+        self.table[:, : spans.table.shape[1]].copy_(spans.table)
+        for tokens, tiles in self._tiles.items():
+            filled = spans.tiles(tokens)
+            tiles[: len(filled)].copy_(filled)
+            tiles[len(filled) :, 0] = self._empty
+
+
+def _running(counts: list[int]) -> list[int]:
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return sums

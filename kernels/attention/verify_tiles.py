@@ -1,0 +1,50 @@
+"""Tiles of `verify_attention`, and among how many programs the old keys of one are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows and keys of a step, warps of a program, stages of its pipeline, registers that a thread may have.
+
+    Registers and shared memory decide how many programs a processor holds, hence how many keys are on their way.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    registers: int
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> Tile:
+    """For `rows` query rows of each of `programs` KV heads in all, whose keys have `row_bytes` each.
+
+    Where registers would not hold more, and where processors would idle, the query rows are spread over tiles that
+    read the same keys, from the L2. Where there are more programs than processors hold otherwise, registers are limited
+    so that one of an H200's holds four of 16 query rows, or three of 64. Keys play no part: a graph is made for as many
+    as there may ever be. To tune: `python -m specbatch.sweeps.microbench.attention --sweep`.
+    """
+    processors = _processors(device)
+    if row_bytes > 256:
+        return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
+    if rows <= 16:
+        return Tile(16, 64, 8, 3, 128) if processors < programs <= 2 * processors else Tile(16, 32, 4, 3, 128)
+    if programs * triton.cdiv(rows, 16) <= processors:
+        return Tile(16, 32, 4, 3, 255)
+    return Tile(min(64, triton.next_power_of_2(rows)), 32, 4, 3, 168 if programs > 2 * processors else 255)
+
+
+def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:
+    """As many as processors hold when one split takes `programs`; of `keys` keys at most, none has less than 256."""
+    resident = (2 if block_m == 16 else 1) * _processors(device)
+    return max(1, min(resident // programs, -(-keys // 256)))

@@ -1,0 +1,1 @@
+"""N-gram lookup, draft inputs and draft trees."""

@@ -1,0 +1,1 @@
+"""Norms, activations, rotary embedding, FP8 quantization, gathers."""

@@ -1,0 +1,28 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+
+from specbatch.kernels import dispatch
+
+
+def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, the flavour of Llama and Qwen2/3.
+
+    x [..., H], weight [H] of the type of x or float32. Normalised in float32, cast to the type of x, then multiplied by
+    the weight.
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    wide = x.float()
+    scale = torch.rsqrt(torch.linalg.vecdot(wide, wide) / x.shape[-1] + eps)
+    return ((wide * scale[..., None]).to(x.dtype) * weight).to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm_ref` of x [T, H], in one kernel on a CUDA device."""
+    if dispatch.runs_kernels(x):
+        from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+
+        return elementwise_triton.rms_norm(x, weight, eps)
+    return rms_norm_ref(x, weight, eps)

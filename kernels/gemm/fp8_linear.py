@@ -1,0 +1,91 @@
+"""Matrix products with a fixed float8 weight in blocks: w8a8, and w8a16 with activations as they are."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels import dispatch
+from specbatch.kernels.elementwise.activations import relu_square, silu_product
+from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded
+from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.gemm.weight import Weight
+
+
+def scaled_linear_ref(
+    x: torch.Tensor | Rounded, weight: Weight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T + bias + residual for x [T, in], weight [out, in] with scales, bias [out], residual [T, out]. Of a
+    rounded x in float32, rounded once."""
+    if isinstance(x, Rounded):
+        y = F.linear(x.wide(), weight.wide(torch.float32), None if bias is None else bias.float())
+        return (y if residual is None else residual + y).to(x.dtype)
+    y = F.linear(x, weight.wide(x.dtype), bias)
+    return y if residual is None else residual + y
+
+
+class _Unfused(Linear):
+    """What comes behind the product is an operation of its own."""
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
+        return silu_product(self(x, norm=norm))
+
+    def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
+        return relu_square(self(x, norm=norm))
+
+
+class ScaledLinear(_Unfused):
+    """A `Linear` whose weight is float8 with a scale for every 128 x 128 values."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        self.shape, self.bias = weight.values.shape, bias
+        self._scaled = weight
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, in] -> [T, out], in the memory of `out` if that is given."""
+        x = x if norm is None else rms_norm(x, *norm)
+        taken = rounded(x) if dispatch.rounds(x) else x
+        if dispatch.runs_kernels(x):
+            from specbatch.kernels.gemm.fp8_linear_triton import scaled_linear
+
+            return scaled_linear(taken, self._scaled, self.bias, residual, out)
+        y = scaled_linear_ref(taken, self._scaled, self.bias, residual)
+        return y if out is None else out.copy_(y)
+
+
+class SideBySide(_Unfused):
+    """Products of the same x, their columns side by side, where weights of several types are to be one `Linear`."""
+
+    def __init__(self, *parts: Linear) -> None:
+        self.shape, self.bias = torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1])), None
+        self._parts = parts
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, in] -> [T, out], in the memory of `out` if that is given."""
+        x = x if norm is None else rms_norm(x, *norm)
+        out = x.new_empty(len(x), self.shape[0]) if out is None else out
+        for part, columns in zip(self._parts, out.split([part.shape[0] for part in self._parts], 1), strict=True):
+            part(x, out=columns)
+        return out if residual is None else residual + out
+
+
+def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+    """The product with a weight as it is stored."""
+    return Linear(weight.values, bias) if weight.scales is None else ScaledLinear(weight, bias)

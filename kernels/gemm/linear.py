@@ -1,0 +1,98 @@
+"""Matrix products with a fixed weight, and the small operations that ride on them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels import dispatch
+from specbatch.kernels.elementwise.activations import relu_square, silu_product
+from specbatch.kernels.elementwise.norm import rms_norm
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: weight [H] and eps."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+class Linear:
+    """`norm(x) @ weight.T + bias + residual` for x [T, in], weight [out, in], bias [out], residual [T, out].
+
+    On a CUDA device few rows go through our own products (`skinny_gemm`), which read the weights at nearly the speed
+    of the memory and fuse norm and residual; more rows go through cuBLAS.
+
+    On a CPU a float32 weight is kept in oneDNN's blocked layout, as inductor does when it freezes a model: for up to
+    some 40 rows the product then runs at the speed at which the weight can be read, about twice that of the plain one.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.shape = weight.shape
+        self.bias = bias
+        self._blocked = is_blocked(weight.dtype, weight.device)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._blocked else weight
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, in] -> [T, out], in the memory of `out` if that is given; that of `residual` may be used up."""
+        if dispatch.runs_kernels(x):
+            y = self._on_cuda(x, norm, residual, out)
+        else:
+            x = x if norm is None else rms_norm(x, *norm)
+            if self._blocked:
+                y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            else:
+                y = F.linear(x, self._weight, self.bias)
+            y = y if residual is None else residual + y
+        return y if out is None or y is out else out.copy_(y)
+
+    def _on_cuda(
+        self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        from specbatch.kernels.gemm import skinny_gemm
+
+        if skinny_gemm.is_skinny(len(x), self._weight):
+            weight, eps = norm or (None, 0.0)
+            return skinny_gemm.skinny_linear(x, self._weight, self.bias, norm_weight=weight, eps=eps, residual=residual)
+        x = x if norm is None else rms_norm(x, *norm)
+        if residual is not None and self.bias is None:
+            return residual.addmm_(x, self._weight.t())  # free in the product's epilogue; out of place it copies first
+        if self.bias is not None:
+            y = torch.addmm(self.bias, x, self._weight.t(), out=out)
+            return y if residual is None else residual + y
+        return torch.mm(x, self._weight.t(), out=out)
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
+        if dispatch.runs_kernels(x):
+            from specbatch.kernels.gemm import skinny_gemm
+
+            if skinny_gemm.is_skinny(len(x), self._weight):
+                return skinny_gemm.skinny_gated(x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps)
+        return silu_product(self(x, norm=norm))
+
+    def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
+        if dispatch.runs_kernels(x):
+            from specbatch.kernels.gemm import skinny_gemm
+
+            if skinny_gemm.is_skinny(len(x), self._weight):
+                return skinny_gemm.skinny_linear(
+                    x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps, squared=True
+                )
+        return relu_square(self(x, norm=norm))
+
+
+def is_blocked(dtype: torch.dtype, device: torch.device) -> bool:
+    """Is a weight of this type kept as a reordered copy of its own?"""
+    has_product = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return device.type == "cpu" and dtype == torch.float32 and has_product

@@ -1,0 +1,114 @@
+"""A mixture of experts: every token goes through the few experts that its router chose, and through the shared ones."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.errors import refuse
+from specbatch.kernels import dispatch
+from specbatch.kernels.elementwise.activations import silu_product_ref
+from specbatch.kernels.elementwise.fp8_quantize import rounded_ref
+from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.fp8_linear import scaled_linear_ref
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.gemm.weight import SIDE, Weight
+from specbatch.kernels.moe.routing import Routing, route_ref
+
+Activation = Literal["swiglu", "relu2"]
+
+
+def experts_ref(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    up: Weight,
+    down: Weight,
+    activation: Activation,
+    *,
+    rounds: bool = False,
+) -> torch.Tensor:
+    """sum over j of weights[t, j] * down_e(activation(up_e(x[t]))) with e = experts[t, j].
+
+    x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. up [E, 2 * I, H], the
+    rows of the gate first, for swiglu (silu(gate) * up), [E, I, H] for relu2 (relu squared); down [E, H, I]. Summed in
+    float32 in the order of j -> [T, H], in the type of x. rounds: what is multiplied by a weight is rounded before, as
+    `rounded_ref` does it.
+    """
+
+    def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return scaled_linear_ref(rounded_ref(x) if rounds else x, weight)
+
+    outputs = x.new_empty(*experts.shape, x.shape[1])
+    for expert in experts.unique().tolist():
+        token, place = (experts == expert).nonzero(as_tuple=True)
+        h = product(x[token], up.of(expert))
+        h = silu_product_ref(h) if activation == "swiglu" else h.relu().square()
+        outputs[token, place] = product(h, down.of(expert))
+    return (weights[..., None] * outputs.float()).sum(1).to(x.dtype)
+
+
+def shared_slices(
+    up: torch.Tensor, down: torch.Tensor, inner: int, activation: Activation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A shared expert as experts of width `inner`, whose sum it is: up [n, (2 *) inner, H], down [n, H, inner].
+
+    up [2 * I, H] (swiglu) or [I, H], down [H, I]. What is missing to a multiple of `inner` is filled up with zeros.
+    """
+    width, hidden = down.shape[1], down.shape[0]
+    slices, missing = -(-width // inner), -width % inner
+    halves = up.view(2 if activation == "swiglu" else 1, width, hidden)
+    halves = F.pad(halves, (0, 0, 0, missing)).unflatten(1, (slices, inner))
+    return halves.transpose(0, 1).flatten(1, 2), F.pad(down, (0, missing)).unflatten(1, (slices, inner)).transpose(0, 1)
+
+
+def token_bytes(experts: int, width: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
+    """The most that a token on its way through `width` of `experts` takes in kernels, in bytes."""
+    pairs = width * ((inner + hidden) * dtype.itemsize + 12)  # both products; weight, expert and place in the order
+    return 2 * hidden * dtype.itemsize + 6 * experts + pairs  # norm and sum; float32 logits and counts
+
+
+class Experts:
+    """`residual + mixture(norm(x))` for x [T, H]: router, routed and shared experts.
+
+    router [rule.logits, H]: a row for each routed expert and, if gated, the shared expert's gate behind them; its type
+    is that of the logits (Nemotron-H: float32). up and down as in `experts_ref` with rule.experts + rule.shared
+    experts, the shared ones last (`shared_slices`).
+    """
+
+    def __init__(
+        self, rule: Routing, router: torch.Tensor, up: Weight, down: Weight, activation: Activation = "swiglu"
+    ) -> None:
+        count, hidden, inner = down.values.shape
+        if activation == "swiglu":
+            inner *= 2
+        if count != rule.experts + rule.shared:
+            raise refuse("experts", count, f"use {rule.experts} and {rule.shared} shared ones")
+        if up.values.shape != (count, inner, hidden):
+            raise refuse("up", tuple(up.values.shape), f"use {(count, inner, hidden)}, as down and {activation} say")
+        if router.shape != (rule.logits, hidden):
+            raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
+        self.rule, self.up, self.down, self.activation = rule, up, down, activation
+        # Else a block that shares a scale could have rows of the gate and of what it multiplies.
+        is_whole = activation != "swiglu" or down.values.shape[2] % SIDE == 0
+        self._may_round = up.scales is not None and down.scales is not None and is_whole
+        self._router_dtype = router.dtype
+        # cuBLAS is at its best where a row of logits begins at 16 bytes.
+        self._router = Linear(F.pad(router, (0, 0, 0, -rule.logits % 8)))
+
+    def __call__(
+        self, x: torch.Tensor, *, norm: Norm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, H], residual [T, H] -> [T, H]."""
+        x = x if norm is None else rms_norm(x, *norm)
+        logits = self._router(x.to(self._router_dtype))[:, : self.rule.logits]
+        up, down, activation = self.up, self.down, self.activation
+        rounds = self._may_round and dispatch.rounds(x)
+        if dispatch.runs_kernels(x):
+            from specbatch.kernels.moe import experts_triton
+
+            return experts_triton.mixture(x, logits, self.rule, up, down, activation, residual, rounds=rounds)
+        y = experts_ref(x, *route_ref(logits, self.rule), up, down, activation, rounds=rounds)
+        return y if residual is None else residual + y

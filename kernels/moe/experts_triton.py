@@ -1,0 +1,215 @@
+"""Triton kernels of a mixture of experts: two grouped products and the weighted sum of what they leave.
+
+The grid has as many blocks of rows as any routing may need; a block finds its expert and its rows in the plan of
+`routing_triton`, and those that the routing does not fill end at once. With few rows an expert has one block, and its
+weights are read once: the speed is that of the memory. With many, the blocks of an expert are neighbours, and all but
+the first find its weights in the L2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded
+from specbatch.kernels.gemm.gemm_mainloop import rounded_product, tile_product
+from specbatch.kernels.gemm.weight import SIDE, Weight
+from specbatch.kernels.moe.experts import Activation
+from specbatch.kernels.moe.routing import Routing
+from specbatch.kernels.moe.routing_triton import Plan, most_blocks, route
+
+
+class Tile(NamedTuple):
+    """n rows of the weight by k columns per step; stages: steps under way at once, plus one."""
+
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+_TILES = {  # rows of a block: for weights of two bytes a value, and of one
+    16: (Tile(64, 128, 4, 5), Tile(128, 128, 4, 3)),
+    32: (Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
+    64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
+    128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
+}
+_ROUNDED_ROWS, _ROUNDED = 64, Tile(128, SIDE, 4, 4)  # for rounded x: the least a warpgroup takes; 128 are slower
+
+
+def rows_for(tokens: int, rule: Routing, *, rounds: bool = False) -> int:
+    """Rows of a block: as many as an expert gets of so many tokens, or a little more."""
+    if rounds:
+        return _ROUNDED_ROWS
+    mean = tokens * rule.top_k / rule.experts
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+
+
+def tile_for(rows: int, weight: Weight, item: int) -> Tile:
+    """The tile of a product in blocks of `rows` rows of `item` bytes a value."""
+    if item == 4:
+        return Tile(32, 32, 4, 2)
+    if item == 1:
+        return _ROUNDED
+    return _TILES[rows][weight.scales is not None]
+
+
+def mixture(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    rule: Routing,
+    up: Weight,
+    down: Weight,
+    activation: Activation,
+    residual: torch.Tensor | None = None,
+    *,
+    rounds: bool = False,
+) -> torch.Tensor:
+    """residual + `experts_ref` of x [T, H] and the routing of logits [T, rule.logits]; residual [T, H] or None."""
+    rows = rows_for(len(x), rule, rounds=rounds)
+    weights, _, plan = route(logits, rule, rows)
+    h: torch.Tensor | Rounded = grouped(rounded(x) if rounds else x, up, plan, rule, rows, activation)
+    if rounds and isinstance(h, torch.Tensor):
+        h = rounded(h)  # in its place: the second product needs its memory
+    return weighted_sum(grouped(h, down, plan, rule, rows), weights, residual)
+
+
+def grouped(
+    x: torch.Tensor | Rounded,
+    weight: Weight,
+    plan: Plan,
+    rule: Routing,
+    rows: int,
+    activation: Activation | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """activation(x_p @ weight[e].T) for every pair p of the plan and its expert e.
+
+    x [T, K], each row of which is that of its token's pairs, with an activation (the first product); or [pairs, K]
+    without (the second). weight [E, N, K] contiguous -> [pairs, N], or [pairs, N / 2] where swiglu.
+    """
+    x_scales, dtype = None, x.dtype
+    if isinstance(x, Rounded):
+        x, x_scales, _ = x
+    tokens = len(plan.order) // rule.width
+    values, scales, gated = weight.values, weight.scales, activation == "swiglu"
+    n, k = values.shape[1] // (2 if gated else 1), values.shape[2]
+    assert x.shape == (len(plan.order) if activation is None else tokens, k), f"x {tuple(x.shape)} is not [rows, {k}]"
+    assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
+    assert values.is_contiguous(), "the weight must be contiguous"
+    assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
+    tile = tile or tile_for(rows, weight, x.element_size())
+    assert scales is None or SIDE % tile.k == 0, f"steps of {tile.k} columns cross the {SIDE} of a scale"
+    if x_scales is not None:
+        assert tile.k == SIDE, f"steps are of the {SIDE} columns that share a scale, not {tile.k}"
+        width = tile.n // 2 if gated else tile.n
+        assert SIDE % width == 0, f"tiles of {width} columns cross the {SIDE} of a scale"
+        assert not gated or n % SIDE == 0, f"a scale of gate and up, {n} rows each, would be that of both"
+    y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
+    grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
+    _grouped_kernel[(grid,)](
+        x, x_scales, values, scales, *plan, y, n, k, x.stride(0), ROUNDED=x_scales is not None,
+        SHARE=1 if activation is None else rule.width, GATED=gated, SQUARED=activation == "relu2",
+        SCALED=scales is not None, SIDE=SIDE, ONCE=tokens <= rows, EARLY=activation is None and rows == 16,
+        EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, PDL=x.is_cuda,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=x.is_cuda,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _grouped_kernel(
+    x, x_scales, weight, scales, order, blocks, used, y, N, K, x_stride, ROUNDED: tl.constexpr,
+    SHARE: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr, SIDE: tl.constexpr,
+    ONCE: tl.constexpr,  # no expert has a second block
+    EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
+    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    OUTER = N * 2 if GATED else N  # rows of an expert's weight
+    tiles = tl.cdiv(OUTER, BN)
+    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(blocks + block * 3).to(tl.int64)
+    first, end = tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
+    if block >= tl.load(used):
+        return
+    place = first + tl.arange(0, BM)
+    exists = place < end
+    pair = tl.load(order + place, exists, other=0).to(tl.int64)
+
+    column = tile * BN + tl.arange(0, BN)
+    TO: tl.constexpr = BN // 2 if GATED else BN  # columns of y
+    inner = tl.minimum(column, OUTER - 1)
+    if GATED:  # rows of gate and up alternate in the tile
+        inner = inner % 2 * N + inner // 2
+    ks = tl.arange(0, BK)
+    x_tile = x + (pair // SHARE)[:, None] * x_stride + ks[None, :]
+    weight_tile = weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None]
+    scale_row = scales
+    if SCALED:
+        scale_row += (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
+    if ROUNDED:
+        x_scale = x_scales + (pair // SHARE)[:, None] * tl.cdiv(K, SIDE)
+        even_scale = scales + (expert * tl.cdiv(OUTER, SIDE) + tile * TO // SIDE) * tl.cdiv(K, SIDE)
+        odd_scale = even_scale
+        if GATED:
+            odd_scale += N // SIDE * tl.cdiv(K, SIDE)
+        total = rounded_product(x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K, BM, BN, SIDE)
+    else:
+        total = tile_product(
+            x_tile, exists, weight_tile, scale_row, K, SCALED, SIDE, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
+        )
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
+        result = gate * tl.sigmoid(gate) * up
+        to = tile * TO + tl.arange(0, TO)
+    else:
+        result = total
+        to = column
+        if SQUARED:
+            result = tl.where(result < 0, 0.0, result)  # a maximum would hide NaN
+            result *= result
+    tl.store(y + pair[:, None] * N + to[None, :], result.to(y.dtype.element_ty), exists[:, None] & (to < N)[None, :])
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """residual [T, H] + sum over j of weights[t, j] * outputs[t * width + j], in float32 and in the order of j.
+
+    outputs [T * width, H], weights float32 [T, width] -> [T, H], in the type of outputs.
+    """
+    (tokens, width), hidden = weights.shape, outputs.shape[1]
+    assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
+    y = torch.empty(tokens, hidden, device=outputs.device, dtype=outputs.dtype)
+    block = min(512, triton.next_power_of_2(hidden))
+    _weighted_sum_kernel[(tokens * triton.cdiv(hidden, block),)](
+        outputs, weights, residual, y, hidden, 0 if residual is None else residual.stride(0),
+        WIDTH=width, HAS_RESIDUAL=residual is not None, BLOCK=block, PDL=outputs.is_cuda,
+        num_warps=2, launch_pdl=outputs.is_cuda,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    outputs, weights, residual, y, H, residual_stride,
+    WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(H, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(WIDTH):
+        output = tl.load(outputs + (token * WIDTH + j) * H + column, inside, other=0.0).to(tl.float32)
+        total += tl.load(weights + token * WIDTH + j) * output
+    if HAS_RESIDUAL:
+        total += tl.load(residual + token * residual_stride + column, inside, other=0.0).to(tl.float32)
+    tl.store(y + token * H + column, total.to(y.dtype.element_ty), inside)

@@ -1,0 +1,249 @@
+"""Triton kernels from router logits to the order in which grouped products take their rows.
+
+A token and one of its experts are a pair; pair t * width + j is token t's j-th choice. `Plan` has the pairs sorted by
+expert, those of an expert in order of their tokens, and cut into blocks. Up to 16 tokens are routed and sorted in one
+launch. More are routed in tiles of 16, which also count their pairs per expert; a second launch sums the counts over
+the tiles, a third puts every pair in its place. As the experts of a token differ, a tile is a matrix of tokens and
+experts, and the place of a pair is a sum down a column: no atomics, no sorting network.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.dispatch import pdl
+from specbatch.kernels.moe.routing import Routing
+
+TILE = 16  # tokens
+
+
+class Plan(NamedTuple):
+    """order int32 [pairs]: pairs sorted by expert. blocks int32 [bound, 3]: the expert of each block of rows, where it
+    begins in `order` and where it ends; only the first `used` int32 [1] of them are filled, as the device knows."""
+
+    order: torch.Tensor
+    blocks: torch.Tensor
+    used: torch.Tensor
+
+
+def most_blocks(tokens: int, rule: Routing, rows: int) -> int:
+    """Most blocks of `rows` rows that a routing of so many tokens can need."""
+    pairs = tokens * rule.top_k
+    hit = min(pairs, rule.experts)
+    return hit + (pairs - hit) // rows + rule.shared * -(-tokens // rows)
+
+
+def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor, torch.Tensor, Plan]:
+    """`route_ref` of logits [T, rule.logits], rows apart or not, and a plan in blocks of `rows` rows, 16 or more."""
+    tokens, device = len(logits), logits.device
+    assert logits.stride(1) == 1, "the logits of a token must be adjacent"
+    assert rows >= TILE, f"blocks of {rows} rows are smaller than a tile"
+    weights = torch.empty(tokens, rule.width, device=device)
+    experts = torch.empty(tokens, rule.width, device=device, dtype=torch.int32)
+    plan = Plan(
+        torch.empty(tokens * rule.width, device=device, dtype=torch.int32),
+        torch.empty(most_blocks(tokens, rule, rows), 3, device=device, dtype=torch.int32),
+        torch.empty(1, device=device, dtype=torch.int32),
+    )
+    tile = min(TILE, triton.next_power_of_2(tokens))
+    tiles = triton.cdiv(tokens, tile)
+    columns = triton.next_power_of_2(rule.experts)
+    counts = torch.empty(tiles + 1 if tiles > 1 else 0, columns, device=device, dtype=torch.int32)
+    settings = pdl(logits)
+    sizes = {"E": rule.experts, "K": rule.top_k, "SHARED": rule.shared, "ROWS": rows, "COLUMNS": columns}
+    _route_kernel[(tiles,)](
+        logits, rule.bias, weights, experts, counts, *plan, tokens, logits.stride(0), rule.scale,
+        SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None, NORMALISE=rule.normalise, GATED=rule.gated,
+        GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, ALONE=tiles == 1, TILE=tile,
+        PLACES=triton.next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **settings,
+    )  # fmt: skip
+    if tiles > 1:
+        _running_kernel[(triton.cdiv(columns, 16),)](counts, tiles, COLUMNS=columns, BLOCK=128, num_warps=4, **settings)
+        _place_kernel[(tiles,)](experts, counts, *plan, tokens, TILE=tile, num_warps=8, **sizes, **settings)
+    return weights, experts, plan
+
+
+@triton.jit
+def _ordered(x):
+    """An int32 that orders like x, a NaN above all: rows of garbage choose valid experts, too."""
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(x != x, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def _first_greatest(keys, ids, END: tl.constexpr):
+    """The lowest of `ids` with the greatest key of each row."""
+    return tl.min(tl.where(keys == tl.max(keys, 1)[:, None], ids[None, :], END), 1)
+
+
+@triton.jit
+def _in_best_groups(scores, ids, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, TILE: tl.constexpr):
+    """Is an expert in one of its token's TOP groups? By the sum of the two greatest scores of a group; one with a NaN
+    comes first."""
+    SIZE: tl.constexpr = E // GROUPS
+    ENDS: tl.constexpr = triton.next_power_of_2(GROUPS)
+    LEAST: tl.constexpr = -2147483648
+    names = tl.arange(0, ENDS)
+    sums = tl.full([TILE, ENDS], -float("inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        inside = tl.where((ids // SIZE == group)[None, :], scores, -float("inf"))
+        first = tl.max(inside, 1)
+        where_first = tl.min(tl.where(inside == first[:, None], ids[None, :], scores.shape[1]), 1)
+        second = tl.max(tl.where(ids[None, :] == where_first[:, None], -float("inf"), inside), 1)
+        broken = tl.max((inside != inside).to(tl.int32), 1) > 0  # the maxima hide it
+        total = tl.where(broken, float("nan"), first + second)
+        sums = tl.where(names[None, :] == group, total[:, None], sums)
+    keys = tl.where((names < GROUPS)[None, :], _ordered(sums), LEAST)
+    taken = tl.zeros(scores.shape, tl.int1)
+    for _ in tl.static_range(TOP):
+        best = _first_greatest(keys, names, ENDS)
+        keys = tl.where(names[None, :] == best[:, None], LEAST, keys)
+        taken = taken | (ids[None, :] // SIZE == best[:, None])
+    return taken
+
+
+@triton.jit
+def _place(
+    slot, totals, base, tile, order, blocks, used, tokens,
+    E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's part of the order, and of the blocks.
+
+    slot int32 [TILE, COLUMNS]: which choice of the token an expert is, or -1. totals and base int32 [COLUMNS]: the
+    experts' pairs of all tiles and of those before this one.
+    """
+    row = tile * TILE + tl.arange(0, TILE)
+    ids = tl.arange(0, COLUMNS)
+    hit = (slot >= 0).to(tl.int32)
+    before = tl.cumsum(hit, 0) - hit + base[None, :]
+    start = tl.cumsum(totals, 0) - totals
+    tl.store(order + start[None, :] + before, row[:, None] * (K + SHARED) + slot, slot >= 0)
+    count = tl.cdiv(totals, ROWS)
+    first = tl.cumsum(count, 0) - count
+    routed = tl.sum(count, 0)
+    shared = tl.cdiv(tokens, ROWS)  # blocks of each shared expert
+    if tile == 0:
+        for i in range(tl.max(count, 0)):
+            mine, block = i < count, blocks + (first + i) * 3
+            tl.store(block, ids, mine)
+            tl.store(block + 1, start + i * ROWS, mine)
+            tl.store(block + 2, start + tl.minimum((i + 1) * ROWS, totals), mine)
+        tl.store(used, routed + SHARED * shared)
+    for j in tl.static_range(SHARED):
+        pairs = (K + j) * tokens  # in `order` before those of this shared expert
+        tl.store(order + pairs + row, row * (K + SHARED) + K + j, row < tokens)
+        if tile < shared:  # a block has no fewer tokens than a tile: one each is enough
+            block = blocks + (routed + j * shared + tile) * 3
+            tl.store(block, E + j)
+            tl.store(block + 1, pairs + tile * ROWS)
+            tl.store(block + 2, pairs + tl.minimum((tile + 1) * ROWS, tokens))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_kernel(
+    logits, bias, weights, experts, counts, order, blocks, used, tokens, stride, scale,
+    E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr, GATED: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
+    PLACES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    LEAST: tl.constexpr = -2147483648
+    tile = tl.program_id(0)
+    row = tile * TILE + tl.arange(0, TILE)
+    ids, place = tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    real, exists = row < tokens, (ids < E)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    mine = logits + row.to(tl.int64) * stride
+    scores = tl.load(mine[:, None] + ids[None, :], real[:, None] & exists, other=0.0).to(tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(scores)
+        if BIASED:
+            scores += tl.load(bias + ids, ids < E, other=0.0)[None, :]
+        if GROUPS > 1:
+            scores = tl.where(_in_best_groups(scores, ids, E, GROUPS, TOP_GROUPS, TILE), scores, -float("inf"))
+    keys = tl.where(exists, _ordered(scores), LEAST)
+    slot = tl.full([TILE, COLUMNS], -1, tl.int32)
+    chosen = tl.zeros([TILE, PLACES], tl.int32) + E - K + place[None, :]  # right for the shared ones
+    values = tl.zeros([TILE, PLACES], tl.float32)
+    for j in tl.static_range(K):
+        best = _first_greatest(keys, ids, COLUMNS)
+        is_best = ids[None, :] == best[:, None]
+        keys = tl.where(is_best, LEAST, keys)
+        slot = tl.where(is_best & real[:, None], j, slot)
+        chosen = tl.where(place[None, :] == j, best[:, None], chosen)
+        value = tl.load(mine + best, real, other=0.0).to(tl.float32)
+        values = tl.where(place[None, :] == j, value[:, None], values)
+    routed = (place < K)[None, :]
+    if SIGMOID:
+        values = tl.where(routed, tl.sigmoid(values), 0.0)
+        total = tl.sum(values, 1) + 1e-20
+    else:
+        top = tl.max(tl.where(routed, values, -float("inf")), 1)
+        values = tl.where(routed, tl.exp(values - top[:, None]), 0.0)
+        total = tl.sum(values if NORMALISE else tl.where(exists, tl.exp(scores - top[:, None]), 0.0), 1)
+    if NORMALISE or not SIGMOID:
+        values = values / total[:, None]
+    values *= scale
+    if SHARED:
+        gate = tl.full([TILE], 1.0, tl.float32)
+        if GATED:
+            gate = tl.sigmoid(tl.load(mine + E, real, other=0.0).to(tl.float32))
+        values = tl.where(routed, values, gate[:, None])
+    at = row.to(tl.int64)[:, None] * (K + SHARED) + place[None, :]
+    inside = real[:, None] & (place < K + SHARED)[None, :]
+    tl.store(weights + at, values, inside)
+    tl.store(experts + at, chosen, inside)
+    hits = tl.sum((slot >= 0).to(tl.int32), 0)
+    if ALONE:
+        nothing = tl.zeros([COLUMNS], tl.int32)
+        _place(slot, hits, nothing, tile, order, blocks, used, tokens, E, K, SHARED, ROWS, COLUMNS, TILE)
+    else:
+        tl.store(counts + tile * COLUMNS + ids, hits)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _running_kernel(counts, tiles, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """counts int32 [tiles + 1, COLUMNS] -> the sums of the rows before each; the last row's are the totals."""
+    column = tl.program_id(0) * 16 + tl.arange(0, 16)
+    inside = (column < COLUMNS)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros([16], tl.int32)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        at = counts + tile[:, None] * COLUMNS + column[None, :]
+        mask = (tile < tiles)[:, None] & inside
+        values = tl.load(at, mask, other=0)
+        tl.store(at, tl.cumsum(values, 0) - values + total[None, :], mask)
+        total += tl.sum(values, 0)
+    tl.store(counts + tiles * COLUMNS + column, total, column < COLUMNS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _place_kernel(
+    experts, counts, order, blocks, used, tokens,
+    E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    row = tile * TILE + tl.arange(0, TILE)
+    ids = tl.arange(0, COLUMNS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.full([TILE, COLUMNS], -1, tl.int32)
+    for j in tl.static_range(K):
+        expert = tl.load(experts + row * (K + SHARED) + j, row < tokens, other=-1)
+        slot = tl.where(ids[None, :] == expert[:, None], j, slot)
+    base = tl.load(counts + tile * COLUMNS + ids)
+    totals = tl.load(counts + tl.num_programs(0) * COLUMNS + ids)
+    _place(slot, totals, base, tile, order, blocks, used, tokens, E, K, SHARED, ROWS, COLUMNS, TILE)

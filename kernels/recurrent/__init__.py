@@ -1,0 +1,1 @@
+"""Gated delta rule, Mamba2 and short convolution."""

@@ -1,0 +1,210 @@
+"""The gated delta rule (Qwen3-Next, Qwen3.5): from the convolved [q | k | v] to the normalised and gated heads.
+
+Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024). For each value head, with keys of length one:
+
+    S <- exp(g) S;  u = beta (v - k^T S);  S <- S + k u^T;  o = q^T S
+
+Rows that build on one state S0 are computed together (Yang et al., "Parallelizing Linear Transformers with the Delta
+Rule", 2024). G_i is the sum of g over row i and the rows before it, D_ij = exp(G_i - G_j) where i sees j, else 0:
+
+    u = (I + A)^-1 (beta (v - e^G (k S0))),   A_ij = beta_i (k_i . k_j) D_ij for j != i
+    o = e^G (q S0) + (q k^T D) u
+
+"Before" is the order of a prompt's chunk or that of a verify's chain, or a tree's ancestors. The state behind some rows
+of a path is e^G S0 + sum e^(G - G_i) k_i u_i^T with G their sum: k, u and g of a verify are kept for that.
+
+Inputs may be columns of wider products (any row stride), states and what is kept one layer of a pool (any stride
+between device rows). Arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels import dispatch
+from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.recurrent.state_replay import Fold
+
+CHUNK = 64  # rows of a prompt that are computed together
+EXACT_CHUNK = 16  # of float32 in kernels: exact products take many registers
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """A layer's `keys` heads of q and k of `key_dim`, and `values` heads of v of `value_dim`, some for each key head.
+
+    Consecutive value heads share a key head. a_log, dt_bias: float32 [values]; norm: RMSNorm weight [value_dim] with
+    `eps`, of each head on its own.
+    """
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+
+
+class Pending(NamedTuple):
+    """What a verify of up to M rows leaves of them, in any types of float (float32 keeps a state exact).
+
+    k [R, M, keys, key_dim], normalised; u [R, M, values, value_dim]; g [R, M, values].
+    """
+
+    k: torch.Tensor
+    u: torch.Tensor
+    g: torch.Tensor
+
+
+def chunk_bytes(dtype: torch.dtype) -> int:
+    """Of a prompt's token and value head, in kernels: a row of a chunk's two matrices, and a sum of decays."""
+    rows = EXACT_CHUNK * 4 if dtype == torch.float32 else CHUNK * 2
+    return 2 * rows + 4
+
+
+def delta_prefill_ref(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    heads: DeltaHeads,
+    state: torch.Tensor,
+    spans: Spans,
+) -> torch.Tensor:
+    """qkv [T, 2 keys * key_dim + values * value_dim] of `spans`, convolved; z [T, values * value_dim]; b, a [T, values]
+    -> [T, values * value_dim], what the output projection reads.
+
+    state [R, values, key_dim, value_dim] of all device rows: read where a span goes on from one, left as it is behind
+    the span's last token.
+    """
+    q, k, v, g, beta = (x.transpose(0, 1) for x in _split(qkv, b, a, heads))
+    o = torch.empty_like(v)
+    for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
+        s = state[row].float() if start else torch.zeros_like(state[row], dtype=torch.float32)
+        for first in range(begin, end, CHUNK):
+            chunk = slice(first, min(first + CHUNK, end))
+            sees = torch.ones(chunk.stop - first, chunk.stop - first, dtype=torch.bool, device=qkv.device).tril()
+            o[:, chunk], u = _together(q[:, chunk], k[:, chunk], v[:, chunk], g[:, chunk], beta[:, chunk], s, sees)
+            s = _behind(s, k[:, chunk], u, g[:, chunk])
+        state[row] = s
+    return gated_rms_norm_ref(o.transpose(0, 1).to(qkv.dtype), z, heads)
+
+
+def delta_verify_ref(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    heads: DeltaHeads,
+    state: torch.Tensor,
+    pending: Pending,
+    fold: Fold,
+) -> torch.Tensor:
+    """`delta_prefill_ref` for B * N rows of a verify, behind the kept rows of the last one.
+
+    state takes those in; pending, of M >= N rows, then holds the rows of this verify. Device row 0 is left alone.
+    """
+    batch, rows = len(fold.rows), fold.rows[:, None]
+    q, k, v, g, beta = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in _split(qkv, b, a, heads))
+    count = q.shape[2]
+    order, there = fold.order(pending.k.shape[1])
+    order = order.where(there, 0)
+    old = (item[rows, order].float() for item in pending)
+    old_k, old_u, old_g = (x.where(there.view(*there.shape, *[1] * (x.ndim - 2)), 0).transpose(1, 2) for x in old)
+    s = _behind(state[fold.rows].float(), old_k.repeat_interleave(heads.values // heads.keys, 1), old_u, old_g)
+    o, u = _together(q, k, v, g, beta, s, fold.sees(count)[:, None])
+    real = fold.rows != 0
+    kept = fold.rows[real]
+    state[kept] = s[real].to(state.dtype)
+    for item, new in zip(pending, (k[:, :: heads.values // heads.keys], u, g), strict=True):
+        item[kept, :count] = new[real].transpose(1, 2).to(item.dtype)
+    return gated_rms_norm_ref(o.transpose(1, 2).flatten(0, 1).to(qkv.dtype), z, heads)
+
+
+def gated_rms_norm_ref(o: torch.Tensor, z: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
+    """o [T, values, value_dim], z [T, values * value_dim] -> norm(o) * silu(z) [T, values * value_dim].
+
+    Normalised in float32, cast, multiplied by the weight in the type of o, gated in float32 and cast.
+    """
+    wide = o.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + heads.eps)
+    normal = (wide * scale).to(o.dtype) * heads.norm
+    return (normal.flatten(1).float() * F.silu(z.float())).to(o.dtype)
+
+
+def _split(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
+    """q, k [T, values, key_dim], v [T, values, value_dim], g and beta [T, values], float32."""
+    key = heads.keys * heads.key_dim
+    q, k, v = qkv.float().split([key, key, heads.values * heads.value_dim], 1)
+    q, k = (x.unflatten(1, (heads.keys, -1)) for x in (q, k))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(heads.values // heads.keys, 1) for x in (q * heads.key_dim**-0.5, k))
+    g = -heads.a_log.exp() * F.softplus(a.float() + heads.dt_bias)
+    return q, k, v.unflatten(1, (heads.values, -1)), g, b.float().sigmoid()
+
+
+def _together(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    s: torch.Tensor,
+    sees: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and u [.., n, value_dim] of n rows on the state s [.., key_dim, value_dim]; sees bool [.., n, n]; q, k, v [..,
+    n, dim]; g, beta [.., n]."""
+    total = (sees.float() @ g[..., None])[..., 0]
+    decay = (total[..., :, None] - total[..., None, :]).where(sees, -torch.inf).exp()
+    lower = (beta[..., None] * (k @ k.transpose(-1, -2)) * decay).tril(-1)
+    fade = total.exp()[..., None]
+    u = torch.linalg.solve_triangular(lower, beta[..., None] * (v - fade * (k @ s)), upper=False, unitriangular=True)
+    return fade * (q @ s) + (q @ k.transpose(-1, -2) * decay) @ u, u
+
+
+def _behind(s: torch.Tensor, k: torch.Tensor, u: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """The state behind a path of n rows on s: k, u [.., n, dim], g [.., n]."""
+    total = g.cumsum(-1)
+    later = (total[..., -1:] - total).exp()[..., None]
+    return total[..., -1, None, None].exp() * s + (k * later).transpose(-1, -2) @ u
+
+
+def delta_prefill(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    heads: DeltaHeads,
+    state: torch.Tensor,
+    spans: Spans,
+) -> torch.Tensor:
+    """`delta_prefill_ref`, in three kernels on a CUDA device."""
+    if dispatch.runs_kernels(qkv):
+        from specbatch.kernels.recurrent.state_replay import gated_delta_prefill_triton
+
+        return gated_delta_prefill_triton.delta_prefill(qkv, z, b, a, heads, state, spans)
+    return delta_prefill_ref(qkv, z, b, a, heads, state, spans)
+
+
+def delta_verify(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    heads: DeltaHeads,
+    state: torch.Tensor,
+    pending: Pending,
+    fold: Fold,
+) -> torch.Tensor:
+    """`delta_verify_ref`, in two kernels on a CUDA device."""
+    if dispatch.runs_kernels(qkv):
+        from specbatch.kernels.recurrent.state_replay import gated_delta_triton
+
+        return gated_delta_triton.delta_verify(qkv, z, b, a, heads, state, pending, fold)
+    return delta_verify_ref(qkv, z, b, a, heads, state, pending, fold)

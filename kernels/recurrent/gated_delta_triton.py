@@ -1,0 +1,302 @@
+"""Triton kernels of the gated delta rule; equations and names are those of `gated_delta`.
+
+A verify reads and writes a state once: a program has some columns of one head's state in registers, folds the kept rows
+in, writes it back and computes the new rows. A chain of few rows goes row by row, others by products of all rows. Then
+the gated norm, which also keeps what programs of the kernel before it shared, when all of them have read what was kept
+before. A prompt pass (`gated_delta_chunks`) is in two: what the rows of a chunk are to each other, for all chunks at
+once, then the walk of the state from chunk to chunk, for some columns each; and the same norm.
+
+Products of float32 models are exact (no tf32); a verify of others rounds their factors to tf32 and adds in float32: its
+state lives for thousands of verifies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.dispatch import pdl
+from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
+from specbatch.kernels.recurrent.state_replay import Fold
+
+_PROGRAM = 2048  # elements of a program of the norm
+_FEW = 512  # programs of a verify: with fewer, each takes less of a state
+_CHAIN = 4  # rows of a chain, and kept ones, that go one by one
+
+
+def delta_verify(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    heads: DeltaHeads,
+    state: torch.Tensor,
+    pending: Pending,
+    fold: Fold,
+) -> torch.Tensor:
+    """`delta_verify_ref`.
+
+    The kernel launched directly in front must write neither the tensors of `fold` nor state and pending: they are read
+    before it has ended. What any earlier kernel wrote is safe.
+    """
+    batch, held = len(fold.rows), pending.k.shape[1]
+    rows = len(qkv) // batch
+    columns = 32 if batch * heads.values * triton.cdiv(heads.value_dim, 32) >= _FEW else 16
+    columns = min(columns, max(16, triton.next_power_of_2(heads.value_dim)))
+    o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
+    block, sizes = max(16, triton.next_power_of_2(rows)), sizes_of(heads, qkv)
+    is_chain = fold.kept is None and fold.ancestors is None and max(rows, held) <= _CHAIN
+    if is_chain and (rows == 1 or columns == 32):  # a few programs wait for one row after the other
+        _chain[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
+            qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.folded, o,
+            qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
+            KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=sizes["BLOCK_K"],
+            N=rows, HELD=held, COLUMNS=columns, num_warps=1, **pdl(qkv),
+        )  # fmt: skip
+        return normalise(o, qkv, z, a, heads, pending, fold)
+    full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
+    _verify[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
+        qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.folded, fold.kept, fold.ancestors, o,
+        qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
+        0 if fold.kept is None else fold.kept.stride(0),
+        N=rows, ROWS=block, HELD=max(16, triton.next_power_of_2(held)), LEVELS=(rows - 1).bit_length(),
+        COLUMNS=columns, num_warps=4 if block <= 32 else 8, **pdl(qkv),
+        maxnreg=128 if full else None,  # four programs on a processor: the memory waits for none of them
+        **sizes,
+    )  # fmt: skip
+    return normalise(o, qkv, z, a, heads, pending, fold)
+
+
+def normalise(
+    o: torch.Tensor,
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    heads: DeltaHeads,
+    pending: Pending | None = None,
+    fold: Fold | None = None,
+) -> torch.Tensor:
+    """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept."""
+    sizes = sizes_of(heads, qkv)
+    lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // triton.next_power_of_2(heads.value_dim))
+    k, g = (pending.k, pending.g) if pending is not None else (None, None)
+    _norm[(triton.cdiv(lines, tile),)](
+        o, qkv, z, a, heads.a_log, heads.dt_bias, heads.norm, None if fold is None else fold.rows, k, g,
+        qkv.stride(0), z.stride(0), a.stride(0), 0 if k is None else k.stride(0), 0 if g is None else g.stride(0),
+        lines, 1 if fold is None else len(qkv) // len(fold.rows), heads.eps,
+        TILE=tile, num_warps=4, **pdl(qkv), **sizes,
+    )  # fmt: skip
+    return o.flatten(1)
+
+
+def sizes_of(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
+    """What kernels are compiled for."""
+    return {
+        "KEYS": heads.keys, "VALUES": heads.values, "K": heads.key_dim, "V": heads.value_dim,
+        "BLOCK_K": max(16, triton.next_power_of_2(heads.key_dim)),
+        "BLOCK_V": max(16, triton.next_power_of_2(heads.value_dim)),
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+@triton.jit
+def unit(heads, mask):
+    """Heads [n, BLOCK_K] from memory, float32 and of length one."""
+    x = tl.load(heads, mask, 0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def decay_of(a, a_log, dt_bias, mask):
+    """g: a, a_log and dt_bias are places of the same shape."""
+    rate = tl.exp(tl.load(a_log, mask, 0.0).to(tl.float32))
+    x = tl.load(a, mask, 0.0).to(tl.float32) + tl.load(dt_bias, mask, 0.0).to(tl.float32)
+    softplus = tl.maximum(x, 0.0) + _log1p(tl.exp(-tl.abs(x)))
+    return tl.where(mask, -rate * softplus, 0.0)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for x in 0..1, without losing what 1 + x rounds away."""
+    y = 1 + x
+    return tl.where(y == 1, x, tl.log(y) * (x / tl.where(y == 1, 1.0, y - 1)))
+
+
+@triton.jit
+def invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for a [n, n] with entries below the diagonal only, of its first 2^LEVELS rows.
+
+    From the inverses of diagonal blocks P and Q to that of [[P, 0], [L, Q]], whose corner is -Q^-1 L P^-1: as stable as
+    substitution, and products instead of n steps.
+    """
+    row, column = tl.arange(0, a.shape[0])[:, None], tl.arange(0, a.shape[0])[None, :]
+    x = tl.where(row == column, 1.0, 0.0)
+    if LEVELS > 0:
+        x -= tl.where((row == column + 1) & (column % 2 == 0), a, 0.0)
+    for level in tl.range(1, LEVELS, num_stages=1):  # not unrolled: exact products are long
+        corner = tl.where((row >> level == (column >> level) + 1) & ((column >> level) % 2 == 0), a, 0.0)
+        part = tl.dot(x, corner, input_precision=PRECISION)
+        x -= tl.dot(part, x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def _chain(
+    qkv, b, a, a_log, dt_bias, state, old_k, old_u, old_g, rows, count, o,
+    qkv_stride, b_stride, a_stride, state_stride, k_stride, u_stride, g_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    N: tl.constexpr, HELD: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The recurrence as it is written. Little stands between reading a state and writing it, so that many are on
+    their way at once."""
+    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key = head // (VALUES // KEYS)
+    row = tl.load(rows + sequence)
+    folded = tl.load(count + row)
+    k_column = tl.arange(0, BLOCK_K)
+    v_column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_k, in_v = k_column < K, v_column < V
+    cells = state + row * state_stride + head * K * V + k_column[:, None] * V + v_column[None, :]
+    in_state = in_k[:, None] & in_v[None, :]
+    s = tl.load(cells, in_state, 0.0).to(tl.float32)
+    if folded > 0:
+        for step in tl.static_range(HELD):
+            k_cells = old_k + row * k_stride + (step * KEYS + key) * K + k_column
+            u_cells = old_u + row * u_stride + (step * VALUES + head) * V + v_column
+            k = tl.load(k_cells, k_column < tl.where(folded > step, K, 0), 0.0).to(tl.float32)
+            u = tl.load(u_cells, v_column < tl.where(folded > step, V, 0), 0.0).to(tl.float32)
+            g = tl.load(old_g + row * g_stride + step * VALUES + head).to(tl.float32)
+            s = s * tl.exp(tl.where(folded > step, g, 0.0)) + k[:, None] * u[None, :]
+        if row != 0:  # several sequences may be the padding row at once; it stays as it is
+            tl.store(cells, s.to(state.dtype.element_ty), in_state)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for step in tl.static_range(N):
+        token = sequence * N + step
+        heads = qkv + token * qkv_stride
+        q = tl.load(heads + key * K + k_column, in_k, 0.0).to(tl.float32)
+        k = tl.load(heads + (KEYS + key) * K + k_column, in_k, 0.0).to(tl.float32)
+        v = tl.load(heads + 2 * KEYS * K + head * V + v_column, in_v, 0.0).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
+        fade = tl.exp(decay_of(a + token * a_stride + head, a_log + head, dt_bias + head, True))
+        # Both sums are over the state before the row, so that neither waits for the other.
+        u = beta * (v - fade * tl.sum(s * k[:, None], 0))
+        out = fade * tl.sum(s * q[:, None], 0) + u * tl.sum(q * k, 0)
+        if step < N - 1:
+            s = s * fade + k[:, None] * u[None, :]
+        tl.store(o + (token * VALUES + head) * V + v_column, out.to(o.dtype.element_ty), in_v)
+        if row != 0:
+            keep = old_u + row * u_stride + (step * VALUES + head) * V + v_column
+            tl.store(keep, u.to(old_u.dtype.element_ty), in_v)
+
+
+@triton.jit
+def _verify(
+    qkv, b, a, a_log, dt_bias, state, old_k, old_u, old_g, rows, count, kept, ancestors, o,
+    qkv_stride, b_stride, a_stride, state_stride, k_stride, u_stride, g_stride, kept_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr,
+    LEVELS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key = head // (VALUES // KEYS)
+    row = tl.load(rows + sequence)
+    folded = tl.load(count + row)
+    k_column = tl.arange(0, BLOCK_K)
+    v_column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_k, in_v = (k_column < K)[None, :], (v_column < V)[None, :]
+    cells = state + row * state_stride + head * K * V + k_column[:, None] * V + v_column[None, :]
+    in_state = (k_column < K)[:, None] & in_v
+    s = tl.load(cells, in_state, 0.0).to(tl.float32)
+    if folded > 0:
+        step = tl.arange(0, HELD)
+        there = step < folded
+        place = step.to(tl.int64)
+        if kept is not None:
+            place = tl.load(kept + row * kept_stride + step, there, 0)
+        g = tl.load(old_g + row * g_stride + place * VALUES + head, there, 0.0).to(tl.float32)
+        later = tl.sum(tl.where(step[None, :] > step[:, None], g[None, :], 0.0), 1)
+        k_cells = row * k_stride + (place[:, None] * KEYS + key) * K + k_column[None, :]
+        u_cells = row * u_stride + (place[:, None] * VALUES + head) * V + v_column[None, :]
+        k = tl.load(old_k + k_cells, there[:, None] & in_k, 0.0)
+        u = tl.load(old_u + u_cells, there[:, None] & in_v, 0.0)
+        k = k.to(tl.float32) * tl.exp(later)[:, None]
+        s = tl.dot(tl.trans(k), u.to(tl.float32), s * tl.exp(tl.sum(g, 0)), input_precision=PRECISION)
+        if row != 0:  # several sequences may be the padding row at once; it stays as it is
+            tl.store(cells, s.to(state.dtype.element_ty), in_state)
+
+    node = tl.arange(0, ROWS)
+    live = node < N
+    sees = node[:, None] >= node[None, :]
+    if ancestors is not None:
+        word = tl.load(ancestors + sequence * N + node, live, 0)
+        sees = ((word[:, None] >> node[None, :]) & 1) == 1
+    token = sequence * N + node
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    heads = qkv + token[:, None] * qkv_stride
+    q = unit(heads + key * K + k_column[None, :], live[:, None] & in_k) * (K**-0.5)
+    k = unit(heads + (KEYS + key) * K + k_column[None, :], live[:, None] & in_k)
+    v = tl.load(heads + 2 * KEYS * K + head * V + v_column[None, :], live[:, None] & in_v, 0.0).to(tl.float32)
+    beta = tl.sigmoid(tl.load(b + token * b_stride + head, live, 0.0).to(tl.float32))
+    g = decay_of(a + token * a_stride + head, a_log + head + node * 0, dt_bias + head + node * 0, live)
+    total = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
+    decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
+    fade = tl.exp(total)[:, None]
+    lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
+    inverse = invert(tl.where(node[:, None] > node[None, :], lower, 0.0), LEVELS, PRECISION)
+    rest = beta[:, None] * (v - fade * tl.dot(k, s, input_precision=PRECISION))
+    u = tl.dot(inverse, rest, input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
+    out = tl.dot(scores, u, fade * tl.dot(q, s, input_precision=PRECISION), input_precision=PRECISION)
+    mask = live[:, None] & in_v
+    tl.store(o + (token[:, None] * VALUES + head) * V + v_column[None, :], out.to(o.dtype.element_ty), mask)
+    if row != 0:
+        keep = old_u + row * u_stride + (node[:, None] * VALUES + head) * V + v_column[None, :]
+        tl.store(keep, u.to(old_u.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _norm(
+    o, qkv, z, a, a_log, dt_bias, weight, rows, kept_k, kept_g, qkv_stride, z_stride, a_stride, k_stride, g_stride,
+    lines, n, eps,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A line is one head of one token. Behind a verify it keeps that head's decay, and among the first also its key."""
+    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    real = line < lines
+    token, head = (line // VALUES).to(tl.int64), line % VALUES
+    column = tl.arange(0, BLOCK_V)
+    mask = real[:, None] & (column < V)[None, :]
+    w = tl.load(weight + column, column < V, 0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    cells = o + (token * VALUES + head)[:, None] * V + column[None, :]
+    values = tl.load(cells, mask, 0.0)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / V + eps)[:, None]
+    # Rounded as the reference does: before the weight, behind it, and behind the gate.
+    normal = (wide * scale).to(values.dtype).to(tl.float32) * w[None, :]
+    normal = normal.to(values.dtype).to(tl.float32)
+    gate = tl.load(z + token[:, None] * z_stride + head[:, None] * V + column[None, :], mask, 0.0).to(tl.float32)
+    tl.store(cells, (normal * gate / (1 + tl.exp(-gate))).to(values.dtype), mask)
+    if kept_k is not None:
+        row = tl.load(rows + token // n, real, 0)
+        place = token % n
+        real = real & (row != 0)
+        g = decay_of(a + token * a_stride + head, a_log + head, dt_bias + head, real)
+        tl.store(kept_g + row * g_stride + place * VALUES + head, g.to(kept_g.dtype.element_ty), real)
+        column = tl.arange(0, BLOCK_K)
+        mask = (real & (head < KEYS))[:, None] & (column < K)[None, :]
+        k = unit(qkv + token[:, None] * qkv_stride + (KEYS + head)[:, None] * K + column[None, :], mask)
+        keep = kept_k + row[:, None] * k_stride + (place * KEYS + head)[:, None] * K + column[None, :]
+        tl.store(keep, k.to(kept_k.dtype.element_ty), mask)

@@ -1,0 +1,141 @@
+"""Causal depthwise convolution over the last few tokens, with a window as its state (gated delta nets, Mamba2, LFM2).
+
+y_t = sum over j of weight[:, j] * u_{t - K + 1 + j} + bias, then silu if `activation`. u is x, or where a gate `before`
+is given (LFM2) before * x in the type of x; `after` multiplies what comes out, likewise. All gates have x's shape.
+
+A window holds the last K - 1 inputs u, oldest first, not yet activated. Rows may be columns of a wider product: x and
+the gates [T, C] have any row stride, as windows and pending inputs have any between device rows. Sums are float32,
+rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels import dispatch
+from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.recurrent.state_replay import Fold
+
+MOST_TAPS = 17  # K; the first tile of a prompt pass, of 16 tokens, is the only one that looks into a window
+
+
+def conv_prefill_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: torch.Tensor,
+    spans: Spans,
+    *,
+    activation: bool,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, C] of `spans`, weight [C, K], bias [C] -> [T, C].
+
+    window [R, K - 1, C] of all device rows: read where a span goes on from one, left as it is behind its last token.
+    """
+    taps, y = weight.shape[1], x.new_empty(x.shape)
+    u = x if before is None else before * x
+    for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
+        old = window[row] if start else torch.zeros_like(window[row])
+        inputs = torch.cat([old.float(), u[begin:end].float()])
+        sums = inputs[: end - begin] * weight[:, 0].float()
+        for tap in range(1, taps):
+            sums.addcmul_(inputs[tap : tap + end - begin], weight[:, tap].float())
+        y[begin:end] = _finish(sums, bias, activation)
+        window[row] = inputs[end - begin :]
+    return y if after is None else after * y
+
+
+def conv_verify_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: torch.Tensor,
+    pending: torch.Tensor,
+    fold: Fold,
+    *,
+    activation: bool,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [B * N, C] -> [B * N, C], behind the kept inputs of the last verify.
+
+    window [R, K - 1, C] takes those in; pending [R, M, C], N <= M: inputs of a row's last verify, of which
+    `fold.folded` are kept, then those of this one. Device row 0 is left alone.
+    """
+    taps, batch, device = weight.shape[1], len(fold.rows), x.device
+    u = (x if before is None else before * x).unflatten(0, (batch, -1))
+    count = u.shape[1]
+    order, there = fold.order(pending.shape[1])
+    late = pending[fold.rows[:, None], order.where(there, 0)]
+    history = torch.cat([window[fold.rows], late.to(window.dtype)], 1)
+    # The window ends behind the last kept row.
+    places = there.sum(1, keepdim=True) + torch.arange(taps - 1, device=device)
+    recent = history.gather(1, places[..., None].expand(-1, -1, x.shape[1]))
+    inputs = torch.cat([recent.float(), u.float()], 1)
+    sequence = torch.arange(batch, device=device)[:, None, None]
+    sums = (inputs[sequence, _lineage(fold, count, taps)] * weight.T.float()).sum(2)
+    real = fold.rows != 0
+    window[fold.rows[real]] = recent[real]
+    pending[fold.rows[real], :count] = u[real].to(pending.dtype)
+    y = _finish(sums, bias, activation).flatten(0, 1).to(x.dtype)
+    return y if after is None else after * y
+
+
+def _lineage(fold: Fold, rows: int, taps: int) -> torch.Tensor:
+    """int64 [B, rows, taps]: the inputs of each row, oldest first, among the window's (0..taps - 2) and the rows'."""
+    node = torch.arange(rows, device=fold.rows.device)
+    # A row's ancestors, nearest first, each as its place behind the window.
+    nearest = torch.where(fold.sees(rows), node + taps - 1, -1).sort(-1, descending=True).values
+    nearest = F.pad(nearest, (0, taps), value=-1)[..., :taps]
+    back = torch.arange(taps, device=node.device)
+    beyond = taps - 1 - (back - fold.depths(rows)[..., None])
+    return torch.where(nearest >= 0, nearest, beyond).flip(-1)
+
+
+def _finish(sums: torch.Tensor, bias: torch.Tensor | None, activation: bool) -> torch.Tensor:
+    sums = sums if bias is None else sums + bias.float()
+    return F.silu(sums) if activation else sums
+
+
+def conv_prefill(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: torch.Tensor,
+    spans: Spans,
+    *,
+    activation: bool,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`conv_prefill_ref`, in one kernel on a CUDA device."""
+    run = conv_prefill_ref
+    if dispatch.runs_kernels(x):
+        from specbatch.kernels.recurrent.state_replay import short_conv_triton
+
+        run = short_conv_triton.conv_prefill
+    return run(x, weight, bias, window, spans, activation=activation, before=before, after=after)
+
+
+def conv_verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: torch.Tensor,
+    pending: torch.Tensor,
+    fold: Fold,
+    *,
+    activation: bool,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`conv_verify_ref`, in one kernel on a CUDA device."""
+    run = conv_verify_ref
+    if dispatch.runs_kernels(x):
+        from specbatch.kernels.recurrent.state_replay import short_conv_triton
+
+        run = short_conv_triton.conv_verify
+    return run(x, weight, bias, window, pending, fold, activation=activation, before=before, after=after)

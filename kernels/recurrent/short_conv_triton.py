@@ -1,0 +1,212 @@
+"""The causal convolution of `short_conv` in one launch. A program has all taps of its channels, so that who reads a
+window is who writes it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.recurrent.short_conv import MOST_TAPS
+from specbatch.kernels.recurrent.state_replay import Fold
+
+_CHANNELS = 128  # of a program of a prompt pass
+_TOKENS = MOST_TAPS - 1  # and its rows; as many as a window may have
+_PROGRAM = 1024  # elements of a program of a verify
+
+
+def conv_prefill(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: torch.Tensor,
+    spans: Spans,
+    *,
+    activation: bool,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`conv_prefill_ref`."""
+    y, tiles = x.new_empty(x.shape), spans.tiles(_TOKENS)
+    _prefill[(len(tiles), triton.cdiv(x.shape[1], _CHANNELS))](
+        x, before, after, weight, bias, window, tiles, spans.table, y,
+        x.stride(0), _stride(before), _stride(after), window.stride(0), spans.table.stride(0), x.shape[1],
+        TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1), SILU=activation, TOKENS=_TOKENS,
+        CHANNELS=_CHANNELS, num_warps=4, PDL=x.is_cuda, launch_pdl=x.is_cuda,
+    )  # fmt: skip
+    return y
+
+
+def conv_verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: torch.Tensor,
+    pending: torch.Tensor,
+    fold: Fold,
+    *,
+    activation: bool,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`conv_verify_ref`. The kernel launched directly in front must not write the tensors of `fold`."""
+    y, rows = x.new_empty(x.shape), len(x) // len(fold.rows)
+    block = triton.next_power_of_2(rows)
+    channels = min(256, max(32, _PROGRAM // block))
+    _verify[(triton.cdiv(x.shape[1], channels), len(fold.rows))](
+        x, before, after, weight, bias, window, pending, fold.rows, fold.folded, fold.kept, fold.ancestors, y,
+        x.stride(0), _stride(before), _stride(after), window.stride(0), pending.stride(0), _stride(fold.kept),
+        x.shape[1], N=rows, ROWS=block, TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1),
+        SILU=activation, CHANNELS=channels, num_warps=4, PDL=x.is_cuda, launch_pdl=x.is_cuda,
+    )  # fmt: skip
+    return y
+
+
+def _stride(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+@triton.jit
+def _inputs(x, before, line, x_stride, before_stride, channel, mask):
+    """Rows `line` [N] of what is convolved: x, or before * x rounded to its type."""
+    u = tl.load(x + line[:, None] * x_stride + channel, mask, 0.0)
+    if before is not None:
+        gate = tl.load(before + line[:, None] * before_stride + channel, mask, 0.0)
+        u = (u.to(tl.float32) * gate.to(tl.float32)).to(u.dtype)
+    return u
+
+
+@triton.jit
+def _around(
+    x, before, window, offset, at, oldest, x_stride, before_stride, channel, width, mask, TAPS: tl.constexpr
+):  # fmt: skip
+    """Inputs `at` [N] of a span, float32: those before it are the window's, from `oldest` on."""
+    u = _inputs(x, before, offset + at, x_stride, before_stride, channel, mask & (at >= 0)[:, None])
+    past = mask & ((at < 0) & (at >= oldest))[:, None]
+    old = tl.load(window + (at[:, None] + TAPS - 1) * width + channel, past, 0.0)
+    return u.to(tl.float32) + old.to(tl.float32)  # one of them is 0
+
+
+@triton.jit
+def _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU: tl.constexpr):
+    """What the taps add up to, finished: rows `line` of y [T, width]."""
+    if bias is not None:
+        sums += tl.load(bias + channel, channel < width, 0.0).to(tl.float32)
+    if SILU:
+        sums = sums / (1 + tl.exp(-sums))
+    sums = sums.to(y.dtype.element_ty)
+    if after is not None:
+        gate = tl.load(after + line[:, None] * after_stride + channel, mask, 0.0)
+        sums = (sums.to(tl.float32) * gate.to(tl.float32)).to(sums.dtype)
+    tl.store(y + line[:, None] * width + channel, sums, mask)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill(
+    x, before, after, weight, bias, window, tiles, table, y,
+    x_stride, before_stride, after_stride, window_stride, table_stride, width,
+    TAPS: tl.constexpr, PAST: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Only the first tile of a span sees the window, so it also leaves the new one."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    span = tl.load(tiles + 2 * tl.program_id(0))
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    start = tl.load(table + span)
+    count = tl.load(table + table_stride + span) - start
+    if first >= count:
+        return
+    window += tl.load(table + 2 * table_stride + span) * window_stride
+    offset = tl.load(table + 3 * table_stride + span)
+    oldest = -tl.minimum(start, TAPS - 1)  # inputs before the span count from -1 down
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = (channel < width)[None, :]
+
+    place = first + tl.arange(0, TOKENS)
+    mask = (place < count)[:, None] & inside
+    sums = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        u = _around(
+            x, before, window, offset, place + tap - (TAPS - 1), oldest, x_stride, before_stride, channel, width, mask,
+            TAPS,
+        )  # fmt: skip
+        sums += tl.load(weight + channel * TAPS + tap, channel < width, 0.0).to(tl.float32)[None, :] * u
+    _store(y, sums, after, offset + place, after_stride, bias, channel, width, mask, SILU)
+
+    if first == 0:
+        slot = tl.arange(0, PAST)
+        held = (slot < TAPS - 1)[:, None] & inside
+        last = _around(
+            x, before, window, offset, count + slot - (TAPS - 1), oldest, x_stride, before_stride, channel, width, held,
+            TAPS,
+        )  # fmt: skip
+        tl.debug_barrier()  # every thread has read the old window
+        tl.store(window + slot[:, None] * width + channel, last.to(window.dtype.element_ty), held)
+
+
+@triton.jit
+def _history(window, pending, kept, folded, slot, channel, width, mask, TAPS: tl.constexpr):
+    """Inputs `slot` [N] of the window behind the `folded` kept rows of the last verify, float32."""
+    at = folded + slot
+    old = tl.load(window + at[:, None] * width + channel, mask & (at < TAPS - 1)[:, None], 0.0)
+    at -= TAPS - 1
+    place = at
+    if kept is not None:
+        place = tl.load(kept + at, (at >= 0) & (at < folded), 0)
+    late = tl.load(pending + place[:, None] * width + channel, mask & (at >= 0)[:, None], 0.0)
+    return old.to(tl.float32) + late.to(window.dtype.element_ty).to(tl.float32)  # one of them is 0
+
+
+@triton.jit
+def _verify(
+    x, before, after, weight, bias, window, pending, rows, count, kept, ancestors, y,
+    x_stride, before_stride, after_stride, window_stride, pending_stride, kept_stride, width,
+    N: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr, PAST: tl.constexpr, SILU: tl.constexpr,
+    CHANNELS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(1).to(tl.int64)
+    row = tl.load(rows + sequence)
+    folded = tl.load(count + row)
+    window += row * window_stride
+    pending += row * pending_stride
+    if kept is not None:
+        kept += row * kept_stride
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = (channel < width)[None, :]
+    node = tl.arange(0, ROWS)
+    live = node < N
+    mask = live[:, None] & inside
+    depth = node
+    if ancestors is not None:
+        word = tl.load(ancestors + sequence * N + node, live, 0)
+        seen = ((word[:, None] >> node[None, :]) & 1) == 1
+        depth = tl.sum(seen.to(tl.int32), 1) - 1
+    slot = tl.arange(0, PAST)
+    past = (slot < TAPS - 1)[:, None] & inside
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    new_window = _history(window, pending, kept, folded, slot, channel, width, past, TAPS)
+    line = sequence * N + node
+    sums = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for back in tl.static_range(TAPS):
+        at = node - back
+        if ancestors is not None:
+            at = tl.max(tl.where(seen, node[None, :], -1), 1)  # the nearest ancestor left
+            seen = seen & (node[None, :] != at[:, None])
+        is_row = back <= depth
+        u = _inputs(x, before, sequence * N + at, x_stride, before_stride, channel, mask & is_row[:, None])
+        slots = TAPS - 1 - (back - depth)
+        old = _history(window, pending, kept, folded, slots, channel, width, mask & (back > depth)[:, None], TAPS)
+        w = tl.load(weight + channel * TAPS + TAPS - 1 - back, channel < width, 0.0).to(tl.float32)
+        sums += w[None, :] * (u.to(tl.float32) + old)
+    _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU)
+
+    u = _inputs(x, before, line, x_stride, before_stride, channel, mask)
+    tl.debug_barrier()  # every thread has read what is folded in
+    if row != 0:  # several sequences may be the padding row at once; it stays as it is
+        tl.store(window + slot[:, None] * width + channel, new_window.to(window.dtype.element_ty), past)
+        tl.store(pending + node[:, None] * width + channel, u.to(pending.dtype.element_ty), mask)

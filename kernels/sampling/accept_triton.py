@@ -1,0 +1,331 @@
+"""From logits to committed tokens in two launches: argmax, comparison, new lengths, and what the host wants to know.
+
+The references are `torch.argmax`, `verification.verify` and the last lines of `iteration.Iteration`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_of
+
+_BLOCK = 2048  # logits that one program looks at together
+_PROGRAMS = 2048  # enough to fill a large device
+_FEW = 256  # with no more programs than these, half a block each takes less time
+
+
+@triton.jit
+def pack(x, ids):
+    """An int64 that orders like (x, -ids), NaN above all and 0 == -0: its maximum is torch's argmax, lowest id first.
+
+    x: float32; ids: int32.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = tl.where(x == 0, 0, key)
+    key = tl.where(x != x, 0x7FFFFFFF, key)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def unpack(packed):
+    """(x float32, id int64) of `pack`; the sign of a zero and the kind of a NaN are lost."""
+    key = (packed >> 32).to(tl.int32)
+    x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return x, 0x7FFFFFFF - (packed & 0x7FFFFFFF)
+
+
+@triton.jit
+def _argmax_kernel(
+    logits, partials, vocabulary, group, outer, inner, chunks, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row // group * outer + row % group * inner
+    start = chunk * steps * BLOCK
+    end = tl.minimum(vocabulary, start + steps * BLOCK)
+    ids = start + tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    best_step = tl.zeros([BLOCK], tl.int32)
+    ahead = tl.load(logits + ids, ids < end, other=-float("inf"))
+    for step in range(steps):
+        x = ahead.to(tl.float32)
+        ids += BLOCK
+        # On its way while this block is compared, with few instructions for each logit: memory is to be the limit.
+        ahead = tl.load(logits + ids, ids < end, other=-float("inf"))
+        best_step = tl.where(x > best, step, best_step)  # what is equal comes later and stays out
+        best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
+    ids = start + best_step * BLOCK + tl.arange(0, BLOCK)
+    if tl.max((best != best).to(tl.int32), 0) > 0:  # a NaN: where its lane had the first is looked up again
+        for step in range(steps):
+            at = start + (steps - 1 - step) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + at, at < end, other=0.0).to(tl.float32)
+            ids = tl.where(x != x, at, ids)
+    tl.store(partials + row * chunks + chunk, tl.max(pack(best, ids), 0))
+
+
+@triton.jit
+def chosen_of(partials, sound, sequence, place, chunks, N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """What was chosen behind each of a sequence's rows, and whether all of its logits are finite.
+
+    partials: int64 [B * N, chunks] of _argmax_kernel, or where BLOCK_CHUNKS is 0 the chosen tokens int64 [B, N], with
+    sound bool [B, N], which is not looked at otherwise.
+    """
+    if BLOCK_CHUNKS:
+        chunk = tl.arange(0, BLOCK_CHUNKS)
+        inside = (place < N)[:, None] & (chunk < chunks)[None, :]
+        at = (sequence * N + place)[:, None] * chunks + chunk[None, :]
+        best = tl.max(tl.load(partials + at, inside, other=-(1 << 63)), 1)
+        x, chosen = unpack(best)
+        finite = (tl.abs(x) < float("inf")) | (place >= N)
+        is_sound = tl.min(finite.to(tl.int64), 0)
+    else:
+        chosen = tl.load(partials + sequence * N + place, place < N, other=0)
+        is_sound = tl.min(tl.load(sound + sequence * N + place, place < N, other=1).to(tl.int64), 0)
+    return chosen, is_sound
+
+
+@triton.jit
+def _commit_kernel(
+    partials,  # of chosen_of
+    sound,
+    drafts,
+    drafted,
+    accepted,
+    seeds,
+    tokens,
+    lengths,
+    rows,
+    packed,
+    width,
+    chunks,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    GIVEN: tl.constexpr,  # `accepted` is an input
+    WHOLE: tl.constexpr,  # of simulation_of
+    MORE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK_N)
+    chosen, is_sound = chosen_of(partials, sound, sequence, place, chunks, N, BLOCK_CHUNKS)
+    row = tl.load(rows + sequence)
+    length = tl.load(lengths + row)
+    limit = tl.load(drafted + sequence)
+    if WHOLE:
+        count = simulated_accept(tl.load(seeds + sequence), length, limit, WHOLE, MORE)
+    elif GIVEN:
+        count = tl.load(accepted + sequence)
+    else:
+        draft = tl.load(drafts + sequence * (N - 1) + place, place < N - 1, other=-1)
+        wrong = (draft != chosen) | (place >= limit) | (place >= N - 1)
+        count = tl.min(tl.where(wrong, place, N - 1), 0).to(tl.int64)
+
+    tl.store(tokens + row * width + length + 1 + place, chosen, place < N)
+    # Several sequences may be the padding row at once; it must stay as it is.
+    tl.store(lengths + row, length + count + 1, row != 0)
+    packed += sequence * (N + 3)
+    tl.store(packed + place, chosen, place < N)
+    tl.store(packed + N, count)
+    tl.store(packed + N + 1, limit)
+    tl.store(packed + N + 2, is_sound)
+
+
+def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
+    """The largest of each chunk of each row of logits [M, V] or [B, n, V], as `pack` has it: int64 [M, chunks], M being
+    B * n. Rows may be apart in memory, their elements not."""
+    assert logits.stride(-1) == 1, "the logits of a row stand side by side"
+    vocabulary = logits.shape[-1]
+    group = logits.shape[1] if logits.dim() == 3 else 1
+    count = logits.shape[0] * group
+    block = _BLOCK
+    if count * triton.cdiv(vocabulary, block) <= _FEW:
+        block //= 2
+    blocks = triton.cdiv(vocabulary, block)
+    steps = triton.cdiv(blocks, max(1, _PROGRAMS // count))
+    chunks = triton.cdiv(blocks, steps)
+    partials = torch.empty(count, chunks, dtype=torch.int64, device=logits.device)
+    _argmax_kernel[(count, chunks)](
+        logits,
+        partials,
+        vocabulary,
+        group,
+        logits.stride(0),
+        logits.stride(-2),
+        chunks,
+        steps,
+        BLOCK=block,
+        PDL=logits.is_cuda,
+        launch_pdl=logits.is_cuda,
+    )
+    return partials
+
+
+def greedy_accept(
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    drafted: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    simulate: float | None = None,
+    seeds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Choose the likeliest tokens, accept the drafts that agree, commit: the greedy end of an iteration.
+
+    logits [B * N, V] contiguous, of [root, d_1 .. d_{N-1}]; drafts int64 [B, N-1], of which drafted int64 [B] count.
+    Writes the N chosen tokens of each sequence behind its root, tokens[row, length + 1 ...] with rows int64 [B],
+    tokens int64 [R, W] and lengths int64 [R], and adds accepted + 1 to its length. Row 0 is for padding: its length
+    stays as it is. simulate: mean accept length; then the coins of seeds int64 [B] stand in for the comparison.
+    Returns int64 [B, N + 3]: tokens, then accepted, drafted and sound (1 if every chosen logit is finite).
+    """
+    return _commit(argmax_partials(logits), None, drafts, drafted, tokens, lengths, rows, None, simulate, seeds)
+
+
+def commit(
+    chosen: torch.Tensor,
+    drafts: torch.Tensor,
+    drafted: torch.Tensor,
+    sound: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    accepted: torch.Tensor | None = None,
+    simulate: float | None = None,
+    seeds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same for tokens chosen already, int64 [B, N], from logits that are sound bool [B, N].
+
+    accepted int64 [B]: how many drafts stay, where a rule other than "equal to what was chosen" has said so.
+    """
+    return _commit(chosen, sound, drafts, drafted, tokens, lengths, rows, accepted, simulate, seeds)
+
+
+def _commit(
+    partials: torch.Tensor,
+    sound: torch.Tensor | None,
+    drafts: torch.Tensor,
+    drafted: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    accepted: torch.Tensor | None,
+    simulate: float | None,
+    seeds: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, n = len(rows), drafts.shape[1] + 1
+    assert simulate is None or seeds is not None, "a simulation needs seeds"
+    chunks = partials.shape[1] if sound is None else 0
+    whole, more = simulation_of(simulate)
+    packed = torch.empty(batch, n + 3, dtype=torch.int64, device=rows.device)
+    _commit_kernel[(batch,)](
+        partials,
+        partials if sound is None else sound,
+        drafts,
+        drafted,
+        drafted if accepted is None else accepted,
+        drafted if seeds is None else seeds,
+        tokens,
+        lengths,
+        rows,
+        packed,
+        tokens.shape[1],
+        chunks,
+        N=n,
+        BLOCK_N=triton.next_power_of_2(n),
+        BLOCK_CHUNKS=triton.next_power_of_2(chunks) if chunks else 0,
+        GIVEN=accepted is not None,
+        WHOLE=whole,
+        MORE=more,
+        PDL=rows.is_cuda,
+        launch_pdl=rows.is_cuda,
+    )
+    return packed
+
+
+@triton.jit
+def popcount(x):
+    """Bits of int64 x."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (x * 0x0101010101010101) >> 56
+
+
+@triton.jit
+def _stage_kernel(
+    tokens,
+    lengths,
+    rows,
+    drafts,
+    ancestors,
+    verify_tokens,
+    positions,
+    starts,
+    width,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK_N)
+    row = tl.load(rows + sequence)
+    length = tl.load(lengths + row)
+    root = tl.load(tokens + row * width + length)
+    draft = tl.load(drafts + sequence * (N - 1) + place - 1, (place > 0) & (place < N), other=0)
+    at = sequence * N + place
+    tl.store(verify_tokens + at, tl.where(place == 0, root, draft), place < N)
+    depth = place.to(tl.int64)
+    if ancestors is not None:
+        depth = popcount(tl.load(ancestors + at, place < N, other=0)) - 1
+    tl.store(positions + at, length + depth, place < N)
+    tl.store(starts + sequence, length)
+
+
+def stage(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    drafts: torch.Tensor,
+    ancestors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a verify of drafts int64 [B, N-1] runs: root and drafts int64 [B * N], their positions [B * N], and the
+    lengths [B] of the rows before it.
+
+    tokens int64 [R, W]; lengths int64 [R]; rows int64 [B]; ancestors int64 [B, N] contiguous: words of a tree, whose
+    nodes stand as far behind the root as they are below it.
+    """
+    batch, n = len(rows), drafts.shape[1] + 1
+    verify_tokens = torch.empty(batch * n, dtype=torch.int64, device=rows.device)
+    positions = torch.empty_like(verify_tokens)
+    starts = torch.empty_like(rows)
+    _stage_kernel[(batch,)](
+        tokens,
+        lengths,
+        rows,
+        drafts,
+        ancestors,
+        verify_tokens,
+        positions,
+        starts,
+        tokens.shape[1],
+        N=n,
+        BLOCK_N=triton.next_power_of_2(n),
+        PDL=rows.is_cuda,
+        num_warps=1,
+        launch_pdl=rows.is_cuda,
+    )
+    return verify_tokens, positions, starts

@@ -1,0 +1,195 @@
+"""The end of an iteration over a tree in two launches behind the argmax or the draws: `tree.walk_ref` with what
+`accept.commit` does for a chain, and `tree.move_rows_ref` over all layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.sampling.accept_triton import chosen_of, popcount
+from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_of
+
+
+@triton.jit
+def _commit_tree_kernel(
+    partials,  # of `accept.chosen_of`
+    sound,
+    drafts,
+    drafted,
+    ancestors,
+    seeds,
+    tokens,
+    lengths,
+    rows,
+    packed,
+    path,
+    width,
+    chunks,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,  # of simulation_of
+    MORE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_N)
+    chosen, is_sound = chosen_of(partials, sound, sequence, node, chunks, N, BLOCK_CHUNKS)
+    row = tl.load(rows + sequence)
+    length = tl.load(lengths + row)
+    limit = tl.load(drafted + sequence)
+    one = tl.full([BLOCK_N], 1, tl.int64)
+    bit = one << node
+    if WHOLE:
+        count = simulated_accept(tl.load(seeds + sequence), length, limit, WHOLE, MORE)
+        taken = (tl.full([], 2, tl.int64) << count) - 1
+    else:
+        word = tl.load(ancestors + sequence * N + node, node < N, other=0)
+        draft = tl.load(drafts + sequence * (N - 1) + node - 1, (node > 0) & (node < N), other=-1)
+        # The parent is the highest bit but the own one.
+        is_parent = ((word ^ bit)[:, None] >> node[None, :]) == 1
+        agrees = is_parent & (draft[:, None] == chosen[None, :])
+        right = (tl.sum(agrees.to(tl.int32), 1) > 0) & (node <= limit) | (node == 0)
+        good = tl.sum(tl.where(right & (node < N), bit, 0), 0)
+        reached = ((word & ~good) == 0) & (node < N)
+        best = tl.max(tl.where(reached, popcount(word) * BLOCK_N + BLOCK_N - 1 - node, 0), 0)
+        count = best // BLOCK_N - 1
+        taken = tl.sum(tl.where(node == BLOCK_N - 1 - best % BLOCK_N, word, 0), 0)
+    before = popcount(taken & (bit - 1))
+    rank = tl.where(((taken >> node) & 1) == 1, before, count + 1 + node - before)
+
+    tl.store(tokens + row * width + length + 1 + rank, chosen, node < N)
+    # Several sequences may be the padding row at once; it must stay as it is.
+    tl.store(lengths + row, length + count + 1, row != 0)
+    packed += sequence * (N + 3)
+    tl.store(packed + rank, chosen, node < N)
+    tl.store(packed + N, count)
+    tl.store(packed + N + 1, limit)
+    tl.store(packed + N + 2, is_sound)
+    tl.store(path + sequence * N + rank, node.to(tl.int64), node < N)
+
+
+def commit_tree(
+    chosen: torch.Tensor,
+    sound: torch.Tensor | None,
+    drafts: torch.Tensor,
+    drafted: torch.Tensor,
+    ancestors: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    simulate: float | None = None,
+    seeds: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`walk_ref` of what was chosen behind every node, and the commit of `accept.commit` in the order of its path.
+
+    chosen int64 [B, N] with sound bool [B, N], or `accept.argmax_partials` of the logits and None. drafts, drafted,
+    tokens, lengths, rows, simulate and seeds as in `accept.greedy_accept`; ancestors int64 [B, N]. Returns packed int64
+    [B, N + 3] and path int64 [B, N].
+    """
+    batch, n = ancestors.shape
+    assert simulate is None or seeds is not None, "a simulation needs seeds"
+    chunks = chosen.shape[1] if sound is None else 0
+    whole, more = simulation_of(simulate)
+    packed = torch.empty(batch, n + 3, dtype=torch.int64, device=rows.device)
+    path = torch.empty_like(ancestors)
+    _commit_tree_kernel[(batch,)](
+        chosen,
+        chosen if sound is None else sound,
+        drafts,
+        drafted,
+        ancestors,
+        drafted if seeds is None else seeds,
+        tokens,
+        lengths,
+        rows,
+        packed,
+        path,
+        tokens.shape[1],
+        chunks,
+        N=n,
+        BLOCK_N=triton.next_power_of_2(n),
+        BLOCK_CHUNKS=triton.next_power_of_2(chunks) if chunks else 0,
+        WHOLE=whole,
+        MORE=more,
+        PDL=rows.is_cuda,
+        launch_pdl=rows.is_cuda,
+    )
+    return packed, path
+
+
+@triton.jit
+def _move_kernel(
+    keys,
+    values,
+    page_table,
+    rows,
+    lengths,
+    path,
+    accepted,
+    layer_size,
+    accepted_stride,
+    width,
+    N: tl.constexpr,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    pages = page_table + tl.load(rows + sequence) * width
+    length = tl.load(lengths + sequence)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    cell = layer * layer_size + column
+    count = tl.load(accepted + sequence * accepted_stride).to(tl.int32)
+    # A node is never before its place: going up, none is written over before it was read.
+    for place in range(1, count + 1):
+        source = length + tl.load(path + sequence * N + place)
+        home = length + place
+        at = (tl.load(pages + source // PAGE) * PAGE + source % PAGE) * SIZE + cell
+        to = (tl.load(pages + home // PAGE) * PAGE + home % PAGE) * SIZE + cell
+        tl.store(keys + to, tl.load(keys + at, inside), inside)
+        tl.store(values + to, tl.load(values + at, inside), inside)
+
+
+def move_rows(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """`move_rows_ref` in one launch over all layers."""
+    layers, _, page_size, kv_heads, dim = keys.shape
+    bits = torch.uint8 if keys.itemsize == 1 else keys.dtype
+    size = kv_heads * dim
+    _move_kernel[(len(rows), layers)](
+        keys.view(bits),
+        values.view(bits),
+        page_table,
+        rows,
+        lengths,
+        path,
+        accepted,
+        keys.stride(0),
+        accepted.stride(0),
+        page_table.shape[1],
+        N=path.shape[1],
+        PAGE=page_size,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        PDL=rows.is_cuda,
+        launch_pdl=rows.is_cuda,
+    )

@@ -1,0 +1,127 @@
+"""What this machine has, what runs on it and what does not, and why."""
+
+from __future__ import annotations
+
+import os
+import socket
+from importlib.util import find_spec
+from typing import Any
+
+from specbatch.drafters import ALGORITHMS
+from specbatch.records.metrics import hardware, versions
+
+HUB = ("huggingface.co", 443)
+
+
+def examine() -> dict[str, Any]:
+    """Everything `specbatch doctor` shows, as plain data."""
+    import torch
+
+    from specbatch.weights import bundled
+    from specbatch.weights.cache import cache_folder
+
+    models = bundled.rows()
+    cuda = torch.cuda.is_available()
+    return {
+        "versions": versions(),
+        "hardware": hardware(),
+        "devices": _devices(),
+        "cache": str(cache_folder()),
+        "models": models,
+        "features": [
+            _feature("engine on the CPU", None, "plain torch, float32 unless --dtype says otherwise"),
+            _feature("engine on a GPU", None if cuda else _no_gpu(), "CUDA, eager or by graphs"),
+            _feature("bfloat16 on the GPU", _no_bfloat16(), "the checkpoint's own type"),
+            _feature("CUDA graphs", None if cuda else _no_gpu(), "--decode-graph whole, --prefill-graph piecewise"),
+            *(
+                _feature(f"algorithm {name}", _no_module(target), f"--algorithm {name}")
+                for name, target in ALGORITHMS.items()
+            ),
+            *(
+                _feature(
+                    f"bundled model {row['name']}",
+                    None if row["here"] == "yes" else f"not downloaded; specbatch models pull {row['name']}",
+                    "in the cache",
+                )
+                for row in models
+            ),
+            _feature("models and data of the hub", _no_hub(), f"{HUB[0]} answers"),
+            _feature(
+                "eval (lm-eval tasks)",
+                _no_module("lm_eval"),
+                "one_digit_sums needs no data; gsm8k takes --data",
+            ),
+            _feature(
+                "reasoning-gym tasks",
+                None if find_spec("reasoning_gym") else "not installed; pip install 'specbatch[reasoning]'",
+                "installed",
+            ),
+        ],
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    """The same for people: environment, then feature | runs | why."""
+    from tabulate import tabulate
+
+    machine = found["hardware"]
+    lines = {
+        "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        "system": f"{machine['system']} {machine['machine']}",
+        "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory",
+        "devices": ", ".join(device["name"] for device in found["devices"]),
+        "cache": found["cache"],
+    }
+    head = "\n".join(f"{name + ':':11}{value}" for name, value in lines.items())
+    rows = [[row["feature"], "yes" if row["runs"] else "no", row["why"]] for row in found["features"]]
+    return f"{head}\n\n{tabulate(rows, headers=['feature', 'runs', 'why'], tablefmt='github')}"
+
+
+def _feature(name: str, obstacle: str | None, how: str = "") -> dict[str, Any]:
+    return {"feature": name, "runs": obstacle is None, "why": how if obstacle is None else obstacle}
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    found: list[dict[str, Any]] = [{"name": "cpu", "threads": torch.get_num_threads()}]
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(
+            {
+                "name": f"cuda:{index} ({torch.cuda.get_device_name(index)})",
+                "free_gib": round(free / 2**30, 1),
+                "memory_gib": round(total / 2**30, 1),
+            }
+        )
+    return found
+
+
+def _no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    return "torch was built for CUDA but sees no device; is there a driver (nvidia-smi)?"
+
+
+def _no_bfloat16() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no GPU; on a CPU --dtype bfloat16 works but is slow without hardware support"
+    return None if torch.cuda.is_bf16_supported() else "this GPU has none; use --dtype float16"
+
+
+def _no_module(name: str) -> str | None:
+    return None if find_spec(name) else f"the module {name} is missing; reinstall specbatch"
+
+
+def _no_hub() -> str | None:
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return "HF_HUB_OFFLINE is set; only what is cached loads"
+    try:
+        socket.create_connection(HUB, timeout=3).close()
+    except OSError as error:
+        return f"cannot connect to {HUB[0]} ({error}); bundled models and local files work"
+    return None

@@ -1,0 +1,1 @@
+"""What one step of the engine reads and writes."""

@@ -1,0 +1,295 @@
+"""A request's life: parameters, tokens so far, the one trimming function, and the finished completion."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from specbatch.errors import refuse
+from specbatch.records.acceptance import Acceptance
+
+if TYPE_CHECKING:
+    import torch
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is continued.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off; they apply in the order temperature, top-k,
+    top-p, min-p. `stop` strings end the output and are not part of the text; `stop_token_ids` end it like the
+    model's own end tokens, which `ignore_eos` switches off. `seed` None derives one from the engine's seed and
+    the request's index. `logprobs` asks for the log-probability of each emitted token under the model's own
+    distribution (before temperature and truncation).
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.temperature) and self.temperature >= 0):
+            raise refuse("temperature", self.temperature, "use 0 (greedy) or a positive number")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise refuse("top_p", self.top_p, "use a value above 0 and up to 1 (1 is off)")
+        if not (_is_whole(self.top_k) and self.top_k >= 0):
+            raise refuse("top_k", self.top_k, "use 0 (off) or a positive whole number")
+        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise refuse("min_p", self.min_p, "use a value from 0 (off) to 1")
+        if not (_is_whole(self.max_new_tokens) and self.max_new_tokens >= 1):
+            raise refuse("max_new_tokens", self.max_new_tokens, "use a whole number of at least 1")
+        if self.seed is not None and not _is_whole(self.seed):
+            raise refuse("seed", self.seed, "use a whole number, or None")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _listed("stop", stop, "use a text or a list of texts"))
+        works = "use a list of token ids"
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, works))
+        if not all(isinstance(text, str) for text in self.stop):
+            raise refuse("stop", self.stop, "use a text or a list of texts")
+        if not all(self.stop):
+            raise refuse("stop", self.stop, "a stop string must not be empty")
+        if not all(_is_whole(token) and token >= 0 for token in self.stop_token_ids):
+            raise refuse("stop_token_ids", self.stop_token_ids, works)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _listed(setting: str, values: object, works: str) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise refuse(setting, values, works)
+    return tuple(values)
+
+
+@dataclass
+class RequestMetrics:
+    """Times in seconds, counts in tokens. Definitions: see `specbatch.records.metrics`."""
+
+    prompt_tokens: int = 0
+    embedded_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float = 0.0
+    verify_steps: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accept_length: float | None = None
+    emitted_histogram: list[int] = field(default_factory=list)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    itl_s: list[float] = field(default_factory=list)
+    retractions: int = 0
+
+
+@dataclass
+class Completion:
+    """What became of one prompt. `finish_reason` is "stop", "length" or "abort"; `index` is its place in the input."""
+
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    metrics: RequestMetrics
+    logprobs: list[float] | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        """The raw per-request row of a record: the numbers, not the tokens."""
+        row = asdict(self.metrics)
+        return {"index": self.index, "finish_reason": self.finish_reason, **row}
+
+
+class IncrementalText:
+    """Text of a growing token list, one push per token, never splitting a character.
+
+    Byte-level tokens can end in the middle of a character; that end is held back until it is whole. Only the last
+    few tokens are decoded again on each push.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._start = 0  # decoding starts here, so that joining rules (leading spaces) see the token before
+        self._whole = 0  # tokens before here are whole characters and have been handed out
+        self._known = 0  # characters from _start on that have been handed out
+        self.text = ""
+
+    def push(self, token: int) -> str:
+        """Add a token and return the new text (may be empty)."""
+        self._tokens.append(token)
+        decoded = self._decode(self._tokens[self._start :])
+        new = decoded.rstrip("\ufffd")[self._known :]
+        self._known += len(new)
+        if new and self._known == len(decoded):  # nothing is held back
+            self._start, self._whole = self._whole, len(self._tokens)
+            self._known = len(self._decode(self._tokens[self._start :]))
+        self.text += new
+        return new
+
+
+class Request:
+    """One prompt on its way through the engine. Host only: knows nothing of torch or of the device."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        end_tokens: frozenset[int],
+        decode: Decode,
+        submitted: float,
+        embeddings: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        """embeddings: see `EmbeddedPrompt`."""
+        self.index = index
+        self.params = params
+        self.tokens = list(prompt)  # prompt and output
+        self.prompt_len = len(prompt)
+        self.finish_reason: str | None = None
+        self.logprobs: list[float] = []
+        self._decode = decode
+        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
+        self._text = IncrementalText(decode) if params.stop else None
+        self._cut: int | None = None  # characters before the stop string
+
+        # Owned by the scheduler while the request runs.
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.prefilled = 0  # tokens whose KV exists or is on its way (prefill)
+        self.branch = 0  # tokens of its prompt that others began with
+        self.committed = 0  # KV length that the last handled result told of
+        self.in_flight = 0  # iterations launched whose result is not handled yet
+        self.pending = 0  # the same, a first token from prefill included: each will leave at least one token
+        self.behind: int | None = None  # from this position on a draft that rested has no keys; None: it has them all
+        self.epoch = 0  # raised by each retraction: results launched before it are void
+
+        self.submitted = submitted
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.embeddings = embeddings or {}
+        self.textual = min(self.embeddings, default=sys.maxsize)  # so many tokens say all of what was computed with
+        embedded = sum(map(len, self.embeddings.values()))
+        self.metrics = RequestMetrics(prompt_tokens=self.prompt_len, embedded_tokens=embedded)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, tokens: list[int], now: float, logprobs: list[float] | None = None) -> int:
+        """Add a run of emitted tokens, cut at the first stop token, stop string or the length limit.
+
+        The only place where a run is trimmed. Inside the budget a stop beats the limit. Returns how many were kept.
+        """
+        kept = 0
+        for token in tokens[: self.params.max_new_tokens - self.generated]:
+            self.tokens.append(token)
+            kept += 1
+            if token in self._ends or self._hits_stop_string(token):
+                self.finish_reason = "stop"
+                break
+        if self.finish_reason is None and self.generated >= self.params.max_new_tokens:
+            self.finish_reason = "length"
+        if logprobs is not None:
+            self.logprobs.extend(logprobs[:kept])
+        if kept:
+            if self.last_token is None:
+                self.first_token = now
+            else:
+                self.metrics.itl_s.extend([(now - self.last_token) / kept] * kept)
+            self.last_token = now
+        return kept
+
+    def count_verify(self, kept: int, drafted: int, accepted: int, depth: int) -> None:
+        """Book one verify that left `kept` tokens, and that can accept `depth` drafts at most; one that left no token
+        is booked nowhere."""
+        if not kept:
+            return
+        metrics = self.metrics
+        if not metrics.emitted_histogram:
+            metrics.emitted_histogram = [0] * (depth + 2)
+        metrics.verify_steps += 1
+        metrics.emitted += kept
+        metrics.emitted_histogram[kept] += 1
+        before = len(self.tokens) - kept
+        room = self.prompt_len + self.params.max_new_tokens - before
+        deep = min(drafted, depth)
+        known, right = metrics.acceptance.count(context=before, room=room, kept=kept, drafted=deep, accepted=accepted)
+        metrics.drafted += drafted - (deep - known)
+        metrics.accepted += right
+
+    def _hits_stop_string(self, token: int) -> bool:
+        if self._text is None:
+            return False
+        new = self._text.push(token)
+        if not new:
+            return False
+        text = self._text.text
+        start = max(0, len(text) - len(new) - max(map(len, self.params.stop)))
+        found = [at for at in (text.find(stop, start) for stop in self.params.stop) if at >= 0]
+        if found:
+            self._cut = min(found)
+        return bool(found)
+
+    def completion(self, now: float) -> Completion:
+        """The finished request as its user sees it."""
+        assert self.finish_reason is not None
+        metrics, output = self.metrics, self.output
+        metrics.output_tokens = len(output)
+        metrics.e2e_s = (self.last_token if self.last_token is not None else now) - self.submitted
+        metrics.queue_s = (self.admitted if self.admitted is not None else now) - self.submitted
+        if self.first_token is not None and self.last_token is not None:
+            metrics.ttft_s = self.first_token - self.submitted
+            if len(output) > 1:
+                metrics.tpot_s = (self.last_token - self.first_token) / (len(output) - 1)
+        if metrics.verify_steps:
+            metrics.accept_length = metrics.emitted / metrics.verify_steps
+        return Completion(
+            index=self.index,
+            prompt_token_ids=self.tokens[: self.prompt_len],
+            token_ids=output,
+            text=self._shown(output),
+            finish_reason=self.finish_reason,
+            metrics=metrics,
+            logprobs=list(self.logprobs) if self.params.logprobs else None,
+        )
+
+    def _shown(self, output: list[int]) -> str:
+        """The output's text: up to its stop string, without the token that ended it."""
+        if self._text is not None and self._cut is not None:
+            return self._text.text[: self._cut]
+        ended = self.finish_reason == "stop" and bool(output) and output[-1] in self._ends
+        return self._decode(output[:-1] if ended and self.params.skip_special_tokens else output)

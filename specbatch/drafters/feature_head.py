@@ -1,0 +1,286 @@
+"""Chains and trees drafted by a head on the target's features: the mechanics that EAGLE, EAGLE-3 and MTP share.
+
+The pair (f_i, t_{i+1}) of a feature and the token behind it has its key and value at slot i of the head's own cache,
+under the target's pages. Which pairs are whole depends on what was accepted, so those features of a verify whose pairs
+are not written yet wait on the device, and the next draft begins with them.
+
+A prompt that continues a shared prefix finds the last pair of that prefix as somebody else made it, perhaps with
+another token behind: this costs at most a little acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbatch.core.attention_metadata import Prefill, Verify
+from specbatch.core.device_batch import DeviceBatch, Sampling
+from specbatch.core.embedded_prompt import Given
+from specbatch.draft_shape import DraftShape
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
+from specbatch.drafters.tree import Beams, expand
+from specbatch.drafters.verification import Proposal
+from specbatch.kernels.attention.qkv import split_heads
+from specbatch.kernels.drafting.draft_inputs import Due, beam_pairs, due_pairs, keep_waiting
+from specbatch.kernels.elementwise.gather_rows import rows_of_both
+from specbatch.kernels.sampling.argmax_topk import likeliest_embedded
+from specbatch.kernels.sampling.sampling import DRAFT
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, Features
+from specbatch.models.draft_head import DraftHead
+from specbatch.runtime.cuda_graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
+from specbatch.runtime.loader import Loader
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+
+
+class Pairs:
+    """Writes keys and values of a prompt's pairs. Nobody reads what the layer computes there, so it does not attend."""
+
+    def __init__(self, head: DraftHead, cache: KVCache) -> None:
+        self.counters = GraphCounters()
+        self._head = head
+        self._cache = cache
+
+    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, shape: Prefill) -> None:
+        """tokens int64 [T] behind the features taken [T, width] of the pass's tokens."""
+        self.counters.fall_back("off")
+        self._write(tokens, taken, shape.positions, shape.slots, self._given(shape))
+
+    def _given(self, shape: Prefill) -> Given | None:
+        return shape.given(self._head.embedding, ahead=1)
+
+    def _write(
+        self,
+        tokens: torch.Tensor,
+        taken: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        given: Given | None = None,
+    ) -> None:
+        head, cache = self._head, self._cache
+        _, qkv = head.enter(head.embed(tokens, given), head.project(taken))
+        split_heads(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
+
+
+class PairGraphs(Pairs):
+    """The same from one recording per token bucket."""
+
+    def __init__(self, head: DraftHead, cache: KVCache, recorder: Recorder, most: int) -> None:
+        """most: tokens of the largest pass."""
+        super().__init__(head, cache)
+        self._recorder = recorder
+        self._buckets = token_buckets(most)
+        self._graphs: dict[int, Program] = {}
+        device = head.embedding.device
+        # Tokens, positions and slots.
+        self._places = torch.zeros(3, most, dtype=torch.int64, device=device)
+        self._taken = torch.zeros(most, head.width, dtype=head.embedding.dtype, device=device)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def capture(self) -> Iterator[None]:
+        for bucket in reversed(self._buckets):
+
+            def program(count: int = bucket) -> None:
+                tokens, positions, slots = self._places[:, :count]
+                self._write(tokens, self._taken[:count], positions, slots)
+
+            self._recorder.warm(program)
+            self._graphs[bucket] = self._recorder.record(program)
+            yield
+
+    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, shape: Prefill) -> None:
+        given = self._given(shape)
+        if given is not None:
+            self.counters.fall_back("embeddings")
+            self._write(tokens, taken, shape.positions, shape.slots, given)
+            return
+        count = len(tokens)
+        bucket = bucket_of(self._buckets, count)
+        for static, here in zip(self._places, (tokens, shape.positions, shape.slots), strict=True):
+            static[:count].copy_(here)
+        self._taken[:count].copy_(taken)
+        self._places[2, count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
+        self._graphs[bucket]()
+        self.counters.replays += 1
+        self.counters.padded += bucket - count
+
+
+class FeatureChain(NoDraft):
+    """Up to `count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
+
+    It remembers per device row up to count + 1 projected features, those of a verify, and how many of them stand for
+    tokens that were kept: `ready`. They are those before the root, so their places are lengths - ready and on.
+
+    An iteration takes in as many waiting pairs as its own verify makes. Before it drafts fewer than the one before,
+    `shorten` therefore leaves one. Without drafts keys and values are written, and no more is computed.
+    """
+
+    def __init__(self, head: DraftHead, cache: KVCache, pairs: Pairs, count: int, slots: int, vocabulary: int) -> None:
+        """slots: device rows without the padding row; vocabulary: the target's."""
+        like = head.embedding
+        self._head = head
+        self._cache = cache
+        self._pairs = pairs
+        self._vocabulary = vocabulary
+        self._waiting = torch.zeros(slots + 1, count + 1, head.config.hidden_size, dtype=like.dtype, device=like.device)
+        self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
+
+    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
+        taken = self._head.take(features)
+        # Behind a prompt's last token stands whatever was there; that pair waits, too, and is written again.
+        self._pairs(batch.tokens[shape.rows, shape.positions + 1], taken, shape)
+        rows = shape.rows[shape.last]
+        self._waiting[rows, 0] = self._head.project(taken[shape.last])
+        self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
+
+    def propose(self, step: Step) -> Proposal:
+        if not step.count:
+            self._write(step)
+            return nothing(step)
+        hidden, places = self._newest(step)
+        drafts = step.rows.new_empty(len(step.rows), step.count)
+        laws: list[torch.Tensor] = []
+        for index in range(step.count):
+            embedded, law = self.choose(hidden, step.sampling, places[index], drafts[:, index])
+            laws += [] if law is None else [law]
+            if index + 1 < step.count:
+                place = places[index + 1]
+                hidden = self._run(step.verify(place, 1), embedded, hidden, place)
+        drafted = step.batch.everywhere(step.count, step.rows)
+        return Proposal(drafts, drafted, torch.cat(laws, 1) if laws else None)
+
+    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        hidden = self._head.project(self._head.take(features))
+        keep_waiting(hidden, step.rows, accepted, path, self._waiting, self._ready)
+
+    def shorten(self, step: Step) -> None:
+        rows, most = step.rows, self._waiting.shape[1]
+        self._write(step, most)
+        self._waiting[rows, 0] = self._waiting[rows, self._ready[rows] - 1]
+        self._ready.index_fill_(0, rows, 1)
+
+    def choose(
+        self, hidden: torch.Tensor, sampling: Sampling, places: torch.Tensor, out: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One token for each hidden [B, hidden_size], behind the pairs at `places` int64 [B]: to `out` int64 [B].
+        Returns its embedding [B, hidden_size], and float32 [B, 1, V] that it was drawn from, None if it is the
+        likeliest."""
+        head = self._head
+        logits, ids = head.logits(hidden), head.vocabulary
+        if not sampling.needs.sampled:
+            return likeliest_embedded(logits, head.embedding, ids, out), None
+        tokens, law = sampling.draw(logits[:, None], places[:, None] + 2, DRAFT)  # a pair's token is one further
+        if ids is not None:  # what the head cannot draft has probability 0
+            tokens, law = ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
+        return head.embed(out.copy_(tokens[:, 0])), law
+
+    def _newest(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root,
+        and the places from its own on, int64 [n, B]."""
+        most = min(step.count + 1, self._waiting.shape[1])
+        due = self._due(step, most)
+        return self._run(step.verify(due.start, most), due.embedded, due.hidden, due.positions, due.newest), due.places
+
+    def _write(self, step: Step, most: int = 1) -> None:
+        """Write the pairs that have waited, up to `most` of a row, and compute nothing else."""
+        due, size, cache = self._due(step, most), step.page_size, self._cache
+        rows = step.rows.repeat_interleave(most)
+        slots = step.batch.page_table[rows, due.positions // size] * size + due.positions % size
+        _, qkv = self._head.enter(due.embedded, due.hidden)
+        split_heads(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
+
+    def _due(self, step: Step, most: int) -> Due:
+        """Up to `most` pairs of each row. Of those beyond the ready ones the places are written again before anything
+        sees them."""
+        memory = self._waiting, self._ready
+        return due_pairs(step.batch.tokens, step.rows, step.lengths, *memory, self._head.embedding, most)
+
+    def _run(
+        self,
+        shape: Verify,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pairs of `shape` through the layer: the hidden states [n, hidden_size] of `rows`, or of all."""
+        head = self._head
+        x, qkv = head.enter(embedded, hidden)
+        attended = shape.on(self._cache).attend(0, qkv, head.heads, positions)
+        if rows is not None:
+            x, attended = rows_of_both(x, attended, rows)
+        return head.leave(x, attended)
+
+
+class FeatureTree(FeatureChain):
+    """The same by best-first expansion. The pair of the root is the tree's own root: nodes stand behind it."""
+
+    def __init__(
+        self, head: DraftHead, cache: KVCache, pairs: Pairs, shape: DraftShape, slots: int, vocabulary: int
+    ) -> None:
+        super().__init__(head, cache, pairs, shape.steps, slots, vocabulary)
+        self._shape = shape
+
+    def propose(self, step: Step) -> Proposal:
+        head = self._head
+        newest, places = self._newest(step)
+        before, root = newest[:, None], places[0]
+
+        def run(beams: Beams) -> torch.Tensor:
+            nonlocal before
+            width = beams.tokens.shape[1]
+            pairs = beam_pairs(beams.tokens, beams.origin, before, root, beams.depth, head.embedding)
+            hidden = self._run(step.verify(root, width, beams.ancestors, beams.first), *pairs)
+            before = hidden.unflatten(0, (-1, width))
+            logits: torch.Tensor = head.logits(hidden).unflatten(0, (-1, width))
+            return logits
+
+        drafts, ancestors = expand(head.logits(newest), self._shape, run, head.vocabulary)
+        drafted = step.batch.everywhere(self._shape.tokens, step.rows)
+        return Proposal(drafts, drafted, ancestors=ancestors)
+
+
+def head_plan(
+    build: Callable[[Decoder, Loader], FeatureChain],
+    layer: ModelConfig,
+    config: EngineConfig,
+    *,
+    weights: ModelConfig | None = None,
+    parameters: int = 0,
+    every: bool = True,
+    aux: tuple[int, ...] = (),
+) -> DraftPlan:
+    """What a head of one `layer` takes; weights, parameters, every and aux as in `DraftPlan`. Of a request that ends,
+    the pairs of the newest verify still wait."""
+    shape = config.speculation.shape
+    return DraftPlan(
+        build,
+        layer,
+        kv_layers=1,
+        weights=weights,
+        parameters=parameters,
+        every=every,
+        aux=aux,
+        slots=shape.draft_slots,
+        lag=shape.steps + 1,
+    )
+
+
+def feature_chain(head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int) -> FeatureChain:
+    """The drafter of an engine, and its pairs among the loader's ways through a prompt."""
+    cache = loader.cache(head.config, 1, "draft")
+    pairs = Pairs(head, cache)
+    if loader.recorder is not None:
+        pairs = PairGraphs(head, cache, loader.recorder, loader.chunk)
+    loader.forwards["draft"] = pairs
+    shape, slots = config.speculation.shape, config.max_running
+    if shape.topk > 1:
+        return FeatureTree(head, cache, pairs, shape, slots, vocabulary)
+    return FeatureChain(head, cache, pairs, shape.tokens, slots, vocabulary)

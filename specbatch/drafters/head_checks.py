@@ -1,0 +1,78 @@
+"""What is checked and told of a draft head before anything is loaded: does it belong to this target?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specbatch.errors import refuse
+from specbatch.models.config import ModelConfig
+from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Shapes
+from specbatch.weights.draft_heads import DraftFiles
+
+if TYPE_CHECKING:
+    from specbatch.config import Speculation
+    from specbatch.weights import Checkpoint, Log
+
+
+def expect(files: DraftFiles, algorithm: str) -> None:
+    """Refuse an EAGLE-3 head as "eagle" and the reverse: it would run, and no draft would be accepted."""
+    names = files.shapes
+    found = "eagle3" if f"{LAYER}.hidden_norm.weight" in names else "eagle"
+    if "fc.weight" not in names or (found == "eagle" and f"{LAYER}.input_layernorm.weight" in names):
+        works = (
+            "its tensors are those of no EAGLE head: fc, and a first layer with hidden_norm or without input_layernorm"
+        )
+        raise refuse("draft", files.origin, works)
+    if found != algorithm:
+        has = "a" if found == "eagle3" else "no"
+        works = f"{files.origin} has {has} tensor {LAYER}.hidden_norm, so it is for algorithm {found!r}; use that"
+        raise refuse("algorithm", algorithm, works)
+
+
+def fit(
+    layer: ModelConfig, target_hidden: int, files: DraftFiles, target: Checkpoint, asked: Speculation, log: Log
+) -> ModelConfig:
+    """`layer` as it runs beside the target, after comparing both; tells what was compared."""
+    beside = target.config
+    for what, own, wanted in (
+        ("vocabulary", layer.vocab_size, beside.vocab_size),
+        ("hidden size of features", target_hidden, beside.hidden_size),
+    ):
+        if own != wanted:
+            works = f"its {what} is {own} and that of {target.name} is {wanted}; use a head that was made for it"
+            raise refuse("draft", files.origin, works)
+    rope = layer.rope
+    if asked.draft_rope_theta is not None:
+        rope = replace(rope, theta=asked.draft_rope_theta, source="draft_rope_theta")
+    lent = [name for name, tensor in (("embedding", EMBEDDING), ("output matrix", HEAD)) if tensor not in files.shapes]
+    log(
+        f"draft: {files.name} ({files.origin}), {parameters(files.shapes) / 1e6:.1f} M parameters; hidden size "
+        f"{layer.hidden_size}, {layer.num_heads} heads ({layer.num_kv_heads} KV) of {layer.head_dim}"
+        + (f"; the target's {' and '.join(lent)}" if lent else "")
+    )
+    log(f"draft: {rope}, the target's theta is {beside.rope.theta:g}; made for {layer.max_position} positions")
+    # Heads are trained on short texts and used on long ones: farther out they are worse, not wrong.
+    return replace(layer, rope=rope, max_position=max(layer.max_position, beside.max_position))
+
+
+def parameters(shapes: Shapes) -> int:
+    """Of its weights; a map between vocabularies is none."""
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in ("d2t", "t2d"))
+
+
+def usual_head(target: ModelConfig) -> dict[str, Any]:
+    """The config.json of a Llama layer of the target's sizes, as most published heads have it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "max_position_embeddings": target.max_position,
+        "rms_norm_eps": target.rms_norm_eps,
+    }

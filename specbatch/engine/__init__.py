@@ -1,0 +1,1 @@
+"""The engine: scheduling, the device step, prefill and scoring."""

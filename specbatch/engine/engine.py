@@ -1,0 +1,400 @@
+"""The engine: owns model, caches, drafter and schedule; prompts go in, completions come out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from specbatch.config import EngineConfig
+from specbatch.core.async_copy import on_device
+from specbatch.core.embedded_prompt import EmbeddedPrompt
+from specbatch.core.request import Completion, Request, SamplingParams
+from specbatch.engine.builder import Say, build
+from specbatch.engine.schedules import SCHEDULES
+from specbatch.engine.scoring import Likelihood, OnScore, Pair
+from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.memory.planner import ALONE, Place
+from specbatch.memory.state_cache import StateCounters
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.progress import Report
+from specbatch.records.acceptance import Watch, suspects
+from specbatch.records.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
+
+Prompt = str | list[int] | EmbeddedPrompt
+Params = SamplingParams | Sequence[SamplingParams] | None
+Events = Generator["StreamEvent", None, None]
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """New tokens of the prompt at `index`; its `completion` on the last event, else None."""
+
+    index: int
+    token_ids: list[int]
+    completion: Completion | None
+
+
+class Engine:
+    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load.
+
+    `report` hears of the progress in recording graphs. `weights_of`: an open engine whose target weights are used in
+    place of a copy of one's own. `place`: among engines that do so in turn, who then share the memory alike.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log: Say | None = None,
+        report: Report | None = None,
+        weights_of: Engine | None = None,
+        place: Place = ALONE,
+    ) -> None:
+        log = log or (lambda line: None)
+        if weights_of is not None:
+            weights_of._check_sharing(config)
+        parts = build(
+            config,
+            log,
+            report or (lambda done, total: None),
+            self._on_tokens,
+            shared=None if weights_of is None else weights_of._model,
+            place=place,
+        )
+        self.config = parts.config
+        self.device = parts.device
+        self.tokenizer = parts.tokenizer
+        self.plan = parts.plan
+        self.caps = parts.caps
+        self.model_config: ModelConfig = parts.model.config
+        self._model: Decoder = parts.model
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self._scorer, self._tally = parts.scorer, parts.scorer.tally
+        self._forwards = parts.forwards
+        self._schedule = SCHEDULES[config.speculation.schedule](self._runner)
+        self._active: dict[int, Request] = {}
+        self._aborted: set[int] = set()
+        self._events: list[StreamEvent] = []
+        self._state = "ready"  # or "busy" while a stream is open, or "closed"
+        self._trusted = True
+        speculation = config.speculation
+        judged = speculation.drafted and speculation.simulate_accept_length is None
+        causes = suspects(speculation.algorithm, config.load_format)
+        self._watch = Watch(causes, log, parts.drafter.second_look) if judged else None
+        self._end_tokens = frozenset(self.tokenizer.eos_ids)
+        self.reset_record()
+
+    # -- work -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        concurrency: int | None = None,
+        arrivals: Sequence[float] | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt (text, token ids or an `EmbeddedPrompt`); completions come in the order of the prompts.
+
+        `params`: one for all, or one per prompt. `concurrency`: keep at most that many requests submitted and
+        unfinished; None submits all at once. `arrivals`: when each prompt arrives, in seconds from now, rising; its
+        times count from there, also while `concurrency` or a step that runs keeps it out. `on_completion` is called as
+        each one ends. All prompts are checked before any work; an interruption drops what is unfinished.
+        """
+        done: dict[int, Completion] = {}
+        with closing(self.stream(prompts, params, concurrency=concurrency, arrivals=arrivals)) as events:
+            for event in events:
+                if event.completion is not None:
+                    done[event.index] = event.completion
+                    if on_completion is not None:
+                        on_completion(event.completion)
+        return [done[index] for index in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        concurrency: int | None = None,
+        arrivals: Sequence[float] | None = None,
+    ) -> Events:
+        """As `generate`, handing tokens over as the host learns of them. One stream may be open at a time."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
+        if concurrency is not None:
+            at_least("concurrency", concurrency, 1)
+        if arrivals is not None and (len(arrivals) != len(prompts) or sorted(arrivals) != list(arrivals)):
+            raise refuse("arrivals", f"{len(arrivals)} times", f"give {len(prompts)} seconds that rise, one per prompt")
+        self._require("ready")
+        settings = self._settings(params, len(prompts))
+        encoded = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
+        for index, (prompt, setting) in enumerate(zip(encoded, settings, strict=True)):
+            self.check(prompt.token_ids, setting, index)
+        return self._work(encoded, settings, concurrency or len(encoded), arrivals)
+
+    def _work(
+        self,
+        prompts: list[EmbeddedPrompt],
+        settings: list[SamplingParams],
+        concurrency: int,
+        arrivals: Sequence[float] | None,
+    ) -> Events:
+        self._require("ready")
+        start = time.perf_counter()
+        self._state = "busy"
+        self._aborted.clear()
+        waiting = deque(range(len(prompts)))
+        try:
+            while waiting or self._active or self._events:
+                while waiting and len(self._active) < concurrency:
+                    now = time.perf_counter()
+                    arrived = now if arrivals is None else start + arrivals[waiting[0]]
+                    if (early := arrived - now) > 0:
+                        if self._active or self._events:
+                            break
+                        time.sleep(early)
+                    index = waiting.popleft()
+                    self._submit(index, prompts[index], settings[index], arrived)
+                    if index in self._aborted:
+                        self.abort(index)
+                if self._active and not self._step() and not self._events:
+                    raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
+                yield from self._take_events()
+                self._require("busy")
+            while self._step():  # what v2 still has in flight: void rows of requests that have ended
+                pass
+            if self._watch is not None:
+                with on_device(self.device):
+                    ended = [item for item in self._completions if item.finish_reason != "abort"]
+                    self._watch.end([item for item in ended if not item.metrics.embedded_tokens])
+        except (Exception, KeyboardInterrupt) as error:
+            self._trusted = False
+            yield from self._take_events()  # what had ended by then is not lost
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self.plan.out_of_memory("running prompts") from error
+            raise
+        finally:
+            self._drop_work()
+            if self._state == "busy":
+                self._state = "ready"
+
+    def check(self, tokens: Sequence[int], params: SamplingParams, index: int = 0) -> None:
+        """Refuse a prompt that could never run: none, too long with its answer, or with ids that the model has not."""
+        self._scheduler.check(len(tokens), params.max_new_tokens, index)
+        wrong = [token for token in tokens if not 0 <= token < self.model_config.vocab_size]
+        if wrong:
+            raise refuse(
+                f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
+            )
+
+    def score(self, pairs: Sequence[Pair], *, on_score: OnScore | None = None) -> list[Likelihood]:
+        """How likely each continuation is behind its context: pairs of two lists of token ids, neither empty.
+
+        The target runs alone, whatever `speculation` says: of a given text nothing is drafted. Texts go through it as
+        prompts do; the prefix cache is emptied. The last token, which nothing follows, does not count in
+        `max_model_len`. `on_score` is called with the index of each pair as it ends.
+        """
+        self.forget_prefixes()
+        self._state = "busy"
+        try:
+            with on_device(self.device):
+                return self._scorer.score(self._scorer.checked(pairs), on_score)
+        except torch.OutOfMemoryError as error:
+            raise self.plan.out_of_memory("scoring") from error
+        finally:
+            self._state = "ready"
+
+    def next_logits(self, tokens: list[int]) -> torch.Tensor:
+        """float32 [V] on the host: what the model says behind `tokens`, in a prompt pass like any other."""
+        seen: list[torch.Tensor] = []
+        self._runner.watch_logits(lambda logits: seen.append(logits[0].float().cpu()))
+        try:
+            self.generate([tokens], SamplingParams(max_new_tokens=1))
+        finally:
+            self._runner.watch_logits(None)
+        return seen[0]
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that what is measured next begins with none."""
+        self._require("ready")
+        self._scheduler.forget_prefixes()
+
+    def abort(self, index: int) -> None:
+        """End the request of that prompt; its completion so far follows with finish_reason "abort"."""
+        request = self._active.get(index)
+        if request is None:
+            self._aborted.add(index)  # it may still wait for its turn
+        else:
+            self._end(request, "abort")
+            self._finish(request, [])
+
+    # -- records ----------------------------------------------------------------------------------------------
+
+    def reset_record(self) -> None:
+        """Start a new measured window: with the next submission, or now if requests are under way."""
+        self._completions: list[Completion] = []
+        self._opened: float | None = time.perf_counter() if self._active else None
+        self._closed = 0.0
+        self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
+        self._counters = self._runner.start_record()
+        self._tally.reset()
+        self._graph_counters = {"decode": self._runner.decode_counters}
+        self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
+        for counters in self._graph_counters.values():
+            counters.reset()
+        if self._scheduler.checkpoints is not None:
+            self._scheduler.checkpoints.counters = StateCounters()
+
+    @property
+    def iterations(self) -> int:
+        """Iterations launched in the window; `record` would tell too, at some milliseconds a call."""
+        return self._counters.iterations
+
+    def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        """All work since the engine was made or `reset_record` was called."""
+        window = 0.0
+        if self._opened is not None:  # up to the last completion, or to now if there is none yet
+            window = (self._closed if self._completions else time.perf_counter()) - self._opened
+        metrics = summarize(self._completions, window, concurrency)
+        metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
+        counters = self._counters.as_dict()
+        counters["emitted_histogram"] = emitted_histogram(self._completions)
+        counters["acceptance"] = acceptance(self._completions).as_counters()
+        counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
+        if self._scheduler.checkpoints is not None:
+            counters["states"] = asdict(self._scheduler.checkpoints.counters)
+        metrics |= device_numbers(counters)
+        rows = [item.as_row() for item in self._completions]
+        if self._tally.rows:
+            counters["scoring"] = self._tally.numbers()
+            if not rows:  # then this is all there is to tell
+                metrics, rows = counters["scoring"], list(self._tally.rows)
+        return RunRecord(
+            config=self.config.as_dict(),
+            caps=dict(self.caps),
+            metrics=metrics,
+            counters=counters,
+            requests=rows,
+            workload=workload or {},
+        )
+
+    def close(self) -> None:
+        """Free the memory of model and caches. The engine cannot be used afterwards."""
+        if self._state == "closed":
+            return
+        self._drop_work()
+        self._state = "closed"
+        self._runner.graphs = None  # they know the runner, which must go at once
+        self._watch = None  # it may know the model
+        del self._runner, self._scorer, self._schedule, self._forwards, self._model
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _require(self, state: str) -> None:
+        if self._state == state:
+            return
+        if self._state == "closed":
+            raise SpecbatchError("the engine is closed: build a new one")
+        raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+
+    def _check_sharing(self, config: EngineConfig) -> None:
+        """Refuse to lend the weights to an engine that asks for others."""
+        if self._state == "closed":
+            raise refuse("weights_of", "a closed engine", "share the weights of an open one")
+        for name in ("model", "load_format", "seed"):
+            if getattr(config, name) != getattr(self.config, name):
+                works = f"the weights are those of {name}={getattr(self.config, name)!r}; ask for the same"
+                raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
+
+    def _step(self) -> bool:
+        with on_device(self.device):
+            return self._schedule.step()
+
+    def _take_events(self) -> list[StreamEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _drop_work(self) -> None:
+        """Forget what an error, a closed stream or a closed engine leaves unfinished."""
+        for request in list(self._active.values()):
+            self._end(request, "abort")
+        self._events.clear()
+        if self._state != "closed":
+            self._schedule.drop()
+        if not self._trusted:  # a pass that was planned may not have run: its pages hold anything
+            self._scheduler.forget_prefixes()
+            self._trusted = True
+
+    def _settings(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        wrong = [params] if isinstance(params, dict) else [x for x in params if not isinstance(x, SamplingParams)]
+        if wrong:
+            raise refuse("params", type(wrong[0]).__name__, "give one SamplingParams, or a list of them")
+        if len(params) != count:
+            raise refuse("params", len(params), f"give one SamplingParams, or one for each of the {count} prompts")
+        return list(params)
+
+    def _encode(self, index: int, prompt: Prompt) -> EmbeddedPrompt:
+        if isinstance(prompt, str):
+            return EmbeddedPrompt(self.tokenizer.encode(prompt))
+        asked = prompt if isinstance(prompt, EmbeddedPrompt) else EmbeddedPrompt(prompt)
+        return asked.checked(index, self.model_config.hidden_size)
+
+    def _submit(self, index: int, prompt: EmbeddedPrompt, params: SamplingParams, arrived: float) -> None:
+        if self._opened is None:
+            self._opened = arrived
+        decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        request = Request(
+            index,
+            list(prompt.token_ids),
+            params,
+            end_tokens=self._end_tokens,
+            decode=decode,
+            submitted=arrived,
+            embeddings=prompt.embeddings,
+        )
+        self._active[index] = request
+        self._scheduler.add(request)
+
+    def _on_tokens(self, request: Request, tokens: list[int]) -> None:
+        assert request.last_token is not None
+        assert self._opened is not None
+        self._per_second[int(request.last_token - self._opened)] += len(tokens)
+        if request.finished:
+            self._finish(request, tokens)
+        else:
+            self._events.append(StreamEvent(request.index, tokens, None))
+
+    def _finish(self, request: Request, tokens: list[int]) -> None:
+        now = time.perf_counter()
+        completion = request.completion(now)
+        self._closed = now
+        self._active.pop(request.index, None)
+        self._completions.append(completion)
+        if self._watch is not None and completion.finish_reason != "abort":
+            self._watch.see(completion.metrics.acceptance)
+        self._events.append(StreamEvent(request.index, tokens, completion))
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self._scheduler.release(request)
+        self._active.pop(request.index, None)

@@ -1,0 +1,79 @@
+"""Spec v1 and spec v2: two orders of the same three helpers around the same iteration.
+
+Tokens and acceptance are equal by construction. v1 waits for result n before it plans n + 1; v2 plans and launches
+n + 1 from upper bounds while n runs, and handles n one step late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from specbatch.engine.runner import Launched, Runner
+from specbatch.engine.scheduler import OutOfPagesError
+
+
+class Schedule(Protocol):
+    def step(self) -> bool:
+        """Advance everything by one iteration; false when there was nothing to do."""
+        ...
+
+    def drop(self) -> None:
+        """Forget results in flight."""
+
+
+class Synchronous:
+    """v1: draft, verify, wait."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def step(self) -> bool:
+        runner = self._runner
+        before = runner.counters.prefill_passes
+        first = runner.prefill()
+        if first is not None:
+            runner.handle(first)
+        result = runner.decode(may_retract=True)
+        if result is not None:
+            runner.handle(result)
+        return result is not None or runner.counters.prefill_passes > before
+
+    def drop(self) -> None:
+        pass
+
+
+class Overlapped:
+    """v2: the device never waits for the host; results are handled one step late."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._in_flight: Launched | None = None
+
+    def step(self) -> bool:
+        runner, previous = self._runner, self._in_flight
+        before = runner.counters.prefill_passes
+        first = runner.prefill()
+        if first is not None and first.ticket.ready():
+            runner.handle(first)
+            first = None
+        try:
+            self._in_flight = runner.decode(may_retract=previous is None)
+        except OutOfPagesError:
+            # What is in flight may end requests and free their pages: look at it before taking anybody's.
+            assert previous is not None
+            runner.handle(previous)
+            previous = None
+            self._in_flight = runner.decode(may_retract=True)
+        late = previous is not None
+        if previous is not None:
+            runner.handle(previous, overlapped=self._in_flight is not None)
+        if first is not None:  # waits for the prefill only: the iteration behind it goes on
+            runner.handle(first)
+        return late or self._in_flight is not None or runner.counters.prefill_passes > before
+
+    def drop(self) -> None:
+        self._in_flight = None
+
+
+SCHEDULES: dict[str, Callable[[Runner], Schedule]] = {"v1": Synchronous, "v2": Overlapped}

@@ -1,0 +1,1 @@
+"""Batch jobs over files and data sets of prompts."""

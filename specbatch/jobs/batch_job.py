@@ -1,0 +1,325 @@
+"""Prompts in, answers out: order kept, resumable, and the output appears only when it is complete.
+
+    job = BatchJob.open("in.jsonl", "out.jsonl", config, SamplingParams(max_new_tokens=64))
+    with Engine(config) as engine:
+        job.run(engine)
+
+In and out are JSONL or data sets (`specbatch.jobs.dataset`). Finished rows are appended to `out.jsonl.partial`, whose
+first line says what they were made from. Running the same job again continues it; a job that differs (input, model,
+sampling ...) is refused with what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+from specbatch.config import EngineConfig
+from specbatch.core.request import Completion, SamplingParams
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.jobs.dataset import is_saved, read_rows, write_rows
+from specbatch.jobs.partial import PartialRows, row_seed
+from specbatch.jobs.prompts import BadLine, Prompt, scan_prompts, where
+from specbatch.progress import NotedReport, Speed
+from specbatch.records.metrics import write_atomic
+
+if TYPE_CHECKING:
+    from specbatch.engine.engine import Engine
+
+FORMAT = 2
+SHOWN = 20  # bad lines that are told one by one
+SECONDS_BETWEEN_REPORTS = 0.2
+_MAKES_TOKENS = (
+    "model",
+    "dtype",
+    "kv_dtype",
+    "float8_activations",
+    "state_dtype",
+    "load_format",
+    "tokenizer",
+    "seed",
+    "speculation",
+)  # settings a resume must share
+_TYPES = {
+    "index": "int64",
+    "id": "string",  # or int64
+    "text": "string",
+    "token_ids": "[int32]",
+    "finish_reason": "string",
+    "prompt_tokens": "int64",
+    "output_tokens": "int64",
+    "accept_length": "float64",
+    "verify_steps": "int64",
+    "ttft_s": "float64",
+    "tpot_s": "float64",
+    "e2e_s": "float64",
+}  # of the columns of a data set
+
+
+@dataclass
+class BatchJob:
+    """A checked job: nothing that could be refused without the model is wrong any more.
+
+    prompts: by the index of their rows, which is the place of the line or row in the input, from 0, whether or not
+    those before it are blank or left out. skipped: bad lines that are left out.
+    """
+
+    source: str
+    output: Path
+    prompts: dict[int, Prompt]
+    params: SamplingParams
+    chat_template: bool
+    seed: int
+    kept: PartialRows
+    log: Callable[[str], None]
+    overwrite: bool = False
+    replaces: bool = False  # an output was there at the start; it stays until the new one is complete
+    skip_bad: bool = False
+    skipped: list[BadLine] = field(default_factory=list)
+
+    @classmethod
+    def open(
+        cls,
+        source: str | Path,
+        output: str | Path,
+        config: EngineConfig,
+        params: SamplingParams,
+        *,
+        chat_template: bool = True,
+        overwrite: bool = False,
+        split: str | None = None,
+        column: str | None = None,
+        skip_bad: bool = False,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> BatchJob:
+        """Read the input and what an interrupted run left.
+
+        `output` ends in .jsonl or .parquet, or it is a folder: a name without an ending, or with a / behind it.
+        `overwrite` starts anew whatever is there; nothing is touched before `run` has checked the prompts. `split`,
+        `column`: as in `scan_prompts`. `skip_bad`: leave bad lines out, each told to `log`.
+        Refused: bad lines, all of them at once, an output that exists, a partial output of another job, a place that
+        cannot be written, the input itself.
+        """
+        found = scan_prompts(source, split=split, column=column)
+        prompts = {item.line - 1: item for item in found if isinstance(item, Prompt)}
+        place = _place_of(output)
+        replaces = _is_there(place)
+        if replaces and Path(source).exists() and (place.samefile(source) or _holds(place, source)):
+            raise refuse("output", str(place), "is the input; name another one")
+        settings = config.as_dict()
+        asked = [[index, item.form, item.value, item.id] for index, item in prompts.items()]
+        header = {
+            "format": FORMAT,
+            "input_sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+            **{name: settings[name] for name in _MAKES_TOKENS},
+            "sampling": asdict(params),
+            "chat_template": chat_template,
+        }
+        seed = config.seed if params.seed is None else params.seed
+        kept = PartialRows(
+            place.with_name(f"{place.name}.partial"),
+            header,
+            lambda row: row["index"] in prompts and "token_ids" in row,
+            anew="pass --overwrite",
+        )
+        job = cls(str(source), place, prompts, params, chat_template, seed, kept, log, overwrite, replaces, skip_bad)
+        job._leave_out([item for item in found if isinstance(item, BadLine)], len(found))
+        if not job._is_jsonl:
+            _id_type(prompts, place)
+        if replaces and not overwrite and not job.partial.exists():
+            raise job._exists()
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=place.parent).close()  # an unwritable place is found now, not after the run
+            if job.partial.exists() and not overwrite:
+                kept.load()
+        except OSError as error:
+            raise refuse("output", str(place), f"cannot be written ({error.strerror}); name another file") from error
+        return job
+
+    @property
+    def partial(self) -> Path:
+        return self.kept.path
+
+    @property
+    def finished(self) -> dict[int, dict[str, Any]]:
+        """Output rows by index, those of an interrupted run among them."""
+        return self.kept.rows
+
+    def run(
+        self, engine: Engine, *, concurrency: int | None = None, report: NotedReport | None = None
+    ) -> list[dict[str, Any]]:
+        """Generate what is missing and write the output; return its rows in input order.
+
+        Refused, or left out with `skip_bad`: prompts that this engine cannot run. KeyboardInterrupt and errors leave
+        the finished rows in the partial file.
+        """
+        encoded = self._encode(engine, {i: item for i, item in self.prompts.items() if i not in self.finished})
+        total = len(self.finished) + len(encoded)
+        with self.kept.claim() as keep:
+            if _is_there(self.output) and not self.replaces:  # another process was faster
+                raise self._exists()
+            try:
+                self._generate(engine, encoded, concurrency, keep, total, report)
+            except KeyboardInterrupt:
+                kept = f"kept {len(self.finished)} finished of {total} in {self.partial}"
+                same = "the same command without --overwrite" if self.overwrite else "the same command"
+                raise KeyboardInterrupt(f"{kept}; {same} continues") from None
+            rows = [row for _, row in sorted(self.finished.items())]
+            self._write(rows)
+            self.partial.unlink()
+        return rows
+
+    def _generate(
+        self,
+        engine: Engine,
+        encoded: Mapping[int, list[int]],
+        concurrency: int | None,
+        keep: Callable[[dict[str, Any]], None],
+        total: int,
+        report: NotedReport | None,
+    ) -> None:
+        indices, speed, told = list(encoded), Speed(), 0.0
+        if not indices:
+            return
+        params = [replace(self.params, seed=row_seed(self.seed, index)) for index in indices]
+        with closing(engine.stream(list(encoded.values()), params, concurrency=concurrency)) as events:
+            for event in events:
+                completion = event.completion
+                speed.add(event.index, len(event.token_ids), ended=completion is not None)
+                if completion is not None and completion.finish_reason != "abort":
+                    keep(self._row(indices[event.index], completion))
+                now = time.monotonic()
+                if report is not None and (now - told > SECONDS_BETWEEN_REPORTS or len(self.finished) == total):
+                    report(len(self.finished), total, str(speed))
+                    told = now
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        if self._is_jsonl:
+            write_atomic(self.output, "".join(json.dumps(row) + "\n" for row in rows))
+            return
+        kind = _id_type(self.prompts, self.output)
+        types = {name: of for name, of in _TYPES.items() if name != "id"}
+        write_rows(self.output, rows, types if kind is None else {"index": "int64", "id": kind} | types)
+
+    def _leave_out(self, bad: list[BadLine], total: int) -> None:
+        """Tell of bad lines among `total`. Refused: any without `skip_bad`, and nothing but bad ones."""
+        if not bad:
+            return
+        self.skipped += bad
+        lines = [f"{where(self.source, item.line)}: {item.what}" for item in bad[:SHOWN]]
+        lines += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
+        if self.skip_bad and len(bad) < total:
+            for line in lines:
+                self.log(f"skipped {line}")
+            return
+        if len(bad) == 1:
+            hint = " (--skip-bad leaves it out)" if total > 1 else ""
+            raise refuse("input", where(self.source, bad[0].line), bad[0].what + hint)
+        works = "mend them, or pass --skip-bad to leave them out" if len(bad) < total else "mend them"
+        raise refuse("input", self.source, "\n".join([f"{len(bad)} of {total} lines are bad; {works}:", *lines]))
+
+    @property
+    def _is_jsonl(self) -> bool:
+        return self.output.suffix == ".jsonl"
+
+    def _exists(self) -> SpecbatchError:
+        return refuse("output", str(self.output), "exists already; name another file or pass --overwrite")
+
+    def _encode(self, engine: Engine, missing: Mapping[int, Prompt]) -> dict[int, list[int]]:
+        """Token ids by index, of what this engine can run."""
+        encoded: dict[int, list[int]] = {}
+        bad: list[BadLine] = []
+        for index, prompt in missing.items():
+            try:
+                ids = prompt.encode(engine.tokenizer, chat_template=self.chat_template)
+                engine.check(ids, self.params, index)
+            except SpecbatchError as error:
+                bad.append(BadLine(prompt.line, str(error)))
+            else:
+                encoded[index] = ids
+        self._leave_out(bad, len(self.prompts))
+        return encoded
+
+    def _row(self, index: int, completion: Completion) -> dict[str, Any]:
+        metrics = completion.metrics
+        row: dict[str, Any] = {"index": index}
+        if self.prompts[index].id is not None:
+            row["id"] = self.prompts[index].id
+        row |= {
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "prompt_tokens": metrics.prompt_tokens,
+            "output_tokens": metrics.output_tokens,
+            "accept_length": metrics.accept_length,
+            "verify_steps": metrics.verify_steps,
+            "ttft_s": metrics.ttft_s,
+            "tpot_s": metrics.tpot_s,
+            "e2e_s": metrics.e2e_s,
+        }
+        return row
+
+
+def read_output(output: Path) -> list[dict[str, Any]]:
+    """The rows of a finished output, of whichever kind."""
+    if output.is_file() and output.suffix != ".parquet":
+        return [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
+    there = dict.fromkeys(name for name in _TYPES if name != "id")  # as in a line, though it may be none
+    return [there | row for row in read_rows("output", output, None, _TYPES)]
+
+
+def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
+    """The numbers of a run in a line."""
+    said = f"{metrics['requests']} prompts, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
+    if metrics["output_throughput"] is not None:
+        said += f": {metrics['output_throughput']:.0f} tok/s"
+    if drafts and metrics["accept_length"] is not None:
+        said += f", accept length {metrics['accept_length']:.2f}"
+    return said
+
+
+def _place_of(output: str | Path) -> Path:
+    """Where the output goes. Refused: an ending that is of another format, and what is there and is no output."""
+    place = Path(output)
+    if place.suffix in (".jsonl", ".parquet"):
+        if place.is_dir():
+            raise refuse("output", str(place), f"is a folder; name a {place.suffix} file")
+        return place
+    if place.suffix and not str(output).endswith("/"):
+        works = "name a .jsonl or .parquet file, or a folder (with a / at the end if its name has a dot)"
+        raise refuse("output", str(output), works)
+    if place.exists() and not place.is_dir():
+        raise refuse("output", str(place), "exists already and is no folder; name another one")
+    if place.is_dir() and not is_saved(place):
+        raise refuse("output", str(place), "is a folder with other things in it; name a new one, or a .jsonl file")
+    return place
+
+
+def _is_there(output: Path) -> bool:
+    """Is there something that an output would replace? An empty folder is nothing."""
+    return output.exists() and not (output.is_dir() and not any(output.iterdir()))
+
+
+def _holds(output: Path, source: str | Path) -> bool:
+    return output.resolve() in Path(source).resolve().parents
+
+
+def _id_type(prompts: Mapping[int, Prompt], output: Path) -> str | None:
+    """The one type of all ids, None without any. Refused: two types, and numbers beyond 64 bits."""
+    ids = [item.id for item in prompts.values() if item.id is not None]
+    if not ids:
+        return None
+    if all(isinstance(item, str) for item in ids):
+        return "string"
+    if all(isinstance(item, int) and -(2**63) <= item < 2**63 for item in ids):
+        return "int64"
+    works = "a column has one type, and the ids are texts and numbers, or numbers beyond 64 bits; name a .jsonl file"
+    raise refuse("output", str(output), works)

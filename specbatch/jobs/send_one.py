@@ -1,0 +1,85 @@
+"""One fixed prompt, greedy: the quickest look at latency, acceptance and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specbatch.config import Speculation
+from specbatch.core.request import Completion, IncrementalText, SamplingParams
+from specbatch.engine.draft_length import steps_text
+from specbatch.records import acceptance
+
+if TYPE_CHECKING:
+    from specbatch.engine.engine import Engine
+
+PROMPT = '''def word_counts(text: str) -> dict[str, int]:
+    """Count how often each word occurs in the text, ignoring case."""
+    counts: dict[str, int] = {}
+    for word in text.lower().split():
+        counts[word] = counts.get(word, 0) + 1
+    return counts
+
+
+def letter_counts(text: str) -> dict[str, int]:
+    """Count how often each letter occurs in the text, ignoring case."""
+'''
+HEADERS = {
+    "latency_s": "Latency (s)",
+    "tokens": "Tokens",
+    "accept_length": "Acc Length",
+    "speed": "Speed (token/s)",
+}
+WARM_UP_TOKENS = 8
+
+
+def send_one(
+    engine: Engine, prompt: str, params: SamplingParams, *, write: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Run `prompt` once, after a short warm-up of the same prompt; `write` gets the text as it arrives.
+
+    Returns latency_s (submission to last token), tokens, accept_length (1 where nothing was verified), speed
+    (tokens per second of latency), text, finish_reason and the record of the run.
+    """
+    engine.generate([prompt], replace(params, max_new_tokens=min(params.max_new_tokens, WARM_UP_TOKENS)))
+    engine.reset_record()
+    completion = _stream(engine, prompt, params, write) if write else engine.generate([prompt], params)[0]
+    metrics = completion.metrics
+    return {
+        "latency_s": metrics.e2e_s,
+        "tokens": metrics.output_tokens,
+        "accept_length": 1.0 if metrics.accept_length is None else metrics.accept_length,
+        "speed": metrics.output_tokens / metrics.e2e_s,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "record": engine.record(concurrency=1, workload={"command": "send-one", "prompt": prompt}).as_dict(),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    from tabulate import tabulate
+
+    row = [
+        f"{result['latency_s']:.3f}",
+        result["tokens"],
+        f"{result['accept_length']:.3f}",
+        f"{result['speed']:.2f}",
+    ]
+    shown = tabulate([row], headers=list(HEADERS.values()), tablefmt="github", disable_numparse=True)
+    speculation = Speculation(**result["record"]["config"]["speculation"])
+    record = result["record"]
+    parts = [shown, acceptance.table({(): [record["counters"]]})]
+    parts.append("\n".join(steps_text([record["counters"]], record["caps"])))
+    parts += [] if speculation.simulate_accept_length is None else [str(speculation)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _stream(engine: Engine, prompt: str, params: SamplingParams, write: Callable[[str], None]) -> Completion:
+    text = IncrementalText(engine.tokenizer.decode)
+    for event in engine.stream([prompt], params):
+        write("".join(text.push(token) for token in event.token_ids))
+        if event.completion is not None:
+            write(event.completion.text[len(text.text) :])
+            return event.completion
+    raise AssertionError("a stream ends with a completion")

@@ -1,0 +1,208 @@
+"""What fits: the memory plan, made and printed before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.memory.page_pool import pages_for, reach_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbatch.config import EngineConfig
+
+# A CPU shares its memory with everything else: without an explicit kv_pages the pool stays below this.
+_CPU_KV_BYTES = 4 << 30
+_CHECKPOINTS = 64  # states of prefixes, or twice as many as requests run, if there is room
+_CHECKPOINT_SHARE = 8  # the states of prefixes take an eighth of the room for KV at most
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes and caps of an engine. `kv_pages` is what the pool gets, `wanted_pages` what the caps could need."""
+
+    available: int
+    weights: int
+    draft_weights: int
+    page_bytes: int
+    kv_pages: int
+    wanted_pages: int
+    states: int
+    checkpoints: int
+    workspace: int
+    graphs: int
+    max_model_len: int
+    page_size: int
+
+    @property
+    def kv(self) -> int:
+        return self.kv_pages * self.page_bytes
+
+    def lines(self) -> Iterator[str]:
+        """The plan for a person to read."""
+        yield f"memory: {size_text(self.available)} may be used"
+        yield f"  weights    {size_text(self.weights)}"
+        if self.draft_weights:
+            yield f"  draft      {size_text(self.draft_weights)}"
+        yield f"  KV pages   {size_text(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
+        if self.states:
+            kept = f", of {self.checkpoints} prefixes too" if self.checkpoints else ""
+            yield f"  states     {size_text(self.states)} of recurrent layers{kept}"
+        yield f"  workspace  {size_text(self.workspace)} (activations, logits and the batch's tables)"
+        if self.graphs:
+            yield f"  graphs     {size_text(self.graphs)} (estimate)"
+        if self.kv_pages < self.wanted_pages:
+            yield (
+                f"  the pool holds {self.kv_pages} of the {self.wanted_pages} pages that max_running requests of "
+                f"max_model_len={self.max_model_len} tokens could need; more will wait or be retracted"
+            )
+
+    def out_of_memory(self, doing: str) -> SpecbatchError:
+        """What to say when the plan did not hold while `doing` something."""
+        parts = f"weights {size_text(self.weights + self.draft_weights)}, KV {size_text(self.kv)}"
+        parts += f", states {size_text(self.states)}" if self.states else ""
+        more = f", graphs {size_text(self.graphs)}" if self.graphs else ""
+        return SpecbatchError(
+            f"out of memory while {doing}: {size_text(self.available)} were planned for ({parts}, workspace "
+            f"{size_text(self.workspace)}{more}); use a lower memory_fraction, kv_pages, max_running or prefill_chunk"
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of an engine among `count` with one target, made one after the other: the first loads the weights, and
+    each gets an equal share of what they leave."""
+
+    index: int = 0
+    count: int = 1
+
+    def budget(self, free: int, fraction: float, weights: int) -> int:
+        """Bytes for this engine, its weights among them. free: bytes free now, of which those before took theirs;
+        fraction: what all of them may take of what was free at first; weights: bytes of the target."""
+        if self.index == 0:
+            left = fraction * free - weights
+            return int(weights + min(left, left / self.count))  # nothing to share out where too little is left
+        return int((fraction * (free + weights) - weights) / (self.count - self.index * fraction))
+
+
+ALONE = Place()
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes of the device now."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()  # what an engine before needed while it was made is free, too
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def plan_memory(
+    config: EngineConfig,
+    *,
+    free: int,
+    on_cpu: bool,
+    model_len: int,
+    weights: int,
+    draft_weights: int,
+    page_bytes: int,
+    state_bytes: int = 0,
+    checkpoint_bytes: int = 0,
+    vocabulary: int,
+    rows: int,
+    token_bytes: int = 0,
+    graphs: int = 0,
+    place: Place = ALONE,
+) -> MemoryPlan:
+    """Decide the size of the KV pool and the longest request.
+
+    free: bytes free on the device; model_len: positions the model was made for; page_bytes: one page in all caches;
+    state_bytes: the states of one device row; checkpoint_bytes: of one prefix;
+    rows: query rows of a verify; token_bytes: activations of one token in a pass; graphs: what recordings take;
+    place: among engines side by side; of those the first alone has `weights`.
+    Refuses what cannot fit, naming the setting.
+    """
+    size, slack = config.page_size, reach_of(0, rows)
+    budget = place.budget(free, config.memory_fraction, weights)
+    weights = weights if place.index == 0 else 0
+    # Logits of a full batch three times over (raw, float32, sorted or probabilities).
+    workspace = 3 * 4 * vocabulary * config.max_running * rows
+    longest = min(config.max_model_len or model_len, model_len)
+    # Tokens and page table of every slot, 8 bytes each.
+    workspace += 8 * (config.max_running + 1) * (longest + slack + 1) * (size + 1) // size
+    workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows)
+    states, checkpoints = state_bytes * (config.max_running + 1), 0
+    room = budget - weights - draft_weights - states - workspace - graphs
+    if checkpoint_bytes and config.prefix_cache:
+        wished = max(_CHECKPOINTS, 2 * config.max_running)
+        # What is asked for comes first: the states of prefixes are an extra.
+        pages = config.kv_pages or pages_for((config.max_model_len or 0) + slack, size)
+        left = min(room // _CHECKPOINT_SHARE, room - pages * page_bytes)
+        checkpoints = max(0, min(wished, left // checkpoint_bytes))
+        states, room = states + checkpoints * checkpoint_bytes, room - checkpoints * checkpoint_bytes
+    if config.max_model_len and config.max_model_len > model_len:
+        raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
+    wanted = config.max_running * pages_for(longest + slack, size)
+    if room < page_bytes:
+        used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
+        used += f", states {size_text(states)}" if states else ""
+        used += f", graphs {size_text(graphs)}" if graphs else ""
+        less = (
+            "a smaller model or dtype"
+            if weights + draft_weights > workspace
+            else "a lower max_running or prefill_chunk"
+        )
+        raise SpecbatchError(
+            f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used and "
+            f"{used} leave no KV page; use {less}, or a higher memory_fraction"
+        )
+    if config.kv_pages is not None:
+        pages = config.kv_pages
+        if pages * page_bytes > room:
+            raise refuse(
+                "kv_pages",
+                pages,
+                f"that is {size_text(pages * page_bytes)} and {size_text(room)} are left; use at most "
+                f"{room // page_bytes}, or a higher memory_fraction",
+            )
+    else:
+        limit = min(room, _CPU_KV_BYTES) if on_cpu else room
+        pages = min(wanted, limit // page_bytes) if page_bytes else wanted  # without attention pages only count
+    if pages * size < slack + 2:
+        if config.kv_pages is not None:
+            least = pages_for(slack + 2, size)
+            raise refuse("kv_pages", pages, f"with page_size={size} and {rows} verify rows use at least {least}")
+        raise SpecbatchError(
+            f"memory_fraction={config.memory_fraction}: of {size_text(free)} free, {size_text(room)} are left "
+            f"for KV behind {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
+        )
+    fits = pages * size - slack
+    if config.max_model_len and fits < config.max_model_len:
+        need = pages_for(config.max_model_len + slack, size)
+        more = f", or kv_pages={need}" if need * page_bytes <= room else ""
+        works = f"the KV pool of {pages} pages holds requests of {fits}; use at most that{more}"
+        raise refuse("max_model_len", config.max_model_len, works)
+    return MemoryPlan(
+        available=budget,
+        weights=weights,
+        draft_weights=draft_weights,
+        page_bytes=page_bytes,
+        kv_pages=pages,
+        wanted_pages=wanted,
+        states=states,
+        checkpoints=checkpoints,
+        workspace=workspace,
+        graphs=graphs,
+        max_model_len=min(longest, fits),
+        page_size=size,
+    )
+
+
+def size_text(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,71 @@
+"""Checkpoints in FP8: float8 matrices with a scale for every 128 x 128 values, as DeepSeek-V3 and Qwen publish them.
+
+A matrix `X` has its scales beside it as `X_scale_inv` (`...q_proj.weight_scale_inv`; of fused experts
+`...gate_up_proj_scale_inv`). Despite the name they multiply.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specbatch.errors import refuse
+from specbatch.kernels.gemm.weight import SIDE
+from specbatch.models.config_values import names_of, table_of
+
+SCALES = "_scale_inv"
+# Never converted: convolutions and routers; embedding and head are excluded by their names.
+PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", "shared_expert_gate.weight")
+Shape = tuple[int, ...]
+
+
+def unconverted(config: dict[str, Any]) -> frozenset[str] | None:
+    """Modules that an FP8 checkpoint leaves as they are; None where its config.json names no quantisation."""
+    found = table_of(config, "quantization_config")
+    if not found:
+        return None
+    asked = {
+        "quant_method": ("fp8", found.get("quant_method")),
+        "fmt": ("e4m3", found.get("fmt", "e4m3")),
+        "weight_block_size": ([SIDE, SIDE], found.get("weight_block_size")),
+        "activation_scheme": ("dynamic", found.get("activation_scheme", "dynamic")),
+    }
+    for key, (works, value) in asked.items():
+        if value != works:
+            fp8 = f"quant_method 'fp8' with weight_block_size {[SIDE, SIDE]}"
+            raise refuse(f"quantization_config.{key}", value, f"it must be {works!r}: use unquantised weights, {fp8}, "
+                         "or a GGUF file")  # fmt: skip
+    listed = names_of(found, "modules_to_not_convert") or names_of(found, "ignored_layers") or []
+    return frozenset(listed)
+
+
+def is_scaled(name: str, shape: Shape, plain: frozenset[str]) -> bool:
+    """Is this tensor float8, where the modules `plain`, and what lies in them, are not? A name stands for all that end
+    with it, too."""
+    if len(shape) < 2 or name.endswith(PLAIN):
+        return False
+    parts = name.removesuffix(".weight").split(".")
+    places = range(len(parts))
+    inside = any(".".join(parts[: place + 1]) in plain for place in places)
+    return not inside and not any(".".join(parts[place:]) in plain for place in places)
+
+
+def scale_shape(shape: Shape) -> Shape:
+    """Of the scales of a weight [..., out, in]."""
+    *stack, out, inner = shape
+    return (*stack, -(-out // SIDE), -(-inner // SIDE))
+
+
+def with_scales(shapes: dict[str, Shape], plain: frozenset[str]) -> dict[str, Shape]:
+    """Each float8 tensor's scales behind it."""
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        found[name] = shape
+        if is_scaled(name, shape, plain):
+            found[name + SCALES] = scale_shape(shape)
+    return found
+
+
+def left_plain(found: dict[str, Shape]) -> frozenset[str]:
+    """The modules that have no scales in a file (name -> shape)."""
+    names = (name for name, shape in found.items() if len(shape) > 1 and not name.endswith(SCALES))
+    return frozenset(name.removesuffix(".weight") for name in names if name + SCALES not in found)

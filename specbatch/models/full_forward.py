@@ -1,0 +1,34 @@
+"""A forward pass over whole sequences, without a cache: for those who train a draft, or doubt one."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels.attention.qkv import Heads, split_heads_ref
+from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.memory.recurrent_state import States, state_types
+from specbatch.models.decoder import Decoder
+from specbatch.models.layers import Recurrent
+
+
+class Whole:
+    """The context of `rows` sequences of `length` tokens each, side by side: padding behind one is never seen."""
+
+    def __init__(self, model: Decoder, rows: int, length: int) -> None:
+        self._rows = rows
+        device, slots = model.device, list(range(1, rows + 1))
+        table = torch.zeros(rows + 1, 1, dtype=torch.int64, device=device)
+        self._spans = Spans([0] * rows, [length] * rows, slots, table, length)
+        # All begin anew, so the memory of one layer is that of all.
+        types = state_types(model.dtype, "fp32")
+        [self._state] = States(model.config.state_shapes, 1, rows + 1, 1, types, device).layers
+
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+        parts = split_heads_ref(qkv, heads, positions)
+        q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    def recur(self, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
+        return mixer.prompt(projected, self._state, self._spans)

@@ -1,0 +1,1 @@
+"""Records of runs: metrics, files, statistics."""

@@ -1,0 +1,152 @@
+"""By how much two points differ, with a 95% interval: over repeats where there are some, else over prompts.
+
+Over prompts: the bootstrap (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993) by percentiles, prompts
+drawn with replacement, the same ones on both sides where the rows pair. Such an interval knows nothing of what changes
+from run to run. Over repeats: Welch's t interval of the difference of two means; where both points took part in the
+same rounds of one run (A B A B), the t interval of the mean difference within a round, which leaves out what the
+machine did to both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.records.judged_metrics import Measure
+from specbatch.records.metrics import RunRecord
+from specbatch.records.runs import Measured
+
+CONFIDENCE = 0.95
+RESAMPLES = 2_000
+SEED = 0
+LEAST_PROMPTS = 10  # of fewer, a bootstrap says too little
+_ELEMENTS = 1 << 22  # that a batch of resamples may have
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Of after - before, in the record's unit. `over` says what was drawn, or why there are no ends.
+
+    in_turns: False where times are of one run, or of runs of one side after those of the other: then a difference may
+    as well be the machine's, which was warmer or busier
+    """
+
+    low: float | None
+    high: float | None
+    over: str
+    in_turns: bool = True
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Numbers of each prompt, summed over repeats: [prompts]. `indices` is None where rows do not name their prompt."""
+
+    top: Floats
+    bottom: Floats
+    indices: tuple[int, ...] | None
+
+
+def interval(name: str, measure: Measure, before: Measured, after: Measured) -> Interval:
+    """The interval of metric `name`."""
+    if before.value(name) is None or after.value(name) is None:
+        return Interval(None, None, "not measured")
+    if measure.clock and min(len(before.records), len(after.records)) > 1:
+        values = ([record.metrics[name] or 0.0 for record in point.records] for point in (before, after))
+        found = over_runs(*values, paired=before.rounds == after.rounds)
+        return replace(found, in_turns=_in_turns(before, after))
+    if measure.rows is None:
+        return Interval(None, None, "needs two runs a side")
+    samples = [sample(measure.rows, point.records) for point in (before, after)]
+    if samples[0] is None or samples[1] is None:
+        return Interval(None, None, "no rows")
+    found = over_prompts(samples[0], samples[1], median=measure.median)
+    return replace(found, in_turns=not measure.clock)
+
+
+def over_runs(before: list[float], after: list[float], *, paired: bool = False) -> Interval:
+    """The t interval of the difference of the means; two runs a side at least. paired: run by run."""
+    from scipy import stats
+
+    old, new = np.array(before), np.array(after)
+    over = f"{len(old)} runs, paired by round" if paired else f"{len(old)} and {len(new)} runs"
+    parts = [new - old] if paired else [old, new]
+    if not any(np.ptp(part) for part in parts):  # nothing varies: no variance to divide by
+        delta = float(new.mean() - old.mean())
+        return Interval(delta, delta, over)
+    test = stats.ttest_rel(new, old) if paired else stats.ttest_ind(new, old, equal_var=False)
+    ends = test.confidence_interval(CONFIDENCE)
+    return Interval(float(ends.low), float(ends.high), over)
+
+
+def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Interval:
+    """The bootstrap over prompts; of sums over sums, or of medians of the quotients."""
+    from scipy import stats
+
+    paired = before.indices is not None and before.indices == after.indices
+    sizes = len(before.top), len(after.top)
+    if min(sizes) < LEAST_PROMPTS:
+        return Interval(None, None, f"fewer than {LEAST_PROMPTS} prompts")
+    statistic = _median if median else _ratio
+
+    def difference(old: Any, new: Any = None, *, axis: int = -1) -> Floats:
+        new = old if new is None else new
+        return statistic(after.top[new], after.bottom[new]) - statistic(before.top[old], before.bottom[old])
+
+    drawn = (np.arange(sizes[0]),) if paired else tuple(np.arange(size) for size in sizes)
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # a resample without it is no number
+        found = stats.bootstrap(
+            drawn,
+            difference,
+            n_resamples=RESAMPLES,
+            batch=max(1, _ELEMENTS // max(sizes)),
+            vectorized=True,
+            axis=-1,
+            confidence_level=CONFIDENCE,
+            method="percentile",
+            rng=np.random.default_rng(SEED),
+        ).confidence_interval
+    if not np.isfinite([found.low, found.high]).all():
+        return Interval(None, None, "too few prompts have it")
+    over = f"{sizes[0]} prompts, paired" if paired else f"{sizes[0]} and {sizes[1]} prompts, unpaired"
+    return Interval(float(found.low), float(found.high), over)
+
+
+def _in_turns(before: Measured, after: Measured) -> bool:
+    old, new = ([record.created for record in point.records] for point in (before, after))
+    return min(new) <= max(old) and min(old) <= max(new)
+
+
+def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample | None:
+    """What the rows of `records` say by prompt; None where they do not say it. Aborted requests count nowhere."""
+    top, bottom = fields
+    rows = [row for record in records for row in record.requests]
+    if not rows or any(name is not None and name not in row for row in rows for name in fields):
+        return None
+    value: Callable[[dict[str, Any]], tuple[float, float]]
+    if bottom is None:
+        value = lambda row: (0.0, 0.0) if row[top] is None else (row[top], 1.0)  # noqa: E731
+    else:
+        value = lambda row: (row[top], row[bottom])  # noqa: E731
+    pairs = np.array([(0.0, 0.0) if row["finish_reason"] == "abort" else value(row) for row in rows], float)
+    indices = [[row["index"] for row in record.requests] for record in records]
+    known = sorted(indices[0])
+    if len(set(known)) < len(known) or any(sorted(found) != known for found in indices):
+        return Sample(pairs[:, 0], pairs[:, 1], None)
+    order = np.argsort([index for found in indices for index in found], kind="stable")
+    sums = pairs[order].reshape(len(known), len(records), 2).sum(1)
+    return Sample(sums[:, 0], sums[:, 1], tuple(known))
+
+
+def _ratio(top: Floats, bottom: Floats) -> Floats:
+    return np.asarray(top.sum(-1) / bottom.sum(-1))
+
+
+def _median(top: Floats, bottom: Floats) -> Floats:
+    return np.asarray(np.nanmedian(top / bottom, axis=-1))

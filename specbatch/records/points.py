@@ -1,0 +1,118 @@
+"""The points of a sweep's folder: which there are, which are finished, and what all of them are made from.
+
+folder/sweep.json, folder/<configuration>/c<concurrency>/r<repeat>/record.json, requests.jsonl
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from specbatch.errors import refuse
+from specbatch.jobs.partial import difference
+from specbatch.records.metrics import RunRecord, write_atomic
+
+if TYPE_CHECKING:
+    from specbatch.sweeps.run.runner import SweepOptions
+
+PLAN = "sweep.json"
+
+
+class Described(Protocol):
+    """A configuration, of an engine of ours or of a server."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+class Point(NamedTuple):
+    """place: of its configuration in a round."""
+
+    configuration: str
+    place: int
+    concurrency: int
+    repeat: int
+
+    def folder(self, root: Path) -> Path:
+        return root / folder_name(self.configuration) / f"c{self.concurrency}" / f"r{self.repeat}"
+
+    def is_finished(self, root: Path) -> bool:
+        return (self.folder(root) / "record.json").exists()
+
+
+def folder_name(configuration: str) -> str:
+    return configuration.replace("/", "_")
+
+
+def points(configs: Mapping[str, Described], options: SweepOptions) -> Iterator[Point]:
+    """In the order in which they run: A B C A B C at each concurrency."""
+    return _points(configs, options.concurrency, options.repeats)
+
+
+def _points(configurations: Iterable[str], concurrency: Iterable[int], repeats: int) -> Iterator[Point]:
+    rounds = product(concurrency, range(1, repeats + 1), enumerate(configurations))
+    return (Point(name, place, number, repeat) for number, repeat, (place, name) in rounds)
+
+
+def unfinished(run: Path, setting: str = "folder") -> list[Point]:
+    """Points that have no record, of the sweeps in folder `run`, which is the user's `setting`, or of the one that it
+    is a part of. Refused: a plan that cannot be read."""
+    place = run.resolve()
+    plans = sorted(place.rglob(PLAN)) or [path for folder in place.parents[:3] if (path := folder / PLAN).exists()][:1]
+    found = []
+    for path in plans:
+        try:
+            plan = json.loads(path.read_text(encoding="utf-8"))
+            every = list(_points(plan["configurations"], plan["concurrency"], plan["repeats"]))
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise refuse(setting, str(run), f"its {PLAN} cannot be read ({type(error).__name__})") from error
+        found += [point for point in every if not point.is_finished(path.parent)]
+        found = [point for point in found if point.folder(path.parent).is_relative_to(place)]
+    return found
+
+
+def plan_of(configs: Mapping[str, Described], options: SweepOptions) -> dict[str, Any]:
+    """All that the points of a sweep are made from, as JSON has it."""
+    workload = options.workload
+    rows = json.dumps([asdict(row) for row in workload.rows])
+    plan = {
+        "configurations": {name: config.as_dict() for name, config in configs.items()},
+        "concurrency": options.concurrency,
+        "repeats": options.repeats,
+        "workload": {item.name: getattr(workload, item.name) for item in fields(workload) if item.name != "rows"},
+        "rows_sha256": hashlib.sha256(rows.encode()).hexdigest(),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(plan, default=str))
+    return found
+
+
+def check_plan(folder: Path, plan: dict[str, Any]) -> None:
+    """Refuse the folder of another sweep."""
+    path = folder / PLAN
+    if not path.exists():
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        differs = [name for name in plan if before.get(name) != plan[name]]
+    except (OSError, ValueError, AttributeError) as error:
+        raise refuse("output", str(folder), f"its {PLAN} cannot be read ({error}); name a new folder") from error
+    if differs:
+        there, now = (", ".join(one["configurations"]) for one in (before, plan))
+        other = f"choice of configurations ({there} there, {now} now)"
+        if there == now:
+            other = difference(before, plan, differs)
+        works = f"is of a sweep with another {other}; repeat that command, or name a new folder"
+        raise refuse("output", str(folder), works)
+
+
+def save(folder: Path, plan: dict[str, Any], point: Point, record: RunRecord) -> None:
+    """A point is finished when its record is there; the plan comes with the first."""
+    if not (folder / PLAN).exists():
+        write_atomic(folder / PLAN, json.dumps(plan, indent=1) + "\n")
+    record.workload |= point._asdict()
+    point.folder(folder).mkdir(parents=True, exist_ok=True)
+    record.save(point.folder(folder))

@@ -1,0 +1,1 @@
+"""Running a model: loading, CUDA graphs, eager and piecewise prefill."""

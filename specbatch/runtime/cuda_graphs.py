@@ -1,0 +1,216 @@
+"""CUDA graphs of whole iterations, and what they have in common with those of prompt passes (`forward.py`).
+
+A graph is a recording of kernel launches with their addresses: its inputs and outputs are fixed tensors, and sizes
+that change are read from the device. A batch is therefore padded to the next bucket that was recorded.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from specbatch.config import Graphs
+from specbatch.core.device_batch import Needs
+from specbatch.kernels.elementwise.gather_rows import put_next
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+Program = Callable[[], None]
+# Results that may be on their way at the same time: one being made, one being copied, one being read.
+RING = 4
+SHORT_TOKENS = 1024  # prompt passes of no more, without a prefix, are recorded as a whole too
+
+
+@dataclass
+class GraphCounters:
+    """How often a recording was replayed, what ran eagerly instead and why, and what padding cost."""
+
+    replays: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    padded: int = 0  # rows or tokens computed for nobody
+    recorded_late: int = 0  # recordings made while requests waited
+
+    def reset(self) -> None:
+        self.replays = self.padded = self.recorded_late = 0
+        self.fallbacks.clear()
+
+    def fall_back(self, reason: str) -> None:
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+
+class Recorder:
+    """Records programs into CUDA graphs that share one memory pool.
+
+    They may share it because each leaves what outlives its replay in tensors made outside, and replays on one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def warm(self, program: Program) -> None:
+        """Run once, so that whatever is compiled or allocated on first use is there."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            program()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, program: Program) -> Program:
+        """The replay of what `program` launches. Not `torch.cuda.graph`, which collects garbage at every entry."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), _no_collection():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                program()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        replay: Program = graph.replay
+        return replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The garbage collector waits: a graph of a forgotten engine, destroyed meanwhile, would spoil a recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, lengths: int = 1) -> int:
+    """An estimate of what the recordings themselves take on the device: about 64 KiB a graph for its launches.
+
+    lengths: how many numbers of drafts an iteration may have."""
+    count = len(batch_buckets(most)) * lengths * layers // 4 if graphs.decode == "whole" else 0
+    if graphs.prefill == "piecewise":
+        buckets = token_buckets(chunk)
+        count += len(buckets) * (layers + 1) + sum(size <= SHORT_TOKENS for size in buckets) * layers // 4
+    return count << 16
+
+
+def batch_buckets(most: int) -> list[int]:
+    """Batch sizes that are recorded: 1, 2, 4, 8, then steps of 8, 16 and 32, up to `most`."""
+    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, most, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def token_buckets(most: int) -> list[int]:
+    """Prompt tokens that are recorded, up to `most`: no pass of over 1024 computes more than an eighth in vain."""
+    sizes = [16, *range(32, 256, 32), *range(256, 1024, 64), *range(1024, 2048, 128)]
+    sizes += [*range(2048, 4096, 256), *range(4096, most, 512)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def bucket_of(sizes: list[int], count: int) -> int:
+    """The smallest of `sizes` that holds `count`."""
+    return sizes[bisect_left(sizes, count)]
+
+
+@runtime_checkable
+class Recordings(Protocol):
+    """Something whose buckets are recorded before work begins."""
+
+    def capture(self) -> Iterator[None]:
+        """Record everything; yields once per bucket."""
+        ...
+
+    def __len__(self) -> int:
+        """How often `capture` yields."""
+        ...
+
+
+class WholeGraphs:
+    """One recording of draft -> verify -> accept -> commit per batch bucket, number of drafts and kind of sampling.
+
+    The plain kind is recorded before work begins, the others when a request first asks for them.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[torch.Tensor, Needs, int], Result],
+        recorder: Recorder,
+        most: int,
+        lengths: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        """run: the iteration over device rows [B] with so many drafts, one of `lengths`; most: largest batch."""
+        self.counters = GraphCounters()
+        self._run = run
+        self._recorder = recorder
+        self._buckets = batch_buckets(most)
+        self._lengths = lengths
+        self._graphs: dict[tuple[int, int, Needs], Program] = {}
+        # Where the last result is. Replays count for themselves, so that as a rule the host has nothing to tell them.
+        self._turn = 0
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        # The device rows. They are sent when others than the last ones run.
+        self._rows = torch.zeros(most, dtype=torch.int64, device=device)
+        self._sent: list[int] = []
+        self._host = torch.zeros(RING, most, dtype=torch.int64)
+        if device.type == "cuda":
+            self._host = self._host.pin_memory()
+        rows = max(lengths) + 1
+        self._packed = torch.zeros(RING, most * (rows + 3), dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(RING, most * rows, device=device)
+
+    def __len__(self) -> int:
+        return len(self._buckets) * len(self._lengths)
+
+    def capture(self) -> Iterator[None]:
+        for bucket in reversed(self._buckets):  # the largest first: the others fit into the memory it leaves
+            for drafts in reversed(self._lengths):
+                self._capture(bucket, drafts, Needs())
+                yield
+
+    def __call__(self, slots: list[int], needs: Needs, drafts: int) -> Result:
+        """One iteration over the device rows `slots`."""
+        bucket = bucket_of(self._buckets, len(slots))
+        replay = self._graphs.get((bucket, drafts, needs))
+        if replay is None:
+            replay = self._capture(bucket, drafts, needs)
+            self.counters.recorded_late += 1
+        self._turn = turn = (self._turn + 1) % RING
+        rows = [*slots, *[0] * (bucket - len(slots))]
+        if rows != self._sent:
+            host = self._host[turn, :bucket].copy_(torch.tensor(rows))
+            self._rows[:bucket].copy_(host, non_blocking=True)
+            self._sent = rows
+        replay()
+        self.counters.replays += 1
+        self.counters.padded += bucket - len(slots)
+        packed, logprobs = self._results(len(slots), drafts)
+        return packed[turn], logprobs[turn] if needs.logprobs else None
+
+    def _results(self, count: int, drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where results of `count` rows are, one behind the other: [RING, count, N + 3] and [RING, count, N]."""
+        rows = drafts + 1
+        packed = self._packed[:, : count * (rows + 3)].unflatten(1, (count, rows + 3))
+        return packed, self._logprobs[:, : count * rows].unflatten(1, (count, rows))
+
+    def _capture(self, bucket: int, drafts: int, needs: Needs) -> Program:
+        rows = self._rows[:bucket]
+        all_packed, all_logprobs = self._results(bucket, drafts)
+
+        def program() -> None:
+            packed, logprobs = self._run(rows, needs, drafts)
+            put_next(all_packed, self._place, packed)
+            if logprobs is not None:
+                all_logprobs.index_copy_(0, self._place, logprobs[None])
+
+        # A pass over padding rows harms nobody, if its result goes where the next one will: others may be on their way.
+        self._rows.zero_()
+        self._sent = []
+        self._recorder.warm(program)
+        self._place.fill_(self._turn)
+        replay = self._graphs[bucket, drafts, needs] = self._recorder.record(program)
+        return replay

@@ -1,0 +1,212 @@
+"""A model's way through prompt chunks: launch by launch, or from graphs of the pieces between its cuts, which are where
+layers look at the context.
+
+The host needs some milliseconds to launch the pieces and what lies between them, as long as a device may need for a
+few hundred tokens. Short passes without a prefix therefore have a graph of their own, cuts included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+
+from specbatch.core.attention_metadata import Prefill
+from specbatch.kernels.attention.qkv import split_heads
+from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, Features
+from specbatch.models.layers import Attention, Recurrent
+from specbatch.runtime.cuda_graphs import SHORT_TOKENS, GraphCounters, Program, Recorder, bucket_of, token_buckets
+
+SHORT_SPANS = 16  # and no more of a pass that is recorded as a whole
+
+
+class PromptWork(Protocol):
+    """Something that prompts pass through, from recordings or not."""
+
+    counters: GraphCounters
+
+
+class Forward(PromptWork, Protocol):
+    """Fills the model's cache with the keys and values of a prompt pass."""
+
+    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+        """tokens int64 [T]; rows int64 [n]: those whose last features are wanted, None is all."""
+        ...
+
+
+class EagerForward:
+    """Without graphs."""
+
+    def __init__(self, model: Decoder, cache: KVCache) -> None:
+        self.counters = GraphCounters()
+        self._model = model
+        self._cache = cache
+
+    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+        self.counters.fall_back("off")
+        self._cache.begin(shape.spans.table[2, :-1])
+        given = shape.given(self._model.embedding)
+        return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows, given)
+
+
+def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, every: bool, aux: int = 0) -> int:
+    """Memory of the tensors that the pieces of a model with `aux` auxiliary layers share with their surroundings."""
+    projected, mixed = config.mixer_widths
+    heads = projected + mixed + (config.num_heads + config.num_kv_heads) * config.head_dim  # q and k
+    features = (1 + every + aux) * config.hidden_size
+    return most * ((heads + features) * dtype.itemsize + 3 * torch.int64.itemsize)
+
+
+class PiecewiseGraphs:
+    """Recorded between the cuts, at which attention and recurrences run eagerly: from what comes out of one to what
+    goes into the next, keys and values being in the cache. Behind the last one few rows are wanted as a rule, and they
+    run eagerly."""
+
+    def __init__(
+        self, model: Decoder, cache: KVCache, recorder: Recorder, most: int, page_table: torch.Tensor, *, every: bool
+    ) -> None:
+        """most: tokens of the largest pass. page_table: the one that all passes use. every: the last features are
+        wanted of all rows, so that what lies behind the last attention is recorded too."""
+        config = model.config
+        mixers = [layer.mixer for layer in model.layers]
+        self.counters = GraphCounters()
+        self._model = model
+        self._cache = cache
+        self._recorder = recorder
+        self._every = every
+        self._buckets = token_buckets(most)
+        self._pieces: dict[int, list[Program]] = {}
+        self._wholes: dict[int, Program] = {}
+        short = [bucket for bucket in self._buckets if bucket <= SHORT_TOKENS and cache.attention.recordable]
+        self._spans = {b: RecordedSpans(b, SHORT_SPANS, page_table, cache.page_size) for b in short}
+
+        def static(*shape: int) -> torch.Tensor:
+            return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
+
+        self._tokens, self._positions, self._slots = (
+            torch.zeros(most, dtype=torch.int64, device=model.device) for _ in range(3)
+        )
+        self._residual = static(config.hidden_size)
+        # Layers differ in width, so each has its own view of these (see `_rows`).
+        self._projected = static(max(mixer.width for mixer in mixers))
+        self._mixed = static(max(mixer.mixed for mixer in mixers))
+        self._q = static(config.num_heads, config.head_dim)
+        self._k = static(config.num_kv_heads, config.head_dim)
+        self._last = static(config.hidden_size) if every else None
+        self._aux = static(len(model.aux) * config.hidden_size) if model.aux else None
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def capture(self) -> Iterator[None]:
+        for bucket in reversed(self._buckets):
+            for piece in self._programs(bucket):
+                self._recorder.warm(piece)
+            self._pieces[bucket] = [self._recorder.record(piece) for piece in self._programs(bucket)]
+            if bucket in self._spans:
+                whole = partial(self._run, list(self._programs(bucket)), bucket, self._spans[bucket])
+                self._recorder.warm(whole)
+                self._wholes[bucket] = self._recorder.record(whole)
+            yield
+
+    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+        """As `Decoder.forward`. The result may lie in memory that the next call writes to."""
+        assert (rows is None) == self._every, "which rows are wanted is recorded"
+        count, spans = len(tokens), shape.spans
+        self._cache.begin(spans.table[2, :-1])
+        given = shape.given(self._model.embedding)
+        if given is not None:  # recorded is what looks up every token
+            self.counters.fall_back("embeddings")
+            return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows, given)
+        bucket = bucket_of(self._buckets, count)
+        for static, here in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
+            static[:count].copy_(here)
+        self._slots[count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
+        if bucket in self._wholes and spans.fresh and len(spans.counts) <= SHORT_SPANS:
+            self._spans[bucket].load(spans)
+            self._wholes[bucket]()
+        else:
+            self._run(self._pieces[bucket], count, spans)
+        self.counters.replays += 1
+        self.counters.padded += bucket - count
+        aux = None if self._aux is None else self._aux[:count]
+        if self._last is None:
+            mixed = _rows(self._mixed, count, self._model.layers[-1].mixer.mixed)
+            return Features(self._model.finish(self._residual[:count], mixed, rows), aux)
+        return Features(self._last[:count], aux)
+
+    def _run(self, pieces: list[Program], count: int, spans: Spans) -> None:
+        """The pieces, and between them the cuts of the first `count` rows."""
+        pieces[0]()
+        for index in range(len(self._model.layers)):
+            self._cut(index, count, spans)
+            if index + 1 < len(pieces):
+                pieces[index + 1]()
+
+    def _cut(self, index: int, count: int, spans: Spans) -> None:
+        cache, place, mixer = self._cache, self._model.places[index], self._model.layers[index].mixer
+        projected, out = _rows(self._projected, count, mixer.width), _rows(self._mixed, count, mixer.mixed)
+        if isinstance(mixer, Attention):
+            q, k = self._q[:count], self._k[:count]
+            v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
+            out = out.view_as(q)
+            mixed = cache.attention(q, k, v, cache.k[place], cache.v[place], spans, out=out)
+        else:
+            assert cache.states is not None
+            mixed = cast(Recurrent, mixer).prompt(projected, cache.states.layers[place], spans)
+        if mixed is not out:
+            out.copy_(mixed)
+
+    def _programs(self, bucket: int) -> Iterator[Program]:
+        """The pieces in order. The residual stream goes from one to the next through memory of the pool."""
+        model, layers = self._model, self._model.layers
+        tokens, positions, slots, q, k, last_input = (
+            static[:bucket] for static in (self._tokens, self._positions, self._slots, self._q, self._k, self._residual)
+        )
+        aux = None if self._aux is None else self._aux[:bucket]
+        residual: list[torch.Tensor] = []
+
+        def going_in(index: int) -> torch.Tensor:
+            return _rows(self._projected, bucket, layers[index].mixer.width)
+
+        def coming_out(index: int) -> torch.Tensor:
+            return _rows(self._mixed, bucket, layers[index].mixer.mixed)
+
+        def hand_over(index: int, x: torch.Tensor) -> None:
+            """To layer `index`, whose projection is there."""
+            mixer, place = layers[index].mixer, model.places[index]
+            if isinstance(mixer, Attention):
+                k_cache, v_cache = self._cache.k[place], self._cache.v[place]
+                split_heads(going_in(index), mixer.heads, positions, slots, k_cache, v_cache, out=(q, k))
+            residual[:] = [x] if index + 1 < len(layers) else [last_input.copy_(x)]
+
+        def enter() -> None:
+            x, _ = model.enter(tokens, out=going_in(0))
+            hand_over(0, x)
+
+        def piece(index: int) -> Program:
+            def program() -> None:
+                x, _ = model.advance(index, residual[0], coming_out(index), out=going_in(index + 1), aux=aux)
+                hand_over(index + 1, x)
+
+            return program
+
+        def finish() -> None:
+            assert self._last is not None
+            self._last[:bucket].copy_(model.finish(residual[0], coming_out(len(layers) - 1), aux=aux))
+            residual.clear()
+
+        yield enter
+        yield from (piece(index) for index in range(len(layers) - 1))
+        if self._every:
+            yield finish
+
+
+def _rows(static: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    """The memory of `static` as [count, width]. For one width the first rows are the same for any count."""
+    return static.view(-1)[: count * width].view(count, width)

@@ -1,0 +1,1 @@
+"""The engine against the limits of its device."""

@@ -1,0 +1,100 @@
+"""Figures of other engines, from a CSV: checked before a bench, kept in its folder, shown beside its own.
+
+Columns: model, dtype, gpu (a part of the device's name, empty for any), section, size, column (a number that the
+section is about), peer (what is shown above the figure), value. For engines that draft also algorithm, draft_steps,
+draft_topk, draft_tokens (the root not counted) and accept_length, the one that was simulated; empty or absent columns
+mean plain decoding. A figure stands beside nothing that drafts in another way.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+
+from specbatch.draft_shape import PUBLISHED, shape_of
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.records.metrics import RunRecord
+from specbatch.sweeps.report.summaries import drafts, run_on, simulated, speculation_of
+
+PEERS = "peers.csv"
+_COLUMNS = ("model", "dtype", "gpu", "section", "size", "column", "peer", "value")
+Peer = dict[str, str]
+Point = tuple[str, int, str, str]  # section, size, column, and how it drafts, as `drafting_of` says it
+_SHAPE = ("draft_steps", "draft_topk", "draft_tokens")
+_DRAFTING = ("algorithm", *_SHAPE, "accept_length")
+
+
+def read_peers(source: Path) -> str:
+    """The text of the file, checked. A bench keeps it as `peers.csv` beside its records."""
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        header = next(reader, [])
+        if not set(_COLUMNS) <= set(header):
+            raise refuse("peers", str(source), f"needs the columns {', '.join(_COLUMNS)}")
+        for cells in reader:
+            if cells and (wrong := _wrong(header, cells)):
+                raise refuse("peers", str(source), f"line {reader.line_num}: {wrong}")
+    except OSError as error:
+        raise refuse("peers", str(source), f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise refuse("peers", str(source), "is no text in UTF-8; give a CSV") from None
+    except csv.Error as error:
+        raise refuse("peers", str(source), f"is no CSV ({error})") from None
+    return text
+
+
+def _wrong(header: list[str], cells: list[str]) -> str | None:
+    if len(cells) != len(header):
+        return f"{len(cells)} cells under {len(header)} columns"
+    row = dict(zip(header, cells, strict=True))
+    kinds: dict[str, type[int] | type[float]] = {"size": int, "value": float}
+    if any(row.get(column) for column in _DRAFTING):
+        if not all(row.get(column) for column in _DRAFTING):
+            return f"of {', '.join(_DRAFTING)} give all, or none for plain decoding"
+        if row["algorithm"] not in PUBLISHED or row["algorithm"] == "none":
+            return f"algorithm {row['algorithm']!r} drafts nothing here; use one of {', '.join(PUBLISHED)}"
+        kinds |= dict.fromkeys(_SHAPE, int) | {"accept_length": float}
+    for column, kind in kinds.items():
+        try:
+            if not math.isfinite(kind(row[column])):
+                raise ValueError
+        except ValueError:
+            return f"{column} {row[column]!r} is no {'whole ' if kind is int else ''}number"
+    try:
+        _drafting(row)
+    except SpecbatchError as error:
+        return str(error)
+    return None
+
+
+def comparable(folder: Path, records: list[RunRecord], points: set[Point]) -> dict[Point, Peer]:
+    """Values by peer of each of the `points`, where a figure is for the same model, type and device."""
+    kept = folder / PEERS
+    text = kept.read_text(encoding="utf-8") if kept.exists() else ""
+    model, dtype = records[0].config["model"], run_on(records)["dtype"]
+    gpu = records[0].gpu or ""
+    found: dict[Point, Peer] = {}
+    for peer in csv.DictReader(io.StringIO(text, newline="")):
+        point = (peer["section"], int(peer["size"]), peer["column"], _drafting(peer))
+        if (peer["model"], peer["dtype"]) == (model, dtype) and peer["gpu"] in gpu and point in points:
+            found.setdefault(point, {})[peer["peer"]] = peer["value"]
+    return found
+
+
+def drafting_of(record: RunRecord) -> str:
+    """Algorithm, shape and simulated accept length of a record of a bench; "" for plain decoding."""
+    if not drafts(record):
+        return ""
+    asked, mean = speculation_of(record), simulated(record)
+    return f"{asked.algorithm}, {asked.shape}, accept length {'real' if mean is None else f'{mean:g}'}"
+
+
+def _drafting(peer: Peer) -> str:
+    """The same of a row of the CSV. Raises SpecbatchError for a shape that is impossible."""
+    if not peer.get("algorithm"):
+        return ""
+    shape = shape_of(peer["algorithm"], *(int(peer[column]) for column in _SHAPE))
+    return f"{peer['algorithm']}, {shape}, accept length {float(peer['accept_length']):g}"

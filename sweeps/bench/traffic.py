@@ -1,0 +1,68 @@
+"""What a step must move at least: weights, states, and keys and values."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbatch.memory.recurrent_state import state_bytes, state_types
+from specbatch.runtime.loader import kept_float8
+from specbatch.sweeps.bench.plan import Load
+
+if TYPE_CHECKING:
+    from specbatch.engine.engine import Engine
+    from specbatch.models.config import ModelConfig
+
+_ROUTED = ".experts."  # in the names of what a router chooses from; shared ones are called otherwise
+
+
+def step_bytes(engine: Engine, load: Load) -> dict[str, float]:
+    """Of a step: the weights that it uses, states, and keys and values at the mean context of the measured steps."""
+    caps, model = engine.caps, engine.model_config
+    dtype, rows = getattr(torch, caps["dtype"]), caps["verify_rows"]
+    context = load.prompt_tokens + sum(load.new_tokens) / 2
+    kv_token = caps["kv_bytes"] / (caps["kv_pages"] * caps["page_size"])
+    weights = used_bytes(model, load.concurrency * rows, dtype, engine.device)
+    found = {"weight_bytes": weights, "kv_token_bytes": kv_token, "mean_context": context}
+    moved = weights + load.concurrency * context * kv_token
+    if model.state_shapes:
+        found["state_bytes"] = moved_states(model, rows, state_types(dtype, engine.config.state_dtype))
+        moved += load.concurrency * found["state_bytes"]
+    if model.chosen is not None:
+        found |= {"experts": model.chosen[0], "top_k": model.chosen[1]}
+    return found | {"step_bytes": moved}
+
+
+def used_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Weights that a step of so many tokens reads, as they lie in memory: all but an embedding table that is not the
+    head too (a row per token), and of a mixture the experts that are hit (`hit_experts`) with what all tokens use."""
+    share = 1.0 if model.chosen is None else hit_experts(*model.chosen, tokens) / model.chosen[0]
+    kept, total = kept_float8(model, device), 0.0
+    for name, shape in model.weight_shapes().items():
+        if name == model.names.embedding and not model.tie_embeddings:
+            continue
+        size = kept.get(name, math.prod(shape) * dtype.itemsize)
+        total += size * share if _ROUTED in name else size
+    return total
+
+
+def hit_experts(experts: int, top_k: int, tokens: int) -> float:
+    """Experts that get a token at all, on average, if each of the tokens chooses top_k different ones at random."""
+    return float(experts * (1 - (1 - top_k / experts) ** tokens))
+
+
+def moved_states(model: ModelConfig, rows: int, types: dict[str, torch.dtype]) -> int:
+    """Bytes that the states of one sequence take a step with a verify of `rows` rows: each is read once and written
+    once, and so are the inputs of every row (`kernels.recurrent`)."""
+    return 2 * state_bytes(model.state_shapes, model.num_layers - model.attention_layers, rows, types)
+
+
+def without_products(model: ModelConfig) -> str | None:
+    """Why `machine.products_seconds`, which multiplies by the matrices of dense attention layers, is not measured."""
+    if model.chosen is not None:
+        return "which experts' matrices a step multiplies by depends on its tokens"
+    if model.state_shapes:
+        return "recurrent layers have other products than those that are measured"
+    return "float8 weights are not what torch's linear multiplies" if model.float8 is not None else None

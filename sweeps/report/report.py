@@ -1,0 +1,210 @@
+"""`specbatch report`: everything a sweep's folder can show, made from its records and nothing else.
+
+    summary.{md,csv,json}      the table of the sweep, its heading and notes
+    concurrency.{md,csv,json}  one summary by concurrency for each configuration
+    serving.{md,csv,json}      each point as serving benchmarks print it
+    plots/*.svg, plots/*.png   the pictures
+    report.html                all of that as one file that needs no network
+
+Made twice from the same records, the files are the same to the byte.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import refuse
+from specbatch.records import acceptance, metrics
+from specbatch.records.acceptance import LOW
+from specbatch.records.metrics import RunRecord, write_atomic
+from specbatch.records.points import Point, unfinished
+from specbatch.sweeps.report.plots import Plot, draw
+from specbatch.sweeps.report.report import plot_style
+from specbatch.sweeps.report.serving import (
+    Row,
+    block,
+    blocks_markdown,
+    name_of,
+    serving_rows,
+    summary_markdown,
+    summary_rows,
+    summary_tables,
+)
+from specbatch.sweeps.report.tables import (
+    about,
+    as_json,
+    load_records,
+    losses_of,
+    markdown,
+    notes,
+    points_of,
+    shown,
+    table,
+    warning,
+)
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+PAGE = "report.html"
+Cells = tuple[list[str], list[list[str]]]  # titles, rows
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot as files and in the page."""
+
+    plot: Plot
+    svg: str = ""
+    png: bytes = b""
+
+    @property
+    def inline(self) -> str:
+        return plot_style.inline(self.svg, f"{self.plot.title}. {self.plot.caption}")
+
+
+def write_report(folder: Path, output: Path | None = None) -> list[Path]:
+    """Make all files from the records in `folder`, in `output` (default: `folder`); return their paths, the page last.
+
+    Refused: a folder without records of a sweep, and a place that cannot be written.
+    """
+    records = load_records(folder)
+    target = output or folder
+    try:
+        target.mkdir(parents=True, exist_ok=True)  # a place that is none is found before the work
+        files = _files(records, unfinished(folder), command_of(folder, output))
+        for name, content in files.items():
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                write_atomic(path, content)
+    except OSError as error:
+        works = f"cannot be written ({error.strerror}); name another with --output"
+        raise refuse("output", str(target), works) from None
+    return [target / name for name in files]
+
+
+def command_of(folder: Path, output: Path | None) -> str:
+    """What remakes the report, to be pasted into a shell."""
+    return shlex.join(["specbatch", "report", str(folder), *(["--output", str(output)] if output else [])])
+
+
+def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict[str, str | bytes]:
+    """Content by path below the folder."""
+    rows, serving, pictures = table(records), serving_rows(records), draw_all(records)
+    summary = {"about": about(records), "rows": as_json(rows), "notes": notes(records, rows, missing)}
+    by_concurrency = summary_rows(serving)
+    files: dict[str, str | bytes] = {
+        "summary.md": markdown(records, rows, missing),
+        "summary.csv": rows.to_csv(index=False),
+        "summary.json": _json(summary),
+        "concurrency.md": summary_markdown(serving),
+        "concurrency.csv": _csv(by_concurrency),
+        "concurrency.json": _json(by_concurrency),
+        "serving.md": blocks_markdown(serving),
+        "serving.csv": _csv(serving),
+        "serving.json": _json(serving),
+    }
+    for picture in pictures:
+        if picture.plot.figure is not None:
+            files[f"plots/{picture.plot.name}.svg"] = picture.svg
+            files[f"plots/{picture.plot.name}.png"] = picture.png
+    return files | {PAGE: page(records, pictures, serving, command, missing)}
+
+
+def draw_all(records: list[RunRecord]) -> list[Picture]:
+    """Every picture of the records, those that could not be drawn without files."""
+    with plot_style.style():
+        return [
+            Picture(plot)
+            if plot.figure is None
+            else Picture(plot, plot_style.svg(plot.figure, plot.name), plot_style.png(plot.figure))
+            for plot in draw(records)
+        ]
+
+
+def page(
+    records: list[RunRecord], pictures: list[Picture], serving: list[Row], command: str, missing: Sequence[Point] = ()
+) -> str:
+    """The report as one HTML file; `command` remakes it. missing: points of the sweep that have no record."""
+    from jinja2 import Environment, StrictUndefined
+
+    rows = table(records)
+    what = about(records)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"Sweep of {what['model']} on {what['device']}",
+        about=what | _made_from(records),
+        warnings=warnings_of(records, missing),
+        notes=[note for note in notes(records, rows) if not warning(note)],
+        pictures=pictures,
+        comparison=_named(*shown(rows)),
+        summaries=summary_tables(serving),
+        acceptance=_acceptance(records),
+        blocks={name_of(row): block(row) for row in serving},
+        definitions=_definitions(),
+        command=command,
+    )
+
+
+def warnings_of(records: list[RunRecord], missing: Sequence[Point] = ()) -> dict[str, list[str]]:
+    """What a reader must know before believing a number, by kind: first what is simulated."""
+    found: dict[str, list[str]] = {"SIMULATED": []}
+    for kind, text in filter(None, map(warning, notes(records, table(records), missing))):
+        found.setdefault(kind, []).append(text)
+    found["LOW ACCEPTANCE"] = list(_low_acceptance(records))
+    return {kind: texts for kind, texts in found.items() if texts}
+
+
+def _low_acceptance(records: list[RunRecord]) -> Iterable[str]:
+    """Of points whose first draft is hardly ever accepted, and of those at which drafting loses."""
+    for (concurrency, name), found in points_of(records).items():
+        counts = [record.counters.get("acceptance", {}) for record in found]
+        drafted, accepted = (sum((count.get(which) or [0])[0] for count in counts) for which in ("drafted", "accepted"))
+        if drafted >= acceptance.ENOUGH and accepted < LOW * drafted:
+            share = f"of {drafted} first drafts {accepted / drafted:.1%} were accepted"
+            yield f"{name} at concurrency {concurrency}: {share}."
+    if losses := losses_of(records):
+        yield losses.removeprefix("low acceptance: ").replace("\n  ", "; ")
+
+
+def _made_from(records: list[RunRecord]) -> dict[str, str]:
+    created = sorted(record.created for record in records)
+    return {"records": f"{len(records)}, made from {created[0]} to {created[-1]}"}
+
+
+def _acceptance(records: list[RunRecord]) -> Cells | None:
+    """Where drafts were accepted; None where none were made."""
+    found = {place: acceptance.cells(one.counters for one in runs) for place, runs in points_of(records).items()}
+    body = [[*map(str, place), *cells] for place, cells in found.items() if cells]
+    return _named(["concurrency", "configuration", *acceptance.TITLES], body) if body else None
+
+
+def _named(titles: list[str], body: list[list[str]]) -> Cells:
+    """Concurrency and configuration as one name: the first column stays in view where a table is scrolled."""
+    return ["configuration, concurrency", *titles[2:]], [[f"{row[1]}, {row[0]}", *row[2:]] for row in body]
+
+
+def _definitions() -> list[str]:
+    """What the numbers mean, as `specbatch.records.metrics` says it."""
+    lines = (metrics.__doc__ or "").split("\n* ")[1:]
+    return [" ".join(line.split()) for line in lines]
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _csv(rows: list[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

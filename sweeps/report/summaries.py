@@ -1,0 +1,136 @@
+"""What the tables of a sweep and of a bench share: lines of the heading, numbers, what is said of graphs."""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from specbatch.config import Speculation
+from specbatch.draft_shape import AUTO
+from specbatch.records.acceptance import suspects
+from specbatch.records.metrics import RunRecord
+
+BREAK_EVEN = (
+    "Break-even: the accept length at which steps that draft are as fast as plain decoding's beside them (step time "
+    "over step time, the same number of requests, prompts left out); drafting pays above it."
+)
+CHOOSING = 0.03  # what drafting at the best length may lose where that is nothing
+ERRORS_SHOWN = 3
+CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "state_bytes", "state_checkpoints")
+
+
+def run_on(records: list[RunRecord]) -> dict[str, str]:
+    """Model, device, type and versions, by the name of their line."""
+    first = records[0]
+    config, device = first.config, first.processor
+    if "server" in config:
+        device = f"unknown; asked from {device}"
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    origin = "" if config["load_format"] == "auto" else f" ({config['load_format']})"
+    return {
+        "model": f"{config['model']}{origin}",
+        "device": f"{_resolved('device', records)} ({device})",
+        "dtype": _resolved("dtype", records),
+        "versions": f"unknown; asked from {versions}" if "server" in config else versions,
+    }
+
+
+def _resolved(name: str, records: list[RunRecord]) -> str:
+    """A setting as an engine has it, or as it was asked for where no engine could be made."""
+    found: str = ChainMap(*(record.caps for record in records)).get(name, records[0].config[name])
+    return found
+
+
+def heading(lines: dict[str, str]) -> str:
+    return "".join(f"* {name}: {value}\n" for name, value in lines.items())
+
+
+def caps_text(record: RunRecord, names: tuple[str, ...] = CAPS) -> str:
+    """Those that the record has, but for zeros: what a model has none of."""
+    found = {name: record.caps[name] for name in names if record.caps.get(name)}
+    return ", ".join(f"{name} {f'{cap:.1f}' if isinstance(cap, float) else cap}" for name, cap in found.items())
+
+
+def number(value: float | None, decimals: int) -> str:
+    """A dash where nothing was measured."""
+    return "-" if value is None or math.isnan(value) else f"{value:.{decimals}f}"
+
+
+def with_spread(values: tuple[float | None, float | None, float | None], decimals: int, repeats: int) -> str:
+    """Middle, smallest and largest of several repeats."""
+    middle, low, high = (number(value, decimals) for value in values)
+    return middle if middle == "-" or repeats < 2 else f"{middle} ({low}-{high})"
+
+
+def drafts(record: RunRecord) -> bool:
+    return bool(record.config["speculation"]["algorithm"] != "none")
+
+
+def speculation_of(record: RunRecord) -> Speculation:
+    asked = record.config["speculation"]
+    layers = asked.get("aux_layers")  # JSON knows no tuples
+    return Speculation(**asked | {"aux_layers": None if layers is None else tuple(layers)})
+
+
+def chooses(record: RunRecord) -> bool:
+    """Was the number of drafts chosen as it ran?"""
+    return bool(record.config["speculation"].get("draft_tokens") == AUTO)
+
+
+def simulated(record: RunRecord) -> float | None:
+    mean: float | None = record.config["speculation"].get("simulate_accept_length")
+    return mean
+
+
+def verdict(accept_length: float | None, needed: float | None, simulated: float | None = None) -> str | None:
+    """Does drafting pay? None where that is not known. simulated: the mean that a coin was given; at 1 nothing is
+    accepted, so that a step can be measured."""
+    if accept_length is None or needed is None or math.isnan(accept_length) or math.isnan(needed):
+        return None
+    if simulated == 1:
+        return f"pays above {needed:.2f}"
+    gain = accept_length / needed - 1
+    return f"pays, {gain:+.1%}" if gain >= 0 else f"loses by {-gain:.1%}"
+
+
+def losses(points: Iterable[tuple[str, float | None, float | None, RunRecord]]) -> str | None:
+    """What to say of points at which drafting loses: where, accept length, break-even, and the record of each; None if
+    there are none. Where nothing is drafted for long because it would lose, little is lost and nothing said."""
+    below = [point for point in points if (verdict(*point[1:3], simulated(point[3])) or "").startswith("loses")]
+    below = [
+        (where, mean, needed, record)
+        for where, mean, needed, record in below
+        if not (chooses(record) and mean is not None and needed is not None and mean > needed * (1 - CHOOSING))
+    ]
+    if not below:
+        return None
+    places = "; ".join(f"{where} (accept length {mean:.2f}, {needed:.2f} needed)" for where, mean, needed, _ in below)
+    real = [record.config for *_, record in below if simulated(record) is None]
+    causes = dict.fromkeys(suspects(config["speculation"]["algorithm"], config["load_format"]) for config in real)
+    expected = f"; if more was to be accepted, likely causes: {'; '.join(causes)}" if causes else ""
+    return f"low acceptance: below break-even: {places}\n  fewer drafts or requests at once need less of it{expected}"
+
+
+def failures(record: RunRecord) -> list[tuple[str, int]]:
+    """The errors of a server by what it said, the most frequent first; a few of them where they differ."""
+    found = sorted(record.counters.get("errors", {}).items(), key=lambda item: -item[1])
+    rest = sum(count for _, count in found[ERRORS_SHOWN:])
+    return found[:ERRORS_SHOWN] + ([("other errors", rest)] if rest else [])
+
+
+def graphs_of(record: RunRecord, kind: str) -> dict[str, dict[str, Any]]:
+    """The counters of graphs by name: decode, prefill (of target and draft), or one of target_prefill and
+    draft_prefill; none where eager was asked for."""
+    if record.config["graphs"][kind.rpartition("_")[2]] == "off":
+        return {}
+    return {name: graph for name, graph in record.counters.get("graphs", {}).items() if name.endswith(kind)}
+
+
+def replay_notes(record: RunRecord, where: str) -> Iterator[str]:
+    for kind, mode in record.config["graphs"].items():
+        if mode != "off":
+            replays = {name: graph["replays"] for name, graph in graphs_of(record, kind).items()} or {kind: 0}
+            for name in (name for name, count in replays.items() if not count):
+                yield f"NO REPLAYS: {where}: {name.replace('_', ' ')} graphs were asked for and none was replayed."

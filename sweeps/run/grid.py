@@ -1,0 +1,158 @@
+"""Which engines a sweep compares: configurations known by name, or those that a file describes.
+
+A file is TOML or YAML, a table for each configuration, whose keys are options of the command and count in place of what
+was given there. A list stands for one configuration for each of its values, all combinations of several lists:
+
+    [baseline]                    # that of the ratios, if there is one of this name
+    spec = "off"
+
+    [eagle]
+    algorithm = "eagle3"
+    draft = "heads/eagle3"
+    draft-tokens = [1, 3, 7]      # eagle draft-tokens=1, eagle draft-tokens=3, ...
+    spec = "v2"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import refuse
+from specbatch.records.points import folder_name
+
+Settings = dict[str, str | int | float | bool]
+SUFFIXES = (".toml", ".yaml", ".yml")
+OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
+NAME_BYTES = 255  # that a folder's name may have
+
+
+def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
+    return replace(config, speculation=replace(config.speculation, schedule=schedule))
+
+
+# name -> what it makes of the engine asked for. The baseline drafts nothing, under schedule v2.
+CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
+    "baseline": lambda asked: replace(
+        asked, speculation=Speculation(algorithm="none", schedule="v2"), draft_attention_backend="auto"
+    ),
+    "v1": lambda asked: _scheduled(asked, "v1"),
+    "v2": lambda asked: _scheduled(asked, "v2"),
+    "v2+piecewise": lambda asked: replace(_scheduled(asked, "v2"), graphs=replace(asked.graphs, prefill="piecewise")),
+}
+DEFAULT_CONFIGS = ("baseline", "v1", "v2")  # what runs on a CPU too
+
+
+def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
+    """Configurations known by name; `base` is the engine with the speculation of v1 and v2."""
+    listed = list(names)
+    for name in listed:
+        if name not in CONFIGURATIONS:
+            works = f"use some of {', '.join(CONFIGURATIONS)}, or the path of a file ({', '.join(SUFFIXES)})"
+            raise refuse("configs", name, works)
+    if not listed or len(set(listed)) < len(listed):
+        raise refuse("configs", ",".join(listed), "name at least one, and each only once")
+    if base.graphs.prefill == "piecewise" and {"v2", "v2+piecewise"} <= set(listed):
+        works = "v2 and v2+piecewise would be the same; leave it out, or one of them"
+        raise refuse("prefill_graph", "piecewise", works)
+    if base.speculation.algorithm == "none" and set(listed) - {"baseline"}:
+        raise refuse(
+            "algorithm", "none", "only the configuration baseline drafts nothing; use ngram, or another with its draft"
+        )
+    return {name: CONFIGURATIONS[name](base) for name in listed}
+
+
+def by_model(configs: Mapping[str, EngineConfig]) -> dict[str, dict[str, EngineConfig]]:
+    """Configurations that can share weights, by a name for their model. Their own names no longer say what they share,
+    so that each model has its baseline."""
+    found: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
+    for name, config in configs.items():
+        weights = tuple(getattr(config, key) for key in OF_WEIGHTS)
+        for key, value in zip(OF_WEIGHTS, weights, strict=True):
+            name = name.replace(f" {key}={value}", "").replace(f" {key.replace('_', '-')}={value}", "")
+        found.setdefault(weights, {})[name] = config
+    names = [Path(str(weights[0])).name for weights in found]
+    if len(set(names)) < len(names):
+        names = [f"{name}-{place}" for place, name in enumerate(names, start=1)]
+    return dict(zip(names, found.values(), strict=True))
+
+
+def read_grid(path: Path) -> dict[str, Settings]:
+    """The settings of each configuration of a file, underscores in their names, lists multiplied out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse("configs", str(path), f"cannot be read ({error})") from error
+    tables = _parse(path, text)
+    if not isinstance(tables, Mapping) or not tables:
+        raise refuse("configs", str(path), "holds no configurations: write a table of options for each")
+    found: dict[str, Settings] = {}
+    for name, table in tables.items():
+        if not isinstance(name, str) or not name.isprintable() or set(name) & {*"/|"} or name[:1] in ("", "."):
+            works = "a configuration's name is that of a folder and of a row, too: write one without / and |"
+            raise refuse("configs", f"{path}: {name}", works)
+        if not isinstance(table, Mapping):
+            raise refuse("configs", f"{path}: {name}", "write a table of options")
+        for label, settings in _combined(path, name, table).items():
+            _check_folder(path, label, found)
+            found[label] = settings
+    return found
+
+
+def _check_folder(path: Path, label: str, others: Iterable[str]) -> None:
+    """Refuse a configuration whose records would lie where those of another one do, or nowhere."""
+    folder = folder_name(label)
+    for other in others:
+        if folder_name(other) == folder:
+            raise refuse("configs", f"{path}: {label}", f"{other} has a folder of that name, too; rename one of them")
+    if len(folder.encode()) > NAME_BYTES:
+        works = f"too long for a folder's name ({NAME_BYTES} bytes); use a table for each value, with a short name"
+        raise refuse("configs", f"{path}: {label}", works)
+
+
+def _parse(path: Path, text: str) -> Any:
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise refuse("configs", str(path), f"not TOML ({error})") from error
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Of YAML 1.2, in which `off` is a word: spec has it."""
+
+        yaml_implicit_resolvers = {  # noqa: RUF012
+            first: [(tag, form) for tag, form in known if first in "tTfF" or not tag.endswith(":bool")]
+            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise refuse("configs", str(path), f"not YAML ({' '.join(str(error).split())})") from error
+
+
+def _combined(path: Path, name: str, table: Mapping[Any, Any]) -> dict[str, Settings]:
+    axes: list[list[tuple[str, Any]]] = []
+    known: set[str] = set()
+    for key, value in table.items():
+        if (option := str(key).replace("-", "_")) in known:
+            raise refuse("configs", f"{path}: {name}.{key}", "is spelled twice, with - and with _; leave one out")
+        known.add(option)
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(isinstance(item, (str, int, float, bool)) for item in values):
+            raise refuse("configs", f"{path}: {name}.{key}", "use a text, a number, true or false, or a list of them")
+        axes.append([(str(key), item) for item in values])
+    found: dict[str, Settings] = {}
+    for chosen in product(*axes):
+        varied = [f"{key}={value}" for (key, value), axis in zip(chosen, axes, strict=True) if len(axis) > 1]
+        label = " ".join([name, *varied])
+        if label in found:
+            raise refuse("configs", f"{path}: {label}", "a list names each value once")
+        found[label] = {key.replace("-", "_"): value for key, value in chosen}
+    return found

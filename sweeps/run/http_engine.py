@@ -1,0 +1,310 @@
+"""An OpenAI-compatible server (vLLM, SGLang and others) in the place of an engine: same prompts, same clocks.
+
+    engine = HttpEngine(Server("http://localhost:8000"))
+    completions = engine.generate(prompts, params, concurrency=8)
+
+Times are this machine's: a request is submitted when it is sent (with arrivals, when it arrives), its first token is
+there when the first piece of the stream that holds one is, so HTTP is in them. `queue_s` is what `concurrency` kept it
+waiting here; what it waits in the server nobody tells. Tokens are counted by the server (`usage`); where it counts in
+every piece (`continuous_usage_stats`: vLLM, SGLang), gaps between tokens and the fullest second are known, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from specbatch.config import Graphs, Speculation
+from specbatch.core.request import Completion, SamplingParams
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.records.metrics import RunRecord, summarize
+from specbatch.sweeps.run.http_answer import Answer, Failed, message_of, parsed
+from specbatch.sweeps.run.server_counters import accepted, counters_of
+
+if TYPE_CHECKING:
+    from specbatch.tokenizer import Tokenizer
+
+SENDS = ("ids", "text")
+SILENCE_S = 600.0  # without a byte from the server a request has failed
+CONNECT_S = 10.0
+LINE_BYTES = 2**22  # of a piece of the stream
+EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM (where its development endpoints are open)
+
+
+@dataclass(frozen=True)
+class Server:
+    """Which server is asked, and how.
+
+    base_url     with or without /v1 behind it
+    model        one of its models; None: the only one
+    tokenizer    bundled name, folder or hub id; None: what the server says that its model is
+    send         "ids": prompts as token ids; "text": as text, which the server reads by its own tokenizer
+    api_key_env  name of the environment variable with the key that it wants
+    """
+
+    base_url: str
+    model: str | None = None
+    tokenizer: str | None = None
+    send: str = "ids"
+    api_key_env: str | None = None
+    prefix_cache: ClassVar[bool] = True  # it may have one
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.base_url)
+            is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_one = False
+        if not is_one:
+            raise refuse("base_url", self.base_url, "give the server's address, such as http://localhost:8000")
+        if self.send not in SENDS:
+            raise refuse("send", self.send, f"use one of {', '.join(SENDS)}")
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
+            raise refuse("api_key_env", self.api_key_env, "no such environment variable; set it to the server's key")
+        object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
+
+
+class HttpEngine:
+    """Has what a sweep needs of an `Engine`. Raises SpecbatchError where the server, its model or a tokenizer is not
+    to be had; a request that fails later is a completion with finish_reason "abort", counted in the record's `errors`
+    by what went wrong."""
+
+    def __init__(self, server: Server, *, log: Callable[[str], None] | None = None) -> None:
+        self.server = server
+        self._log = log or (lambda line: None)
+        found = self._model()
+        self.model: str = found["id"]
+        self.tokenizer = self._open_tokenizer(found)
+        self.config = server
+        self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
+        if isinstance(longest := found.get("max_model_len"), int):
+            self.caps["max_model_len"] = longest
+        self._emptied: str | None = None
+        kind = found.get("owned_by")
+        self._name = (
+            f"server{f' ({kind})' if isinstance(kind, str) else ''} at {server.base_url}, prompts as {server.send}"
+        )
+        self._log(f"{self._name}, model {self.model}")
+        self._before: dict[str, float] = {}
+        self._start_window()
+
+    # -- work -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        concurrency: int,
+        arrivals: Sequence[float] | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """As `Engine.generate`; the completions hold text and no token ids."""
+        return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
+
+    def forget_prefixes(self) -> None:
+        """Empty the server's prefix cache, if it lets us."""
+        self._emptied = next((path for path in EMPTYING if self._post(path)), None)
+
+    def reset_record(self) -> None:
+        """Start a new measured window."""
+        self._start_window()
+        self._before = counters_of(self._get_text("/metrics"))
+
+    def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        """All work since `reset_record`. The accept length is of the server's own counters over that time."""
+        window = self._closed - self._opened if self._opened is not None else 0.0
+        metrics = summarize(self._completions, window, concurrency)
+        metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
+        found, source = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions)
+        metrics |= found
+        counters: dict[str, Any] = {"errors": dict(self._errors)}
+        counters |= {"accept_length_source": source} if found else {"no_accept_length": source}
+        emptied = f"emptied by {self._emptied}" if self._emptied else "NOT EMPTIED: no way to do so was found"
+        return RunRecord(
+            config={
+                "model": self.model,
+                "server": self._name,
+                "tokenizer": self.tokenizer.name,
+                "device": self.caps["device"],
+                "dtype": self.caps["dtype"],
+                "load_format": "auto",
+                "speculation": asdict(Speculation()),  # what the server does nobody tells
+                "graphs": asdict(Graphs()),
+                "prefix_cache": f"the server's own, {emptied}",
+            },
+            caps=dict(self.caps),
+            metrics=metrics,
+            counters=counters,
+            requests=[item.as_row() for item in self._completions],
+            workload=workload or {},
+        )
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _start_window(self) -> None:
+        self._completions: list[Completion] = []
+        self._errors: Counter[str] = Counter()
+        self._per_second: Counter[int] = Counter()
+        self._opened: float | None = None
+        self._closed = 0.0
+
+    async def _work(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        concurrency: int,
+        arrivals: Sequence[float] | None,
+        on_completion: Callable[[Completion], None] | None,
+    ) -> list[Completion]:
+        waiting: deque[int] = deque(range(len(prompts)))
+        done: dict[int, Completion] = {}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        start = time.perf_counter()
+        if self._opened is None:
+            self._opened = start + (arrivals[0] if arrivals else 0.0)
+
+        async def worker(session: aiohttp.ClientSession) -> None:
+            while waiting:
+                index = waiting.popleft()
+                arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
+                await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
+                answer = Answer(index, prompts[index], arrived)
+                try:
+                    await self._ask(session, answer, params[index])
+                except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed) as error:
+                    self._errors[_said(error)] += 1
+                    answer.finish_reason = "abort"
+                self._closed = max(self._closed, time.perf_counter())
+                done[index] = completion = answer.completion()
+                self._completions.append(completion)
+                if on_completion is not None:
+                    on_completion(completion)
+
+        connector = aiohttp.TCPConnector(limit=0)
+        async with (
+            aiohttp.ClientSession(
+                connector=connector, timeout=timeout, headers=self.server.headers, read_bufsize=LINE_BYTES
+            ) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(min(concurrency, len(prompts))):
+                group.create_task(worker(session))
+        return [done[index] for index in range(len(prompts))]
+
+    async def _ask(self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams) -> None:
+        """Send a request and read its stream to the end. Raises what went wrong."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": answer.prompt if self.server.send == "ids" else self._text(answer.prompt),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "ignore_eos": params.ignore_eos,
+            "skip_special_tokens": params.skip_special_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        if params.stop:
+            body["stop"] = list(params.stop)
+        answer.sent = time.perf_counter()
+        async with session.post(f"{self.server.base_url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise Failed(f"HTTP {response.status}: {message_of(await response.text())}")
+            async for line in response.content:
+                now = time.perf_counter()
+                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                    assert self._opened is not None
+                    self._per_second[int(now - self._opened)] += answer.take(parsed(data), now)
+        answer.check()
+
+    def _text(self, prompt: list[int]) -> str:
+        """A prompt as text; the server puts its own first token before it."""
+        own = prompt[1:] if prompt and prompt[0] == self.tokenizer.bos_id else prompt
+        return self.tokenizer.decode(own, skip_special_tokens=False)
+
+    # -- the server -------------------------------------------------------------------------------------------
+
+    def _model(self) -> dict[str, Any]:
+        """What the server says of the model that is asked."""
+        url, wanted = self.server.base_url, self.server.model
+        try:
+            text = self._get("/v1/models")
+            models = [item for item in json.loads(text)["data"] if isinstance(item["id"], str)]
+        except (aiohttp.ClientError, OSError, TimeoutError, Failed) as error:
+            raise refuse("base_url", url, f"no answer from /v1/models ({_said(error)}); is the server up?") from None
+        except (ValueError, LookupError, TypeError):
+            raise refuse("base_url", url, "what /v1/models says is not OpenAI's list of models") from None
+        names = ", ".join(item["id"] for item in models)
+        if wanted is None and len(models) == 1:
+            return dict(models[0])
+        found = next((item for item in models if item["id"] == wanted), None)
+        if found is None:
+            raise refuse("model", wanted, f"the server at {url} has {names or 'none'}; name one with --model")
+        return dict(found)
+
+    def _open_tokenizer(self, found: dict[str, Any]) -> Tokenizer:
+        from specbatch.weights import open_tokenizer
+
+        if self.server.tokenizer is not None:
+            return open_tokenizer(self.server.tokenizer, self._log)
+        name = str(found.get("root") or self.model)
+        try:
+            return open_tokenizer(name, self._log)
+        except SpecbatchError as error:
+            works = f"that of the server's model {name} cannot be had here; give the same one as a folder ({error})"
+            raise refuse("tokenizer", None, works) from None
+
+    def _post(self, path: str) -> bool:
+        async def ask() -> bool:
+            async with self._session() as session, session.post(self.server.base_url + path) as response:
+                return response.status == 200
+
+        try:
+            return asyncio.run(ask())
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    def _get(self, path: str) -> str:
+        async def ask() -> str:
+            async with self._session() as session, session.get(self.server.base_url + path) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise Failed(f"HTTP {response.status}: {message_of(text)}")
+                return text
+
+        return asyncio.run(ask())
+
+    def _get_text(self, path: str) -> str:
+        """ "" where there is none."""
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed):
+            return self._get(path)
+        return ""
+
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=CONNECT_S)
+        return aiohttp.ClientSession(timeout=timeout, headers=self.server.headers)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, Failed):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return "no word from the server for too long"
+    return f"{type(error).__name__}: {message_of(str(error))}"

@@ -1,0 +1,304 @@
+"""What a sweep runs: the same prompts for every configuration, chosen by dataset, lengths and seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch.core.request import SamplingParams
+from specbatch.errors import at_least, refuse
+from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
+
+if TYPE_CHECKING:
+    from specbatch.tokenizer import Tokenizer
+
+LEAST_PROMPTS = 4  # of a point, so that its medians are medians of something
+LM_EVAL = "lm-eval:"
+Length = int | tuple[int, int]  # so many tokens, or least and most, all lengths between them equally likely
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, output lengths and arrivals of every point.
+
+    dataset     "random": seeded token ids of input_len, outputs of exactly output_len;
+                "gsp" (generated shared prefix, after SGLang's benchmark): `groups` of `group_prompts` seeded prompts,
+                each of shared_len tokens that are its group's and input_len of its own, all in shuffled order;
+                "gsm8k": its test questions, from `data` or the hub;
+                "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
+                its own order; `data` as for `specbatch eval`;
+                or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
+                MT-Bench: the first of them is asked
+    input_len   tokens per random prompt; with "gsp" its own
+    output_len  tokens per answer; for text the most, as an end token ends it
+    prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
+                it runs all groups
+    request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
+                inf: a closed loop, where a prompt is submitted when another one ends
+    burst       prompts that arrive together, at the same mean rate; 0: all of a point at once, which takes no rate
+    chat_template  None: messages are rendered by the model's template and all else is continued as it stands; True:
+                texts are asked as a message of the user; False: nothing is rendered
+    thinking    the template's `enable_thinking`; None leaves it to the template
+    """
+
+    dataset: str = "random"
+    data: Path | None = None
+    input_len: Length = 128
+    output_len: Length = 128
+    prompts_per_concurrency: int = 4
+    seed: int = 0
+    groups: int = 32
+    group_prompts: int = 16
+    shared_len: Length = 2048
+    request_rate: float = math.inf
+    burst: int = 1
+    chat_template: bool | None = None
+    thinking: bool | None = None
+    rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
+    stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len", "shared_len"):
+            _check_length(name, getattr(self, name))
+        for name in ("prompts_per_concurrency", "groups", "group_prompts"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("groups", "group_prompts", "shared_len"):
+            if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
+                raise refuse(name, shown(getattr(self, name)), "goes with --dataset gsp; leave it out")
+        if not self.request_rate > 0:
+            raise refuse("request_rate", self.request_rate, "use requests per second above 0, or inf for a closed loop")
+        if self.burst:  # 0: all
+            at_least("burst", self.burst, 1)
+        if self.burst == 0 and self.request_rate < math.inf:
+            raise refuse("request_rate", self.request_rate, "all prompts arrive at once; leave it out, or --burst all")
+        if self.burst > 1 and self.request_rate == math.inf:
+            raise refuse("burst", self.burst, "give a request rate, which says how often bursts come, or use all")
+        if self.data is not None and self.dataset != "gsm8k" and not self.dataset.startswith(LM_EVAL):
+            raise refuse(
+                "data",
+                str(self.data),
+                "goes with --dataset gsm8k and lm-eval:TASK; name other files as --dataset FILE.jsonl",
+            )
+        if self.is_random:
+            for name in ("chat_template", "thinking"):
+                if getattr(self, name) is not None:
+                    raise refuse(name, getattr(self, name), f"{self.dataset} prompts are no text; leave it out")
+            return
+        if not isinstance(self.output_len, int):
+            raise refuse("output_len", shown(self.output_len), "text ends by itself; give one number, the most tokens")
+        rows, stop = self._read()
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
+        if self.thinking is not None and not self.is_rendered:
+            works = "no prompt is rendered by a chat template, which has that switch; add --chat-template"
+            raise refuse("thinking", self.thinking, works)
+
+    @property
+    def is_random(self) -> bool:
+        return self.dataset in ("random", "gsp")
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.dataset == "gsp"
+
+    @property
+    def is_open(self) -> bool:
+        """Do prompts arrive by a clock?"""
+        return self.request_rate < math.inf or self.burst == 0
+
+    @property
+    def is_rendered(self) -> bool:
+        """Does the chat template write some of the prompts?"""
+        return self.chat_template is not False and any(row.form == "messages" for row in self.rows)
+
+    @property
+    def input_range(self) -> tuple[int, int] | None:
+        """Fewest and most tokens of a prompt; None where it takes the tokenizer to know."""
+        if not self.is_random:
+            return None
+        parts = [_bounds(self.input_len), *([_bounds(self.shared_len)] if self.is_grouped else [])]
+        return sum(least for least, _ in parts), sum(most for _, most in parts)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """What the prompts need; None where it takes the tokenizer to know."""
+        return None if self.input_range is None else self.input_range[1] + _bounds(self.output_len)[1]
+
+    def params(self, count: int) -> list[SamplingParams]:
+        """Of the first `count` prompts. Greedy, so that every configuration must produce the same tokens; of text
+        special tokens are shown, so that what should not be there is seen."""
+        return [
+            SamplingParams(
+                temperature=0.0,
+                max_new_tokens=self._draw_length("output", index, self.output_len),
+                ignore_eos=self.is_random,
+                stop=self.stop,
+                skip_special_tokens=self.is_random,
+            )
+            for index in range(count)
+        ]
+
+    def count(self, concurrency: int) -> int:
+        if self.is_grouped:
+            return self.groups * self.group_prompts
+        return max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+
+    def arrivals(self, count: int) -> list[float] | None:
+        """Seconds at which the first `count` prompts arrive; None in a closed loop."""
+        if not self.is_open:
+            return None
+        if self.burst == 0:
+            return [0.0] * count
+        clock, rate = random.Random(f"{self.seed}/arrivals"), self.request_rate / self.burst
+        bursts = -(-count // self.burst)
+        times = accumulate((clock.expovariate(rate) for _ in range(bursts - 1)), initial=0.0)
+        return [time for time in times for _ in range(self.burst)][:count]
+
+    def prompts(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
+        """The first `count` prompts as token ids. A file with fewer rows starts over."""
+        if not self.is_random:
+            template = self.chat_template is not False
+            encoded = [
+                row.encode(tokenizer, chat_template=template, thinking=self.thinking) for row in self.rows[:count]
+            ]
+            return [encoded[index % len(encoded)] for index in range(count)]
+        avoid = tokenizer.eos_ids | {tokenizer.bos_id}
+        usable = [token for token in range(tokenizer.vocab_size) if token not in avoid]
+
+        def draw(name: str, length: int) -> list[int]:
+            return random.Random(f"{self.seed}/{name}").choices(usable, k=length)
+
+        def own(index: int) -> list[int]:
+            return draw(f"{index}", self._draw_length("input", index, self.input_len))
+
+        if not self.is_grouped:
+            return [own(index) for index in range(count)]
+        shared = [
+            draw(f"group {group}", self._draw_length("shared", group, self.shared_len)) for group in range(self.groups)
+        ]
+        order = [group for group in range(self.groups) for _ in range(self.group_prompts)]
+        random.Random(f"{self.seed}/order").shuffle(order)
+        return [shared[group] + own(index) for index, group in enumerate(order[:count])]
+
+    def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """What a record says of the prompts of its point. output_len is the most, and input_len None where prompts
+        differ; where lengths were drawn, input_range and output_range hold the fewest and the most."""
+        inputs, outputs = self.input_range, _bounds(self.output_len)
+        return {
+            "dataset": self.dataset,
+            "data": str(self.data) if self.data else None,
+            "input_len": inputs[0] if inputs and inputs[0] == inputs[1] else None,
+            "input_range": list(inputs) if inputs and inputs[0] < inputs[1] else None,
+            "output_len": outputs[1],
+            "output_range": list(outputs) if outputs[0] < outputs[1] else None,
+            "ignore_eos": self.is_random,
+            "stop": list(self.stop),
+            "chat_template": self.chat_template,
+            "rendered": self.is_rendered,
+            "thinking": self.thinking,
+            "prompts": len(prompts),
+            "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
+            "seed": self.seed,
+            "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
+            if self.is_grouped
+            else None,
+            "request_rate": self.request_rate if self.request_rate < math.inf else None,
+            "burst": self.burst,
+            "prompts_sha256": sha256_of(prompts),
+        }
+
+    def _draw_length(self, what: str, index: int, length: Length) -> int:
+        least, most = _bounds(length)
+        return least if least == most else random.Random(f"{self.seed}/{what} length {index}").randint(least, most)
+
+    def _read(self) -> tuple[list[Prompt], tuple[str, ...]]:
+        """The rows of a dataset of text, and what ends its answers."""
+        if self.dataset == "gsm8k":
+            return (read_prompts(self.data, "data") if self.data else _gsm8k_from_hub()), ()
+        if self.dataset.startswith(LM_EVAL):
+            from specbatch.evals.prompts import task_prompts
+
+            return task_prompts(self.dataset.removeprefix(LM_EVAL), self.data, as_messages=bool(self.chat_template))
+        if not self.dataset.endswith(".jsonl"):
+            works = "use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file"
+            raise refuse("dataset", self.dataset, works)
+        return read_prompts(Path(self.dataset), "dataset", (*FORMS, TURNS)), ()
+
+
+def lines_of(work: dict[str, Any]) -> dict[str, str]:
+    """The lines of a heading that say what a record's workload was."""
+    inputs = work.get("input_range") or work["input_len"]
+    text = f"{_said(inputs)} input tokens each" if inputs else "text"
+    if shared := work.get("shared"):
+        length = _said(shared["shared_len"])
+        text += f" ({length} of them shared by the {shared['group_prompts']} of each of {shared['groups']} groups)"
+    if work.get("rendered"):
+        thinking = work.get("thinking")
+        switch = "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
+        text += f" by the chat template{switch}"
+    output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_said(work.get('output_range') or work['output_len'])}"
+    return {
+        "workload": f"{work['dataset']}, {text}, output {output}, greedy, seed {work['seed']}",
+        "arrivals": _arrivals(work),
+    }
+
+
+def _arrivals(work: dict[str, Any]) -> str:
+    rate, burst = work.get("request_rate"), work.get("burst", 1)
+    counted = "times count from there"
+    most = "concurrency is the most that are worked on"
+    if burst == 0:
+        return f"all prompts of a point at once: {counted}, and {most}"
+    if rate is None:
+        return "closed loop: as many as concurrency says are kept unfinished"
+    together = f", {burst} together" if burst > 1 else ""
+    return (
+        f"{rate:g} requests per second at random (Poisson{together}): {counted}, throughput follows the rate, and "
+        f"{most}"
+    )
+
+
+def shown(length: Length) -> int | str:
+    """As the command takes it."""
+    return length if isinstance(length, int) else f"{length[0]}-{length[1]}"
+
+
+def _check_length(name: str, length: Length) -> None:
+    least, most = _bounds(length)
+    at_least(name, least, 1)
+    if most < least:
+        raise refuse(name, shown(length), f"the fewest come first; use {most}-{least}")
+
+
+def _bounds(length: Length) -> tuple[int, int]:
+    return (length, length) if isinstance(length, int) else length
+
+
+def _said(length: int | list[int] | tuple[int, int]) -> str:
+    return str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
+
+
+def sha256_of(tokens: Sequence[list[int] | str]) -> str:
+    return hashlib.sha256(json.dumps(tokens, separators=(",", ":")).encode()).hexdigest()
+
+
+def _gsm8k_from_hub() -> list[Prompt]:
+    try:
+        from datasets import load_dataset
+
+        rows = load_dataset("openai/gsm8k", "main", split="test")
+    except Exception as error:  # whatever the hub client raises when it is offline and has nothing cached
+        raise refuse(
+            "dataset",
+            "gsm8k",
+            "not in the local cache and the hub cannot be reached; pass --data FILE (JSONL of questions), "
+            "run once with network access, or use --dataset random",
+        ) from error
+    return [Prompt(line=number, form="question", value=row["question"]) for number, row in enumerate(rows, start=1)]

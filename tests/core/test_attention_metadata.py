@@ -1,0 +1,162 @@
+"""Prefill and verify passes against sequences kept in plain lists: who writes where, and who sees what."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from specbatch.core.attention_metadata import Prefill, Span, Verify
+from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.attention.qkv import Heads
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
+
+LAYERS = 2
+DIM = 8
+
+
+class Bench:
+    """Sequences with their true keys and values per layer, beside a paged cache that is full of huge stale numbers."""
+
+    def __init__(self, sequences: int, width: int, page_size: int, kv_heads: int, group: int) -> None:
+        self.heads, self.kv_heads, self.page_size = kv_heads * group, kv_heads, page_size
+        config = ModelConfig.from_dict(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": 8,
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": kv_heads,
+                "head_dim": DIM,
+                "max_position_embeddings": 512,
+                "rms_norm_eps": 1e-5,
+            }
+        )
+        self.generator = torch.Generator().manual_seed(page_size)
+        per_row = -(-width // page_size)
+        pages = per_row * (sequences + 1)
+        self.cache = KVCache(
+            config,
+            LAYERS,
+            pages,
+            page_size,
+            torch.float32,
+            torch.device("cpu"),
+            prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+        )
+        for item in (*self.cache.k, *self.cache.v):
+            item.fill_(1e20)
+        # Row 0 is for padding: its pages are page 0.
+        own = (torch.randperm(pages, generator=self.generator) + 1)[: sequences * per_row].view(sequences, per_row)
+        self.table = torch.cat([torch.zeros(1, per_row, dtype=torch.int64), own])
+        empty = torch.zeros(0, kv_heads, DIM)
+        self.k = [[empty] * LAYERS for _ in range(sequences + 1)]
+        self.v = [[empty] * LAYERS for _ in range(sequences + 1)]
+
+    def numbers(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, DIM, generator=self.generator)
+
+    def run(self, shape: Prefill | Verify, parts: list[tuple[int, int, int]]) -> None:
+        """Attend in every layer and compare; parts (row, start, count) lie one behind the other among the tokens."""
+        total = sum(count for _, _, count in parts)
+        if isinstance(shape, Prefill):
+            places = [at for _, start, count in parts for at in range(start, start + count)]
+            assert shape.positions.tolist() == places
+        for layer in range(LAYERS):
+            q, k, v = (self.numbers(total, heads) for heads in (self.heads, self.kv_heads, self.kv_heads))
+            out = self.through(shape, layer, q, k, v)
+            assert out.shape == (total, self.heads * DIM)
+            at = 0
+            for row, start, count in parts:
+                own = slice(at, at + count)
+                self.k[row][layer] = torch.cat([self.k[row][layer][:start], k[own]])
+                self.v[row][layer] = torch.cat([self.v[row][layer][:start], v[own]])
+                at += count
+            at = 0
+            for row, start, count in parts:
+                for index in range(count):
+                    expected = self.attend(row, layer, start + index + 1, q[at])
+                    torch.testing.assert_close(out[at].double(), expected, rtol=0, atol=2e-6)
+                    at += 1
+
+    def through(
+        self, shape: Prefill | Verify, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """One layer's attention, with a rotation by nothing: what goes in is what is compared."""
+        still = torch.ones(600, DIM), torch.zeros(600, DIM)
+        heads = Heads(self.heads, self.kv_heads, DIM, None, None, 1e-5, *still)
+        qkv = torch.cat([q, k, v], 1).flatten(1)
+        return shape.on(self.cache).attend(layer, qkv, heads, torch.zeros(len(qkv), dtype=torch.int64))
+
+    def attend(self, row: int, layer: int, seen: int, q: torch.Tensor) -> torch.Tensor:
+        k, v = self.k[row][layer][:seen].double(), self.v[row][layer][:seen].double()
+        assert len(k) == seen
+        group = self.heads // self.kv_heads
+        scores = torch.stack([k[:, head // group] @ q[head].double() for head in range(self.heads)]) / math.sqrt(DIM)
+        return torch.stack([scores[head].softmax(0) @ v[:, head // group] for head in range(self.heads)]).flatten()
+
+    def prefill(self, spans: list[Span]) -> Prefill:
+        shape = Prefill(self.table, spans, self.page_size)
+        self.run(shape, [(span.slot, span.start, span.end - span.start) for span in spans])
+        return shape
+
+    def verify(self, rows: list[int], lengths: list[int], count: int, spare_pages: int = 0) -> None:
+        bound = max(lengths) + count + spare_pages * self.page_size
+        shape = Verify(self.table, torch.tensor(rows), torch.tensor(lengths), count, self.page_size, bound)
+        self.run(shape, [(row, length, count) for row, length in zip(rows, lengths, strict=True)])
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 3), (2, 4)])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_a_life_of_chunks_and_verifies(page_size: int, kv_heads: int, group: int) -> None:
+    """Prompts in chunks of changing sizes, then verifies of changing width that accept some of their rows."""
+    bench = Bench(4, 64, page_size, kv_heads, group)
+    randomness = random.Random(page_size)
+    prompts, done = {1: 17, 2: 1, 3: 16, 4: 9}, dict.fromkeys(range(1, 5), 0)
+    while open_rows := [row for row in (3, 1, 4, 2) if done[row] < prompts[row]]:
+        spans = [Span(row, done[row], min(prompts[row], done[row] + randomness.randint(1, 7))) for row in open_rows]
+        shape = bench.prefill(spans)
+        counts = torch.tensor([span.end - span.start for span in spans])
+        assert shape.last.tolist() == (counts.cumsum(0) - 1).tolist()
+        assert shape.rows.tolist() == torch.tensor([span.slot for span in spans]).repeat_interleave(counts).tolist()
+        done = done | {span.slot: span.end for span in spans}
+    for count in (1, 4, 2, 5, 1, 4):
+        rows = randomness.sample(range(1, 5), randomness.randint(1, 4))
+        bench.verify(rows, [done[row] for row in rows], count, spare_pages=randomness.randint(0, 1))
+        for row in rows:  # what was not accepted is stale from here on
+            done[row] += randomness.randint(1, count)
+
+
+def test_a_sequence_may_read_pages_that_another_one_fills_in_the_same_pass() -> None:
+    bench = Bench(2, 16, 4, 2, 2)
+    bench.table[2, :2] = bench.table[1, :2]
+    for reader_first in (False, True):
+        spans = [Span(1, 0, 11), Span(2, 8, 13)]
+        shape = Prefill(bench.table, spans[::-1] if reader_first else spans, 4)
+        q, k, v = bench.numbers(16, 4), bench.numbers(16, 2), bench.numbers(16, 2)
+        out = bench.through(shape, 0, q, k, v)
+        owner, reader = (slice(5, 16), slice(0, 5)) if reader_first else (slice(0, 11), slice(11, 16))
+        bench.k[2][0] = torch.cat([k[owner][:8], k[reader]])
+        bench.v[2][0] = torch.cat([v[owner][:8], v[reader]])
+        for index in range(5):
+            expected = bench.attend(2, 0, 9 + index, q[reader][index])
+            torch.testing.assert_close(out[reader][index].double(), expected, rtol=0, atol=2e-6)
+
+
+def test_padding_rows_write_to_page_0_only() -> None:
+    bench = Bench(2, 16, 4, 2, 1)
+    bench.prefill([Span(1, 0, 6), Span(2, 0, 3)])
+    before = [item.clone() for item in (*bench.cache.k, *bench.cache.v)]
+    lengths = torch.tensor([0, 6, 0])
+    shape = Verify(bench.table, torch.tensor([0, 1, 0]), lengths, 3, 4, 12)
+    for layer in range(LAYERS):
+        bench.through(shape, layer, bench.numbers(9, 2), bench.numbers(9, 2), bench.numbers(9, 2))
+    mine = {(int(bench.table[1, at // 4]), at % 4) for at in (6, 7, 8)}
+    for old, new in zip(before, (*bench.cache.k, *bench.cache.v), strict=True):
+        changed = {(page, offset) for page, offset in (old != new).flatten(2).any(-1).nonzero().tolist() if page}
+        assert changed == mine

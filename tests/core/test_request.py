@@ -1,0 +1,305 @@
+"""A request's life on the host: trimming, text, timings, counts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbatch.core.request import Completion, IncrementalText, Request, SamplingParams
+from specbatch.records.acceptance import Acceptance
+
+EOS, OTHER_END = 0, 1
+PIECES = [b"", b"", b"a", b"b", b"ab", b"ba ", b"\xc3", b"\xa9", b"b\xf0\x9f", b"\x98\x80", "ß".encode(), b"\n\n"]
+LETTERS = {"a": 2, "b": 3, "ab": 4, "ba ": 5, "\n\n": 11}
+
+
+def decode(tokens: list[int]) -> str:
+    return b"".join(PIECES[token] for token in tokens).decode(errors="replace")
+
+
+def make(**params: Any) -> Request:
+    params = {"max_new_tokens": 100} | params
+    return Request(3, [5, 6, 7], SamplingParams(**params), end_tokens=frozenset({EOS}), decode=decode, submitted=10.0)
+
+
+def run(tokens: list[int], split: list[int] | None = None, **params: Any) -> Completion:
+    """Feed tokens in runs of the given lengths (one by one without) until the request ends."""
+    request = make(**params)
+    lengths = itertools.chain(split or [], itertools.repeat(1))
+    now, at = 11.0, 0
+    while at < len(tokens) and not request.finished:
+        part = tokens[at : at + next(lengths)]
+        request.append(part, now, [float(-token) for token in part])
+        at, now = at + len(part), now + 1
+    if not request.finished:
+        request.finish_reason = "abort"
+    return request.completion(now)
+
+
+def expected(tokens: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
+    """What is kept, why it ended and the text, said as plainly as possible."""
+    ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
+    for count in range(1, len(tokens) + 1):
+        kept = tokens[:count]
+        if kept[-1] in ends:
+            return kept, "stop", decode(kept[:-1])
+        text = decode(kept).rstrip("\ufffd")
+        cuts = [text.find(stop) for stop in params.stop if stop in text]
+        if cuts:
+            return kept, "stop", text[: min(cuts)]
+        if count == params.max_new_tokens:
+            return kept, "length", decode(kept)
+    return tokens, "abort", decode(tokens)
+
+
+# -- trimming -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "kept", "reason", "text"),
+    [
+        ({}, [2, 3, 4, 0], "stop", "abab"),
+        ({"ignore_eos": True, "max_new_tokens": 6}, [2, 3, 4, 0, 1, 2], "length", "ababa"),
+        ({"stop_token_ids": (3,)}, [2, 3], "stop", "a"),
+        ({"stop_token_ids": (3,), "skip_special_tokens": False}, [2, 3], "stop", "ab"),
+        ({"stop_token_ids": (1,), "ignore_eos": True}, [2, 3, 4, 0, 1], "stop", "abab"),
+        ({"stop": "ba"}, [2, 3, 4], "stop", "a"),
+        ({"stop": ("zz", "bab", "ab")}, [2, 3], "stop", ""),
+        ({"stop": ("b",), "stop_token_ids": (3,)}, [2, 3], "stop", "a"),
+        ({"max_new_tokens": 1}, [2], "length", "a"),
+        ({"max_new_tokens": 2}, [2, 3], "length", "ab"),
+        ({"max_new_tokens": 3}, [2, 3, 4], "length", "abab"),
+        ({"max_new_tokens": 4}, [2, 3, 4, 0], "stop", "abab"),  # the stop lies inside the budget
+        ({"max_new_tokens": 3, "stop": "bab"}, [2, 3, 4], "stop", "a"),
+        ({"max_new_tokens": 2, "stop": "bab"}, [2, 3], "length", "ab"),  # the stop lies behind the budget
+        ({"max_new_tokens": 2, "stop_token_ids": (3,)}, [2, 3], "stop", "a"),
+    ],
+)
+@pytest.mark.parametrize("split", [[1] * 6, [6], [1, 5], [2, 4], [3, 3]])
+def test_a_run_is_cut_at_the_first_stop_or_at_the_limit(
+    params: dict[str, Any], kept: list[int], reason: str, text: str, split: list[int]
+) -> None:
+    found = run([2, 3, 4, 0, 1, 2], split, **params)
+    assert (found.token_ids, found.finish_reason, found.text) == (kept, reason, text)
+
+
+def test_append_says_how_many_tokens_it_kept() -> None:
+    request = make(max_new_tokens=5, stop_token_ids=(3,))
+    assert request.append([2, 2], 1.0) == 2
+    assert not request.finished
+    assert request.append([2, 3, 2, 2], 2.0) == 2
+    assert request.finished
+    assert request.output == [2, 2, 2, 3]
+    assert make(max_new_tokens=3).append([2, 2, 2, 2, 2], 1.0) == 3
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(1, 12),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (1,), (2,), (1, 9)]),
+    stop=st.lists(st.sampled_from(["a", "ba", "aba", "é", "aé", "😀a", "b", " ", "\n\n", "bb"]), max_size=2),
+)
+
+
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=16), st.lists(st.integers(1, 6), max_size=8), PARAMS)
+def test_any_split_gives_what_one_by_one_gives(tokens: list[int], split: list[int], params: SamplingParams) -> None:
+    options = {name: getattr(params, name) for name in ("max_new_tokens", "ignore_eos", "stop_token_ids", "stop")}
+    whole, single = run(tokens, split, **options), run(tokens, **options)
+    assert (whole.token_ids, whole.finish_reason, whole.text) == (single.token_ids, single.finish_reason, single.text)
+    kept, reason, text = expected(tokens, params)
+    assert (single.token_ids, single.finish_reason, single.text) == (kept, reason, text)
+
+
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=16), st.lists(st.integers(1, 6), max_size=8), PARAMS)
+def test_logprobs_stay_aligned(tokens: list[int], split: list[int], params: SamplingParams) -> None:
+    found = run(tokens, split, logprobs=True, max_new_tokens=params.max_new_tokens, stop=params.stop)
+    assert found.logprobs == [float(-token) for token in found.token_ids]
+
+
+def test_logprobs_that_were_not_asked_for_are_not_there() -> None:
+    assert run([2, 3]).logprobs is None
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_half_characters_are_held_back() -> None:
+    text = IncrementalText(decode)
+    assert [text.push(token) for token in [2, 6, 7, 8, 9, 3]] == ["a", "", "é", "b", "😀", "b"]
+    assert text.text == "aéb😀b"
+
+
+def test_broken_bytes_are_handed_over_with_what_follows() -> None:
+    text = IncrementalText(decode)
+    assert [text.push(token) for token in [7, 6, 2, 7]] == ["", "", "\ufffd\ufffda", ""]
+
+
+@given(st.lists(st.integers(0, 11), max_size=20))
+def test_pushed_text_is_the_text(tokens: list[int]) -> None:
+    text = IncrementalText(decode)
+    pushed = "".join(text.push(token) for token in tokens)
+    assert pushed == text.text == decode(tokens).rstrip("\ufffd")
+
+
+def test_joining_rules_see_the_token_before() -> None:
+    def words(tokens: list[int]) -> str:  # as in sentencepiece: the first word loses its space
+        return "".join(f" w{token}" for token in tokens).removeprefix(" ")
+
+    text = IncrementalText(words)
+    assert [text.push(token) for token in (1, 2, 3)] == ["w1", " w2", " w3"]
+
+
+def test_a_character_in_single_bytes_follows_one_in_single_bytes() -> None:
+    def fallback(tokens: list[int]) -> str:  # as in sentencepiece: a group of byte tokens is whole or not at all
+        data = bytes(tokens)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(data)
+
+    text = IncrementalText(fallback)
+    assert [text.push(token) for token in "éß".encode()] == ["", "é", "", "ß"]
+
+
+def test_a_stop_string_may_span_tokens_and_characters() -> None:
+    assert run([2, 6, 7, 2, 2], stop="éa").text == "a"
+    assert run([2, 6, 7, 2, 2], stop="aé").token_ids == [2, 6, 7]
+    assert run([3, 4, 4, 3], stop="babab").text == ""
+    assert run([2, 8, 9, 2], stop="😀").text == "ab"
+
+
+@pytest.mark.parametrize(("rest", "reason"), [([EOS], "stop"), ([], "stop"), ([9, 2], "stop")])
+def test_a_stop_string_before_half_a_character_counts_at_once(rest: list[int], reason: str) -> None:
+    found = run([2, 8, *rest], stop="ab", max_new_tokens=2)
+    assert (found.token_ids, found.text, found.finish_reason) == ([2, 8], "", reason)
+
+
+def test_the_earliest_of_several_stop_strings_cuts() -> None:
+    assert run([5, 4], stop=("a a", " ")).text == "ba"
+    assert run([3, 5], stop=("a ", "bb")).text == ""
+
+
+def test_a_long_text_is_searched_only_where_it_is_new() -> None:
+    found = run([2] * 50 + [3, 3] + [2] * 9, stop="bb")
+    assert found.text == "a" * 50
+    assert len(found.token_ids) == 52
+
+
+def test_only_the_newest_tokens_are_decoded_again() -> None:
+    longest = 0
+
+    def watch(tokens: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode(tokens)
+
+    text = IncrementalText(watch)
+    for token in [2, 3, 4, 6, 7, 10] * 20:
+        text.push(token)
+    assert longest <= 4
+
+
+# -- timings and counts ---------------------------------------------------------------------------------------------
+
+
+def test_timings_follow_their_definitions() -> None:
+    request = make()
+    request.admitted = 12.0
+    request.append([2], 14.0)
+    request.append([2, 3, 2], 17.0)
+    request.append([2], 19.0)
+    request.finish_reason = "length"
+    found = request.completion(99.0).metrics
+    assert (found.queue_s, found.ttft_s, found.e2e_s) == (2.0, 4.0, 9.0)
+    assert found.tpot_s == pytest.approx(5.0 / 4)
+    assert found.itl_s == [1.0, 1.0, 1.0, 2.0]
+    assert (found.prompt_tokens, found.output_tokens) == (3, 5)
+    assert sum(found.itl_s) == pytest.approx(found.e2e_s - found.ttft_s)
+
+
+def test_one_token_has_no_time_between_tokens() -> None:
+    request = make(max_new_tokens=1)
+    request.append([2], 14.0)
+    found = request.completion(99.0).metrics
+    assert (found.ttft_s, found.tpot_s, found.itl_s, found.e2e_s) == (4.0, None, [], 4.0)
+
+
+def test_a_request_that_never_ran_waited_to_its_end() -> None:
+    request = make()
+    request.finish_reason = "abort"
+    found = request.completion(25.0)
+    assert (found.metrics.queue_s, found.metrics.e2e_s, found.metrics.ttft_s) == (15.0, 15.0, None)
+    assert (found.token_ids, found.text, found.metrics.accept_length) == ([], "", None)
+
+
+def test_a_clock_at_zero_is_a_time() -> None:
+    request = Request(0, [1], SamplingParams(max_new_tokens=1), end_tokens=frozenset(), decode=decode, submitted=-2.0)
+    request.admitted = -1.0
+    request.append([2], 0.0)
+    found = request.completion(5.0).metrics
+    assert (found.ttft_s, found.e2e_s, found.queue_s) == (2.0, 2.0, 1.0)
+
+
+def test_a_verify_counts_what_it_left() -> None:
+    request = make(max_new_tokens=7)
+    request.append([2], 1.0)
+    for tokens, accepted in (([2, 2, 2], 2), ([2], 0), ([2, 2, 2, 2], 3)):  # the last is trimmed to two
+        request.count_verify(request.append(tokens, 2.0), drafted=4, accepted=accepted, depth=4)
+    found = request.completion(3.0).metrics
+    assert (found.verify_steps, found.emitted, found.drafted, found.accepted) == (3, 6, 9, 4)
+    assert found.emitted_histogram == [0, 1, 1, 1, 0, 0]
+    assert found.accept_length == 2.0
+    assert found.emitted == found.output_tokens - 1
+    # Behind 4, 7 and 8 tokens there was room for 6, 3 and 2; what the drafts beyond that were nobody counts.
+    assert found.acceptance == Acceptance(
+        drafted=[0, 0, 1, 1, 1], accepted=[1, 0, 2], exhausted=[0, 0, 1], verifies=[0, 0, 2, 1], emitted=[0, 0, 4, 2]
+    )
+
+
+def test_a_verify_that_left_nothing_counts_nowhere() -> None:
+    request = make()
+    request.count_verify(0, drafted=4, accepted=2, depth=4)
+    request.finish_reason = "abort"
+    found = request.completion(3.0).metrics
+    assert (found.verify_steps, found.drafted, found.accepted, found.emitted_histogram) == (0, 0, 0, [])
+    assert found.acceptance == Acceptance()
+
+
+def test_a_draft_counts_at_its_depth() -> None:
+    request = make()
+    request.append([2], 1.0)
+    request.count_verify(request.append([2, 2], 2.0), drafted=12, accepted=1, depth=3)  # a tree of 12
+    found = request.metrics
+    assert (found.drafted, found.emitted_histogram) == (12, [0, 0, 1, 0, 0])
+    assert found.acceptance.as_counters()["drafted"] == [1, 1, 1]
+    assert found.acceptance.as_counters()["tried"] == [1, 1, 0]
+
+
+def test_of_drafts_behind_a_stop_nobody_says_whether_they_were_right() -> None:
+    request = make()
+    request.append([2], 1.0)
+    request.count_verify(request.append([2, EOS, 2, 2], 2.0), drafted=4, accepted=3, depth=4)
+    found = request.completion(3.0).metrics
+    assert found.acceptance.as_counters()["drafted"] == [1, 1]
+    assert found.acceptance.as_counters()["accepted"] == [1, 1]
+    assert (found.drafted, found.accepted) == (2, 2)
+
+
+def test_of_a_tree_the_levels_cut_off_count_as_not_drafted() -> None:
+    request = make()
+    request.append([2], 1.0)
+    request.count_verify(request.append([2, EOS, 2], 2.0), drafted=12, accepted=2, depth=3)
+    found = request.completion(3.0).metrics
+    assert (found.drafted, found.accepted) == (11, 2)
+    assert found.acceptance.as_counters()["drafted"] == [1, 1]
+
+
+def test_a_completions_row_holds_the_numbers_and_not_the_tokens() -> None:
+    row = run([2, 3, 0]).as_row()
+    assert (row["index"], row["finish_reason"], row["output_tokens"]) == (3, "stop", 3)
+    assert not {"text", "token_ids", "prompt_token_ids"} & set(row)

@@ -1,0 +1,225 @@
+"""A draft model with a cache of its own against the same model run from scratch on the whole text at every step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.drafters.draft_model import Standalone, parse_skip
+from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.sampling.sampling import DRAFT, draw_ref, probabilities_ref, uniform_ref
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.decoder import Decoder
+from specbatch.runtime.prefill_forward import EagerForward
+
+VOCABULARY = 13
+LENGTHS = (2, 3, 5, 6, 13, 21)
+
+
+def from_scratch(model: Decoder, text: list[int]) -> torch.Tensor:
+    """Logits [V] behind a text, with nothing kept from before."""
+    cache = KVCache(
+        model.config,
+        len(model.layers),
+        1,
+        len(text),
+        torch.float32,
+        torch.device("cpu"),
+        prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+    )
+    shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
+    return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache)).last[-1:])[0]
+
+
+def greedy_chain(model: Decoder, text: list[int], count: int) -> list[int]:
+    longer = list(text)
+    for _ in range(count):
+        longer.append(int(from_scratch(model, longer).argmax()))
+    return longer[len(text) :]
+
+
+def prompts(randomness: random.Random) -> list[list[int]]:
+    return [[randomness.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
+
+
+def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
+    """Per turn and row: all, none, all twice in a row, and everything between."""
+    rows = len(LENGTHS)
+    turns = [[count] * rows, [0] * rows, [count] * rows, [count] * rows]
+    turns += [[randomness.randint(0, count) for _ in range(rows)] for _ in range(3)]
+    return turns
+
+
+@pytest.mark.parametrize("chunk", [1000, 4, 3])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_greedy_chain_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, count: int, chunk: int) -> None:
+    randomness = random.Random(count)
+    model, here = tiny(VOCABULARY), bench(prompts(randomness))
+    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    here.prefill(drafter, chunk)
+    for turn, accepted in enumerate(acceptances(count, randomness)):
+        proposal = drafter.propose(here.step(count, spare=(0, 6)[turn % 2]))
+        assert proposal.probabilities is None
+        assert proposal.drafted.tolist() == [count] * len(LENGTHS)
+        assert proposal.tokens.tolist() == [greedy_chain(model, text, count) for text in here.texts]
+        here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
+
+
+def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: Any) -> None:
+    """Also of the last draft where all were accepted: no argmax would show a small error in it."""
+    randomness = random.Random(7)
+    model, here = tiny(VOCABULARY), bench(prompts(randomness))
+    cache = here.cache_for(model)
+    drafter = Standalone(model, EagerForward(model, cache), cache, VOCABULARY)
+    here.prefill(drafter)
+    for accepted in acceptances(3, randomness):
+        proposal = drafter.propose(here.step(3))
+        for row, text in zip(here.rows.tolist(), here.texts, strict=True):
+            fresh = KVCache(
+                model.config,
+                2,
+                1,
+                len(text),
+                torch.float32,
+                torch.device("cpu"),
+                prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
+            )
+            shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
+            model.forward(torch.tensor(text), shape.positions, shape.on(fresh))
+            places = torch.arange(len(text))
+            pages = here.batch.page_table[row, places // 4]
+            for ours, theirs in zip(cache.k + cache.v, fresh.k + fresh.v, strict=True):
+                torch.testing.assert_close(ours[pages, places % 4], theirs[1], rtol=1e-4, atol=1e-5)
+        here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
+
+
+def test_a_batch_may_shrink_and_change_its_order(bench: Any, tiny: Any) -> None:
+    randomness = random.Random(3)
+    model, here = tiny(VOCABULARY), bench(prompts(randomness))
+    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    here.prefill(drafter)
+    while len(here.texts) > 1:
+        proposal = drafter.propose(here.step(2))
+        assert proposal.tokens.tolist() == [greedy_chain(model, text, 2) for text in here.texts]
+        here.commit(proposal.tokens, [randomness.randint(0, 2) for _ in here.texts], [1] * len(here.texts))
+        order = randomness.sample(range(len(here.texts)), len(here.texts) - 1)
+        here.rows = here.rows[order]
+        here.texts = [here.texts[index] for index in order]
+
+
+SAMPLING = {
+    "temperature": torch.tensor([1.0, 0.0, 0.7, 1.5, 0.0, 1.0]),
+    "top_k": torch.tensor([0, 0, 4, 0, 2, 0]),
+    "top_p": torch.tensor([1.0, 1.0, 1.0, 0.8, 0.5, 1.0]),
+    "min_p": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1]),
+}
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: Any, truncated: bool) -> None:
+    """q is the law of the model run from scratch, at the row's own temperature and truncation, and each draft is drawn
+    from it with the coin of its own position."""
+    randomness = random.Random(11)
+    count, model, here = 3, tiny(VOCABULARY), bench(prompts(randomness))
+    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    here.prefill(drafter)
+    setting = SAMPLING if truncated else {"temperature": SAMPLING["temperature"]}
+    for accepted in acceptances(count, randomness):
+        step = here.step(count, **setting)
+        proposal = drafter.propose(step)
+        q = proposal.probabilities
+        assert q is not None
+        assert q.shape == (len(LENGTHS), count, VOCABULARY)
+        assert q.dtype == torch.float32
+        for index, text in enumerate(here.texts):
+            for place in range(count):
+                logits = from_scratch(model, text + proposal.tokens[index, :place].tolist())
+                parameters = [item[index : index + 1] for item in setting.values()]
+                expected = probabilities_ref(logits[None], *parameters)[0]
+                torch.testing.assert_close(q[index, place], expected, rtol=0, atol=1e-5)
+                coin = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+                assert proposal.tokens[index, place] == draw_ref(q[index, place], coin)
+        greedy = [1, 4]
+        assert proposal.tokens[greedy].tolist() == [greedy_chain(model, here.texts[index], count) for index in greedy]
+        here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
+
+
+def test_frequencies_of_sampled_drafts_are_the_law(bench: Any, tiny: Any) -> None:
+    rows, model = 6000, tiny(VOCABULARY, layers=1)
+    here = bench([[5, 2, 7]] * rows, width=12)
+    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    here.prefill(drafter)
+    proposal = drafter.propose(here.step(2, temperature=1.0))
+    assert proposal.probabilities is not None
+    first, second = proposal.probabilities.double().unbind(1)
+    assert torch.allclose(first, first[:1].expand_as(first), atol=1e-6)
+    joint = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    for token in range(VOCABULARY):
+        joint[token] = from_scratch(model, [5, 2, 7, token]).double().softmax(-1)
+    expected = (first[0][:, None] * joint).flatten() * rows
+    counts = (proposal.tokens[:, 0] * VOCABULARY + proposal.tokens[:, 1]).bincount(minlength=VOCABULARY**2)
+    rare = expected < 5
+    observed = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
+    wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-4
+    assert torch.allclose(second, joint[proposal.tokens[:, 0]], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e38])
+@pytest.mark.parametrize("vocabulary", [9, 13, 20])
+def test_a_draft_of_another_width_speaks_the_targets_vocabulary(
+    bench: Any, tiny: Any, vocabulary: int, temperature: float
+) -> None:
+    """`vocabulary` is the draft's; what the target does not know is never drafted, what the draft does not know has
+    probability 0."""
+    model = tiny(vocabulary)
+    here = bench([[text % min(vocabulary, 13) for text in range(length)] for length in LENGTHS])
+    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    here.prefill(drafter)
+    for _ in range(3):
+        proposal = drafter.propose(here.step(3, temperature=temperature))
+        assert proposal.tokens.max() < min(vocabulary, VOCABULARY)
+        if temperature:
+            q = proposal.probabilities
+            assert q is not None
+            assert q.shape[-1] == VOCABULARY
+            assert not q[..., vocabulary:].any()
+            torch.testing.assert_close(q.sum(-1), torch.ones(len(LENGTHS), 3))
+            for index, text in enumerate(here.texts):
+                logits = from_scratch(model, text)[:VOCABULARY]
+                expected = (logits / temperature).softmax(-1)
+                torch.testing.assert_close(q[index, 0, : len(expected)], expected, rtol=0, atol=1e-5)
+        here.commit(proposal.tokens, [3] * len(LENGTHS), [0] * len(LENGTHS))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_goes_on_behind_tokens_that_it_has_no_row_for(bench: Any, tiny: Any, temperature: float) -> None:
+    """A target's rows behind its vocabulary stand for no text, but nothing keeps it from choosing one."""
+    model, known = tiny(9), 9
+    here = bench([[VOCABULARY - 1] * length for length in LENGTHS])
+    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    here.prefill(drafter)
+    for _ in range(3):
+        proposal = drafter.propose(here.step(3, temperature=temperature))
+        assert proposal.tokens.max() < known
+        if not temperature:
+            read = [[min(token, known - 1) for token in text] for text in here.texts]
+            assert proposal.tokens.tolist() == [greedy_chain(model, text, 3) for text in read]
+        here.commit(proposal.tokens, [3] * len(LENGTHS), [VOCABULARY - 1] * len(LENGTHS))
+
+
+@pytest.mark.parametrize("ranges", ["", "4", "0-3", "2-1", "a-b", "-1", "1-99999999999", "1,,2"])
+def test_layers_that_cannot_be_skipped_are_refused(ranges: str) -> None:
+    with pytest.raises(SpecbatchError, match="self:skip"):
+        parse_skip(f"self:skip={ranges}", 4)
+
+
+def test_skipped_layers_are_inclusive_ranges() -> None:
+    assert parse_skip("self:skip=1-2", 4) == {1, 2}
+    assert parse_skip("self:skip=0,2-3,2", 4) == {0, 2, 3}

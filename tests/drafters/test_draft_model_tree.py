@@ -1,0 +1,157 @@
+"""A draft's trees against the same model run from scratch on every text, over the life of a batch."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from crossed import crossed
+
+from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.draft_shape import DraftShape
+from specbatch.drafters.draft_model import StandaloneTree
+from specbatch.drafters.tree import expand
+from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.sampling.tree import walk_ref
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.decoder import Decoder, Features
+from specbatch.runtime.prefill_forward import EagerForward
+
+VOCABULARY = 13
+LENGTHS = (2, 3, 5, 6, 13, 21)
+SHAPES = [DraftShape(1, 3, 2), DraftShape(3, 2, 6), DraftShape(4, 3, 5), DraftShape(2, 3, 12)]
+
+
+def from_scratch(model: Decoder, text: list[int]) -> tuple[torch.Tensor, KVCache]:
+    """Logits [V] behind a text, with nothing kept from before; and the keys it leaves, in page 1."""
+    backend = prefill_backend("torch", torch.device("cpu"), torch.float32, 16)
+    cache = KVCache(model.config, len(model.layers), 1, len(text), torch.float32, torch.device("cpu"), backend)
+    shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
+    return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache)).last[-1:])[0], cache
+
+
+def wanted_tree(model: Decoder, text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
+    """The texts of the nodes, by the same expansion over logits from scratch."""
+    nodes: list[list[int]] = [[]]
+
+    def run(beams: Any) -> torch.Tensor:
+        width = beams.tokens.shape[1]
+        parents = nodes[-width:] if beams.first > 1 else nodes
+        fresh = [[*parents[int(beams.origin[0, k])], int(beams.tokens[0, k])] for k in range(width)]
+        nodes.extend(fresh)
+        return torch.stack([from_scratch(model, text + node)[0] for node in fresh])[None]
+
+    tokens, words = expand(from_scratch(model, text)[0][None], shape, run)
+    return texts_of(tokens[0].tolist(), words[0].tolist())
+
+
+def texts_of(tokens: list[int], words: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(tokens[at - 1] for at in range(1, 64) if word >> at & 1) for word in words[1:]}
+
+
+class Life:
+    """Verifies that accept what they are told to, as an iteration does it."""
+
+    def __init__(self, bench: Any, tiny: Any, shape: DraftShape, chunk: int = 1000) -> None:
+        self.randomness = random.Random(shape.tokens)
+        self.model, self.shape = tiny(VOCABULARY), shape
+        prompts = [[self.randomness.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
+        self.here = bench(prompts)
+        self.cache = self.here.cache_for(self.model)
+        forward = EagerForward(self.model, self.cache)
+        self.drafter = StandaloneTree(self.model, forward, self.cache, shape, VOCABULARY, len(self.here.batch.lengths))
+        self.here.prefill(self.drafter, chunk)
+
+    def propose(self) -> tuple[Any, Any]:
+        # Room for what the draft runs: it may be more than is verified.
+        step = self.here.step(self.shape.tokens, spare=max(self.shape.draft_slots - self.shape.tokens, 0))
+        return step, self.drafter.propose(step)
+
+    def accept(self, step: Any, proposal: Any, least: int) -> None:
+        """Each row accepts a path of some node, the deepest where `least` is its depth."""
+        chosen = torch.randint(0, VOCABULARY, proposal.ancestors.shape)
+        for row, words in enumerate(proposal.ancestors.tolist()):
+            deep = [node for node, word in enumerate(words) if word.bit_count() > least] or [0]
+            node = self.randomness.choice(deep)
+            path = [at for at in range(64) if words[node] >> at & 1]
+            for parent, child in pairwise(path):
+                chosen[row, parent] = proposal.tokens[row, child - 1]
+        accepted, path = walk_ref(chosen, proposal.tokens, proposal.drafted, proposal.ancestors)
+        self.here.batch.commit(self.here.rows, chosen.gather(1, path), accepted)
+        for row, text in enumerate(self.here.texts):
+            text += chosen.gather(1, path)[row, : int(accepted[row]) + 1].tolist()
+        self.drafter.absorb(step, Features(torch.empty(0), None), accepted, path)
+
+
+@pytest.mark.parametrize(("shape", "chunk"), crossed(SHAPES, [1000, 3]), ids=str)
+def test_a_tree_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, shape: DraftShape, chunk: int) -> None:
+    life = Life(bench, tiny, shape, chunk)
+    for turn in range(6):
+        before = life.here.batch.tokens.clone()
+        step, proposal = life.propose()
+        assert torch.equal(life.here.batch.tokens, before)
+        assert proposal.probabilities is None
+        assert proposal.drafted.tolist() == [shape.tokens] * len(LENGTHS)
+        for row, text in enumerate(life.here.texts):
+            found = texts_of(proposal.tokens[row].tolist(), proposal.ancestors[row].tolist())
+            assert found == wanted_tree(life.model, text, shape), f"turn {turn}, row {row}"
+        life.accept(step, proposal, least=(0, shape.steps, 1, shape.steps, shape.steps, 0)[turn])
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: Any, shape: DraftShape) -> None:
+    """Up to the root, whatever was accepted: no small tree would show a small error in them."""
+    life = Life(bench, tiny, shape)
+    for turn in range(5):
+        step, proposal = life.propose()
+        for row, text in zip(life.here.rows.tolist(), life.here.texts, strict=True):
+            _, fresh = from_scratch(life.model, text)
+            places = torch.arange(len(text))
+            pages = life.here.batch.page_table[row, places // 4]
+            for ours, theirs in zip(life.cache.k + life.cache.v, fresh.k + fresh.v, strict=True):
+                torch.testing.assert_close(ours[pages, places % 4], theirs[1], rtol=1e-4, atol=1e-5)
+        life.accept(step, proposal, least=(shape.steps, 0)[turn % 2])
+
+
+def test_a_row_that_is_given_away_begins_anew(bench: Any, tiny: Any) -> None:
+    """What the request before it had accepted is forgotten with its prompt's pass."""
+    life = Life(bench, tiny, SHAPES[1])
+    for _ in range(2):
+        step, proposal = life.propose()
+        life.accept(step, proposal, least=3)
+    assert life.drafter._new[life.here.rows].max() > 3
+    for row, text in zip(life.here.rows.tolist(), life.here.texts, strict=True):
+        text[:] = [text[0], 5]
+        life.here.batch.tokens[row, :2] = torch.tensor(text)
+        life.here.batch.lengths[row] = 1
+    life.here.prefill(life.drafter)
+    _, proposal = life.propose()
+    for row, text in enumerate(life.here.texts):
+        found = texts_of(proposal.tokens[row].tolist(), proposal.ancestors[row].tolist())
+        assert found == wanted_tree(life.model, text, life.shape)
+
+
+def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:
+    """However much is accepted of what they were given."""
+    life = Life(bench, tiny, SHAPES[1])
+    life.here.rows = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    kept = [item[1:].clone() for item in (*life.cache.k, *life.cache.v)]
+    for _ in range(3):
+        step, proposal = life.propose()
+        life.drafter.absorb(step, Features(torch.empty(0), None), torch.full((len(LENGTHS),), 3), proposal.ancestors)
+    assert all(torch.equal(item[1:], old) for item, old in zip((*life.cache.k, *life.cache.v), kept, strict=True))
+    assert int(life.drafter._new[0]) == 1
+
+
+@pytest.mark.parametrize("vocabulary", [11, 16])
+def test_a_draft_whose_vocabulary_is_padded_otherwise(bench: Any, tiny: Any, vocabulary: int) -> None:
+    life = Life(bench, tiny, SHAPES[2])
+    own = life.drafter
+    life.drafter = StandaloneTree(life.model, own._forward, life.cache, SHAPES[2], vocabulary, 20)
+    step, proposal = life.propose()
+    assert proposal.tokens.min() >= 0
+    assert proposal.tokens.max() < min(vocabulary, VOCABULARY)
+    assert step.rows.shape == proposal.drafted.shape

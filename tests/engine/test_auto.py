@@ -1,0 +1,426 @@
+"""`draft_tokens="auto"` in whole engines: whatever lengths are chosen, tokens and acceptance are those that they were;
+and what is chosen follows from the clock, which is a made-up one here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from crossed import crossed, slow_but
+
+from specbatch import Engine, SamplingParams, SpecbatchError
+from specbatch.config import Graphs, Speculation
+from specbatch.core.async_copy import Lap, Ticket
+from specbatch.drafters.draft_model import Standalone
+from specbatch.drafters.feature_head import FeatureChain
+from specbatch.engine.draft_length import DraftLength
+from specbatch.engine.scheduler import Scheduler
+from specbatch.engine.step import Iteration
+from specbatch.runtime.cuda_graphs import Program, graph_bytes
+
+BOTH = Graphs(decode="whole", prefill="piecewise")
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"algorithm": "ngram", "draft_steps": 6, "ngram_min": 1},
+    "same": {"algorithm": "standalone", "draft": "toy", "draft_steps": 5},
+    "eagle": {"algorithm": "eagle", "draft": "dummy"},
+    "eagle3": {"algorithm": "eagle3", "draft": "dummy", "draft_steps": 5},
+    "mtp": {"algorithm": "mtp"},
+    "block": {"algorithm": "dflash", "draft": "toy-block-34"},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "crowded": {"kv_pages": 36, "max_model_len": 90, "prefill_chunk": 7},
+    "graphs": {"graphs": BOTH, "prefill_chunk": 40},
+}
+
+
+class Recorder:
+    """`graphs.Recorder` on a CPU: a recording runs its program again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded = 0
+
+    def warm(self, program: Program) -> None:
+        program()
+
+    def record(self, program: Program) -> Program:
+        self.recorded += 1
+        return program
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
+    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
+
+
+@pytest.fixture
+def by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are chosen at random, some of them for several iterations."""
+    chance = random.Random(5)
+
+    def choose(self: DraftLength, rows: int) -> int:
+        if chance.random() < 0.6:
+            self._chosen = chance.choice([0, *self.lengths])  # type: ignore[attr-defined]
+        return self._chosen  # type: ignore[attr-defined,no-any-return]
+
+    monkeypatch.setattr(DraftLength, "_chosen", 0, raising=False)
+    monkeypatch.setattr(DraftLength, "choose", choose)
+
+
+def auto(name: str, schedule: str = "v2", **changes: Any) -> Speculation:
+    return Speculation(schedule=schedule, draft_tokens="auto", **DRAFTERS[name] | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "schedule"),
+    crossed(
+        DRAFTERS,
+        [("plain", "v1"), ("plain", "v2-late"), ("crowded", "v1"), ("crowded", "v2"), ("graphs", "v2")],
+    ),
+)
+@pytest.mark.usefixtures("by_chance")
+def test_tokens_are_those_of_plain_decoding_whatever_is_chosen(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, name: str, setting: str, schedule: str
+) -> None:
+    if schedule == "v2-late":
+        monkeypatch.setattr(Ticket, "ready", lambda self: False)
+    prompts = [list(prompt) for prompt in toy.prompts()[8:20]]
+    engine = toy_engine(speculation=auto(name, schedule[:2]), **SETTINGS[setting])
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:25] for prompt in prompts]
+    record = engine.record()
+    steps = record.counters["draft_lengths"]
+    lengths = engine._runner._lengths.lengths
+    assert len({int(n) for row in steps.values() for n in row} & set(lengths)) > 2
+    assert sum(count for row in steps.values() for count in row.values()) == record.counters["iterations"]
+    if setting == "crowded":
+        assert record.metrics["retractions"] > 0
+    if setting == "graphs":
+        assert record.counters["graphs"]["decode"]["replays"] == record.counters["iterations"]
+        assert record.metrics["graph_coverage"] == 1.0
+    # A verify drafts one of the lengths, and what it drafts is counted as tried as far as it was.
+    counts = record.counters["acceptance"]
+    assert counts["drafted"] == sorted(counts["drafted"], reverse=True)
+    assert 0 < record.metrics["drafted_tokens"] < lengths[-1] * record.metrics["verify_steps"]
+    if name == "same":  # a draft of the same weights errs only where it lacks what came before
+        assert counts["tried"] == counts["accepted"]
+
+
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.usefixtures("by_chance")
+def test_sampled_tokens_of_a_seed_are_those_of_plain_decoding_where_drafts_are_looked_up(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[8:16]]
+    params = [SamplingParams(temperature=0.6, seed=n, max_new_tokens=25, ignore_eos=True) for n in range(8)]
+    wanted = [item.token_ids for item in toy_engine().generate(prompts, params)]
+    for graphs in (Graphs(), BOTH):
+        engine = toy_engine(speculation=auto("ngram", schedule), graphs=graphs)
+        assert [item.token_ids for item in engine.generate(prompts, params)] == wanted
+        assert engine.record().metrics["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", slow_but(["eagle3"], ["same", "eagle3", "block"]))
+@pytest.mark.usefixtures("by_chance")
+def test_sampled_requests_and_their_logprobs_go_through_all_lengths(
+    toy: Any, toy_engine: Callable[..., Engine], name: str
+) -> None:
+    params = SamplingParams(temperature=0.9, max_new_tokens=20, ignore_eos=True, logprobs=True)
+    for graphs in (Graphs(), BOTH):
+        engine = toy_engine(speculation=auto(name), graphs=graphs)
+        done = engine.generate([list(prompt) for prompt in toy.prompts()[8:14:2]], params)
+        for item in done:
+            said = toy.logits([*item.prompt_token_ids, *item.token_ids]).log_softmax(-1)
+            start = len(item.prompt_token_ids) - 1
+            wanted = [said[start + place, token].item() for place, token in enumerate(item.token_ids)]
+            assert item.logprobs == pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_draft_that_rests_catches_up_in_passes_of_at_most_a_chunk(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten iterations without drafts, then with; a probe brings up as many requests as a pass holds."""
+    passes: list[list[tuple[int, int]]] = []
+    catch_up = Standalone.catch_up
+
+    def spied(self: Standalone, batch: Any, shape: Any) -> None:
+        passes.append(list(zip(shape.spans.starts, shape.spans.ends, strict=True)))
+        catch_up(self, batch, shape)
+
+    plan = [0] * 10 + [5] + [0] * 4 + [5] * 20
+
+    def choose(self: DraftLength, rows: int) -> int:
+        length = plan.pop(0)
+        self.probing = length > 0 and plan[:1] == [0]
+        return length
+
+    engine = toy_engine(speculation=auto("same", "v1"), prefill_chunk=25, prefix_cache=False)
+    monkeypatch.setattr(Standalone, "catch_up", spied)
+    monkeypatch.setattr(Standalone, "prefill", lambda self, *args: catch_up(self, *args[:2]))
+    monkeypatch.setattr(DraftLength, "choose", choose)
+    engine.generate([list(prompt) for prompt in toy.prompts()[:4]], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    totals = [sum(end - start for start, end in spans) for spans in passes]
+    # The newest of the ten is left to the draft's own pass: ten each, the token before the root included. Two requests
+    # fit into the probe's; later the others lack 15 and these four, a pass at a time.
+    assert totals == [20, 25, 13]
+    assert engine.record().counters["acceptance"]["tried"][4] > 0
+
+
+def test_a_prefix_that_a_resting_draft_has_not_seen_is_not_shared(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[int, int]] = []
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
+    release = Scheduler.release
+
+    def spied(self: Scheduler, request: Any) -> None:
+        release(self, request)
+        assert self._cache is not None
+        shared = self._cache.match(request.tokens)
+        kept.append((request.prompt_len, len(shared) * 4))
+        for page in shared:
+            self._pool.release(page)
+
+    monkeypatch.setattr(Scheduler, "release", spied)
+    for name in ("same", "eagle3"):
+        kept.clear()
+        engine = toy_engine(speculation=auto(name))
+        engine.generate([list(toy.prompts()[-1])], SamplingParams(max_new_tokens=40, ignore_eos=True))
+        [(prompt, shared)] = kept
+        assert (shared <= prompt) is (name == "same")
+
+
+def test_a_request_that_is_retracted_is_read_again_by_its_draft_too(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind: list[tuple[int | None, int | None]] = []
+    retract = Scheduler._retract
+
+    def watched(self: Scheduler, request: Any) -> None:
+        before = request.behind
+        retract(self, request)
+        behind.append((before, request.behind))
+
+    monkeypatch.setattr(Scheduler, "_retract", watched)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
+    engine = toy_engine(speculation=auto("same"), **SETTINGS["crowded"])
+    engine.generate(
+        [list(prompt) for prompt in toy.prompts()[8:20]], SamplingParams(max_new_tokens=25, ignore_eos=True)
+    )
+    assert any(before is not None for before, _ in behind)
+    assert all(after is None for _, after in behind)
+
+
+# -- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+class MadeUpClock(Lap):
+    """An iteration takes what `cost` says of its rows and drafts."""
+
+    now = 0.0
+
+    @staticmethod
+    def cost(rows: int, drafts: int) -> float:
+        return 1.0 + 0.1 * drafts
+
+    def __init__(self) -> None:
+        self._previous: Any = None
+        self._start = MadeUpClock.now
+
+    @classmethod
+    def begin(cls, device: torch.device) -> Lap:
+        return cls()
+
+    def end(self, behind: Lap | None) -> None:
+        self._previous = behind
+        self._took = MadeUpClock.now - self._start
+
+    def seconds(self) -> tuple[float, float | None]:
+        return self._took, 0.0 if self.follows else None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpClock]:
+    run = Iteration.__call__
+
+    def timed(self: Iteration, step: Any) -> Any:
+        MadeUpClock.now += MadeUpClock.cost(len(step.rows), step.count)
+        return run(self, step)
+
+    def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+        start = MadeUpClock.now
+        work()
+        return MadeUpClock.now - start
+
+    monkeypatch.setattr(Iteration, "__call__", timed)
+    monkeypatch.setattr("specbatch.engine.runner.Lap", MadeUpClock)
+    monkeypatch.setattr("specbatch.engine.runner.seconds_of", seconds_of)
+    return MadeUpClock
+
+
+def shares(engine: Engine) -> dict[str, float]:
+    """Of the steps, by drafts, all batches together."""
+    rows = engine.record().counters["draft_lengths"].values()
+    total = sum(count for row in rows for count in row.values())
+    found: dict[str, float] = {}
+    for row in rows:
+        for drafts, count in row.items():
+            found[drafts] = found.get(drafts, 0.0) + count / total
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mean", "wanted", "name", "graphs", "schedule"),
+    crossed([(1.0, "0"), (6.0, "5"), (1.95, "1")], [("same", Graphs()), ("eagle3", BOTH)], ["v1", "v2"]),
+)
+@pytest.mark.usefixtures("clock")
+def test_off_where_nothing_is_accepted_and_the_most_where_all_is(
+    toy: Any, toy_engine: Callable[..., Engine], name: str, mean: float, wanted: str, schedule: str, graphs: Graphs
+) -> None:
+    """By accept length drawn by a coin; an average of one draft is no reason for a second one."""
+    speculation = replace(auto(name, schedule), simulate_accept_length=mean)
+    engine = toy_engine(speculation=speculation, graphs=graphs, max_model_len=500, max_running=4)
+    prompts = [list(prompt) for prompt in toy.prompts()[:4]]
+    engine.generate(prompts, SamplingParams(max_new_tokens=100, ignore_eos=True))  # it learns
+    engine.reset_record()
+    engine.generate(prompts, SamplingParams(max_new_tokens=200, ignore_eos=True))
+    assert shares(engine)[wanted] > 0.9
+
+
+def test_what_it_takes_to_draft_fewer_is_no_part_of_a_step(
+    toy: Any, toy_engine: Callable[..., Engine], clock: type[MadeUpClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe of nothing drafted begins with it each time, and would never find out that nothing is best."""
+    shorten, took = FeatureChain.shorten, DraftLength.took
+    found: dict[int, set[float]] = {}
+
+    def slow(self: FeatureChain, step: Any) -> None:
+        clock.now += 7.0
+        shorten(self, step)
+
+    def see(self: DraftLength, rows: int, length: int, seconds: float) -> None:
+        found.setdefault(length, set()).add(round(seconds, 6))
+        took(self, rows, length, seconds)
+
+    monkeypatch.setattr(FeatureChain, "shorten", slow)
+    monkeypatch.setattr(DraftLength, "took", see)
+    speculation = replace(auto("eagle3"), simulate_accept_length=2.0)
+    engine = toy_engine(speculation=speculation, max_model_len=300, max_running=2)
+    engine.generate([list(prompt) for prompt in toy.prompts()[:2]], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    assert engine.caps["draft_length_s"]["2"]["0"] == pytest.approx(1.0)
+    assert len(found) > 2
+    assert found == {length: {round(1.0 + 0.1 * length, 6)} for length in found}
+
+
+def test_the_length_is_each_batchs_own(
+    toy: Any, toy_engine: Callable[..., Engine], clock: type[MadeUpClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that verifies for nothing in small batches and at the price of decoding in large ones."""
+    monkeypatch.setattr(clock, "cost", lambda rows, drafts: 1.0 + drafts * (0.02 if rows < 8 else 1.0))
+    speculation = replace(auto("same"), simulate_accept_length=3.5)
+    engine = toy_engine(speculation=speculation, max_model_len=300)
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in [60] * 6 + [250] * 2]
+    engine.generate([list(prompt) for prompt in toy.prompts()[:8]], params)
+    steps = engine.record().counters["draft_lengths"]
+    assert steps["8"]["0"] > 0.8 * sum(steps["8"].values())
+    # 2.5 drafts on average: the fourth is never accepted, and five cost little more.
+    assert steps["2"]["4"] > 0.8 * sum(steps["2"].values())
+    times = engine.caps["draft_length_s"]
+    assert list(times) == ["8", "4", "2", "1"]
+    assert times["8"] == pytest.approx({"0": 1.0, "1": 2.0, "2": 3.0, "4": 5.0, "5": 6.0})
+
+
+def test_times_at_start_do_not_fall_where_more_is_run(
+    toy_engine: Callable[..., Engine], clock: type[MadeUpClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that does something else while two requests, or one draft, are timed."""
+    monkeypatch.setattr(clock, "cost", lambda rows, drafts: 9.0 if rows == 2 or drafts == 1 else rows + drafts)
+    times = toy_engine(speculation=auto("same"), max_model_len=300).caps["draft_length_s"]
+    assert times["8"] == pytest.approx({"0": 8.0, "1": 9.0, "2": 10.0, "4": 12.0, "5": 13.0})
+    assert times["2"] == pytest.approx({"0": 4.0, "1": 6.0, "2": 6.0, "4": 8.0, "5": 9.0})
+    assert times["1"] == pytest.approx({"0": 1.0, "1": 3.0, "2": 3.0, "4": 5.0, "5": 6.0})
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_is_drafted_without_what_came_before_teaches_nothing(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe of a draft that rested, for one request of eight: of the others' drafts, which lack context, nothing is
+    learned."""
+    learned: list[tuple[int, int]] = []
+    monkeypatch.setattr(DraftLength, "learn", lambda self, n, found: learned.append((n, len(list(found)))))
+    plan = [0] * 12 + [5] + [0] * 40
+
+    def choose(self: DraftLength, rows: int) -> int:
+        length = plan.pop(0)
+        self.probing = length > 0
+        return length
+
+    monkeypatch.setattr(DraftLength, "choose", choose)
+    engine = toy_engine(speculation=auto("same"), prefill_chunk=15, prefix_cache=False)
+    engine.generate([list(toy.prompts()[0])] * 8, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert [found for found in learned if found[0]] == [(5, 1)]
+
+
+# -- how it is asked for and what it shows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "lengths"),
+    [
+        ({"algorithm": "eagle3", "draft": "x"}, (0, 1, 2, 3)),
+        ({"algorithm": "ngram"}, (0, 1, 2, 4)),
+        ({"algorithm": "ngram", "draft_steps": 7}, (0, 1, 2, 4, 7)),
+        ({"algorithm": "dflash", "draft": "x"}, (0, 1, 2, 4, 8, 15)),
+        ({"algorithm": "none"}, (0,)),
+    ],
+)
+def test_the_most_is_what_would_be_drafted_otherwise(asked: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    speculation = Speculation(draft_tokens="auto", **asked)
+    assert speculation.lengths == lengths
+    assert speculation.drafted == lengths[-1]
+    fixed = Speculation(**asked)
+    assert fixed.lengths == (lengths[-1],)
+    assert speculation.shape == fixed.shape
+
+
+def test_trees_are_refused() -> None:
+    with pytest.raises(SpecbatchError, match="draft_topk=2: draft_tokens='auto' drafts chains only; use 1"):
+        Speculation("ngram", draft_tokens="auto", draft_topk=2)
+
+
+def test_it_shows_at_load_and_takes_a_recording_of_each_length(toy_engine: Callable[..., Engine]) -> None:
+    lines: list[str] = []
+    seen: list[tuple[int, int]] = []
+    engine = toy_engine(
+        speculation=auto("block"),
+        graphs=Graphs(decode="whole"),
+        max_running=4,
+        log=lines.append,
+        report=lambda *at: seen.append(at),
+    )
+    assert "draft tokens: auto, of 0, 1, 2, 4" in lines  # the draft's blocks are of 5
+    assert any("up to 4 drafted" in line for line in lines)
+    assert seen[-1] == (12, 12)
+    assert engine._runner.graphs is not None
+    assert len(engine._runner.graphs) == 12
+    assert engine.record().counters["draft_lengths"] == {}
+    fixed = toy_engine(speculation=replace(auto("block"), draft_tokens=None), graphs=Graphs(decode="whole"))
+    assert "draft_length_s" not in fixed.caps
+    assert fixed._runner.graphs is not None
+    assert len(fixed._runner.graphs) == 4
+    assert fixed.record().counters["draft_lengths"] == {}
+
+
+def test_recordings_of_all_lengths_are_planned_for() -> None:
+    few, many = (graph_bytes(Graphs(decode="whole"), most=8, chunk=64, layers=8, lengths=n) for n in (1, 5))
+    assert many == 5 * few > 0
+    piecewise = Graphs(prefill="piecewise")
+    assert graph_bytes(piecewise, most=8, chunk=64, layers=8, lengths=5) == graph_bytes(
+        piecewise, most=8, chunk=64, layers=8
+    )

@@ -1,0 +1,519 @@
+"""The engine from outside: sampling, logprobs, order, interruptions, records, many prompts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from crossed import slow_but
+
+from specbatch import Completion, Engine, SamplingParams, SpecbatchError, Speculation
+from specbatch.core.async_copy import Ticket
+from specbatch.engine.schedules import Overlapped, Synchronous
+
+SPECULATIONS = {
+    "none-v1": Speculation(schedule="v1"),
+    "none-v2": Speculation(schedule="v2"),
+    "ngram-v1": Speculation("ngram", "v1"),
+    "ngram-v2": Speculation("ngram", "v2", draft_tokens=6, ngram_min=1),
+    "self-v1": Speculation("standalone", "v1", draft="self:skip=1", draft_tokens=3),
+    "self-v2": Speculation("standalone", "v2", draft="self:skip=1", draft_tokens=3),
+}
+LONG = SamplingParams(max_new_tokens=20, ignore_eos=True)
+
+
+def clean(engine: Engine) -> bool:
+    """Is every page free or in the cache alone, and every slot free?"""
+    scheduler = engine._scheduler
+    cached = len(scheduler._cache) if scheduler._cache is not None else 0
+    pool = scheduler._pool
+    slots = len(scheduler._slots) == engine.config.max_running
+    return slots and not scheduler.unfinished and pool.free + cached == pool.total and pool.idle == cached
+
+
+def prompts_of(toy: Any, count: int = 8) -> list[list[int]]:
+    return [list(prompt) for prompt in toy.prompts()[:count]]
+
+
+def tokens_of(completions: list[Completion]) -> list[list[int]]:
+    return [item.token_ids for item in completions]
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def sampled(count: int) -> list[SamplingParams]:
+    """Every truncation, alone and together, with seeds of their own; some rows are greedy."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 0.9, "min_p": 0.1},
+        {"temperature": 0.0},
+        {"temperature": 1.1, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    ]
+    return [
+        SamplingParams(max_new_tokens=18, ignore_eos=True, seed=100 + index, **kinds[index % len(kinds)])
+        for index in range(count)
+    ]
+
+
+def test_a_seed_gives_the_same_tokens_however_they_are_made(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    prompts, params = prompts_of(toy, 12), sampled(12)
+    wanted = tokens_of(toy_engine(speculation=SPECULATIONS["none-v1"]).generate(prompts, params))
+    assert wanted[0] != list(toy.greedy(toy.prompts()[0])[:18])
+    assert wanted[4] == list(toy.greedy(toy.prompts()[4])[:18])
+    chunks, crowded = {"prefix_cache": False, "prefill_chunk": 7}, {"kv_pages": 24, "max_model_len": 65}
+    arrangements: dict[str, list[dict[str, Any]]] = {
+        "none-v2": [chunks, crowded],
+        "ngram-v1": [{}, crowded],
+        "ngram-v2": [{}, {"max_running": 1}, chunks, crowded],
+    }
+    for name, some in arrangements.items():
+        for arrangement in some:
+            engine = toy_engine(speculation=SPECULATIONS[name], **arrangement)
+            assert tokens_of(engine.generate(prompts, params)) == wanted, (name, arrangement)
+            if "kv_pages" in arrangement:
+                assert (engine.record().metrics["retractions"] or 0) > 0
+            assert clean(engine)
+
+
+def test_sampled_drafts_give_the_same_tokens_in_both_schedules(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    """Rejection sampling has its own draws: equal to plain decoding in law, and to itself token for token."""
+    prompts, params = prompts_of(toy, 12), sampled(12)
+    wanted = tokens_of(toy_engine(speculation=SPECULATIONS["self-v1"]).generate(prompts, params))
+    assert wanted[4] == list(toy.greedy(toy.prompts()[4])[:18])
+    for arrangement in ({}, {"max_running": 2}, {"prefix_cache": False, "prefill_chunk": 7}):
+        engine = toy_engine(speculation=SPECULATIONS["self-v2"], **arrangement)
+        assert tokens_of(engine.generate(prompts, params)) == wanted
+        assert (engine.record().metrics["accepted_tokens"] or 0) > 0
+
+
+def test_seeds_of_the_request_and_of_the_engine(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    prompt = [prompts_of(toy)[3]] * 2
+
+    def run(engine_seed: int, seed: int | None = None) -> list[list[int]]:
+        setting = SamplingParams(temperature=1.0, max_new_tokens=12, ignore_eos=True, seed=seed)
+        return tokens_of(toy_engine(seed=engine_seed).generate(prompt, setting))
+
+    first = run(0)
+    assert first[0] != first[1], "requests without a seed of their own differ"
+    assert first == run(0)
+    assert first != run(1)
+    same = run(0, seed=5)
+    assert same[0] == same[1]
+    assert same == run(9, seed=5)
+    assert same != run(0, seed=6)
+    assert run(0, seed=-1) != run(0, seed=2**64 + 5) == same
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_logprobs_are_those_of_the_model_itself(toy: Any, toy_engine: Callable[..., Engine], name: str) -> None:
+    prompts = prompts_of(toy, 6)
+    params = [
+        SamplingParams(max_new_tokens=15, temperature=index % 2 * 0.8, top_k=4, seed=3, logprobs=index != 2)
+        for index in range(6)
+    ]
+    engine = toy_engine(speculation=SPECULATIONS[name])
+    for index, found in enumerate(engine.generate(prompts, params)):
+        if index == 2:
+            assert found.logprobs is None
+            continue
+        naive = toy.logits(prompts[index] + found.token_ids).log_softmax(-1)[len(prompts[index]) - 1 : -1]
+        wanted = naive.gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
+        assert found.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+def test_times_are_in_order(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine(max_running=2)
+    completions = engine.generate(prompts_of(toy, 6), LONG)
+    for item in completions:
+        numbers = item.metrics
+        assert numbers.ttft_s is not None
+        assert numbers.tpot_s is not None
+        assert 0 <= numbers.queue_s <= numbers.ttft_s <= numbers.e2e_s
+        assert numbers.e2e_s == pytest.approx(numbers.ttft_s + sum(numbers.itl_s))
+        assert numbers.tpot_s == pytest.approx(sum(numbers.itl_s) / 19)
+    assert completions[5].metrics.queue_s > completions[0].metrics.queue_s
+    window = engine.record().metrics["duration_s"] or 0
+    assert window >= max(item.metrics.e2e_s for item in completions)
+
+
+def test_a_record_is_of_one_window(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine(speculation=SPECULATIONS["ngram-v2"])
+    empty = engine.record()
+    assert (empty.metrics["requests"], empty.metrics["duration_s"], empty.metrics["output_throughput"]) == (0, 0, None)
+    engine.generate(prompts_of(toy, 3), LONG)
+    engine.generate(prompts_of(toy, 2), LONG)
+    record = engine.record(concurrency=2, workload={"name": "two"})
+    assert (record.metrics["requests"], record.metrics["output_tokens"], len(record.requests)) == (5, 100, 5)
+    assert record.metrics["input_tokens"] == sum(map(len, prompts_of(toy, 3) + prompts_of(toy, 2)))
+    window = record.metrics["duration_s"] or 0
+    assert record.metrics["output_throughput"] == pytest.approx(100 / window)
+    assert record.metrics["per_user_throughput"] == pytest.approx(50 / window)
+    assert record.workload == {"name": "two"}
+    assert record.caps["verify_rows"] == 7
+    assert record.counters["iterations"] > 0
+    engine.reset_record()
+    assert engine.record().metrics["requests"] == 0
+    assert engine.record().counters["iterations"] == 0
+
+
+def test_aborted_requests_count_nowhere(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine(speculation=SPECULATIONS["ngram-v1"])
+    for event in engine.stream(prompts_of(toy, 4), LONG):
+        if event.completion is None:
+            engine.abort(0)
+    record = engine.record()
+    assert (record.metrics["requests"], len(record.requests)) == (3, 4)
+    assert sum(record.counters["emitted_histogram"]) == record.metrics["verify_steps"]
+
+
+def test_cached_prefixes_are_counted_and_give_equal_tokens(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine()
+    prompts = prompts_of(toy, 28)
+    first = engine.generate(prompts, LONG)
+    again = engine.generate(prompts, LONG)
+    assert tokens_of(first) == tokens_of(again)
+    assert all(item.metrics.cached_tokens == (len(item.prompt_token_ids) - 1) // 4 * 4 for item in again)
+    assert sum(item.metrics.cached_tokens for item in first) >= 10 * 20
+
+
+def test_next_logits_are_the_models(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    for settings in ({}, {"prefill_chunk": 7}, {"speculation": SPECULATIONS["self-v2"]}):
+        engine = toy_engine(**settings)
+        for prompt in prompts_of(toy, 14)[-2:] * 2:  # the second time from the prefix cache
+            wanted = toy.logits(prompt)[-1].float()
+            torch.testing.assert_close(engine.next_logits(prompt), wanted, atol=1e-4, rtol=1e-4)
+            assert engine.generate([prompt], LONG)[0].token_ids == list(toy.greedy(tuple(prompt))[:20])
+        assert engine._runner._prompt_pass.watch is None
+        assert clean(engine)
+
+
+# -- what callers see -------------------------------------------------------------------------------------------------
+
+
+def test_completions_come_in_the_order_of_the_prompts(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    prompts = prompts_of(toy, 6)
+    params = [SamplingParams(max_new_tokens=limit, ignore_eos=True) for limit in (20, 1, 9, 2, 15, 3)]
+    ended: list[Completion] = []
+    completions = toy_engine().generate(prompts, params, on_completion=ended.append)
+    assert [item.index for item in completions] == list(range(6))
+    assert [len(item.token_ids) for item in completions] == [20, 1, 9, 2, 15, 3]
+    assert sorted(ended, key=lambda item: item.index) == completions
+    assert [item.index for item in ended] != list(range(6))
+
+
+def test_text_prompts_are_encoded(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine()
+    text, ids = engine.generate(["hello b", toy.tokenizer.encode("hello b")], LONG)
+    assert text.prompt_token_ids == toy.tokenizer.encode("hello b")
+    assert text.token_ids == ids.token_ids
+    assert text.text == toy.tokenizer.decode(text.token_ids)
+
+
+def test_no_prompts_are_no_work(toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine()
+    assert engine.generate([]) == []
+    assert list(engine.stream([], [])) == []
+
+
+def test_times_count_from_arrival(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    """Also of those that a step or `concurrency` keeps out; and nobody is early."""
+    engine = toy_engine()
+    prompts = prompts_of(toy, 4)
+    want = tokens_of(engine.generate(prompts, LONG))
+    engine.reset_record()
+    spread = engine.generate(prompts, LONG, arrivals=[0.0, 0.0, 0.7, 1.4])
+    assert tokens_of(spread) == want
+    assert engine.record().metrics["duration_s"] >= 1.4
+    assert all(item.metrics.e2e_s < 0.7 for item in spread), "nobody waits for those who are still to come"
+    crowded = engine.generate(prompts, LONG, arrivals=[0.0] * 4, concurrency=1)
+    assert tokens_of(crowded) == want
+    waits = [item.metrics.queue_s for item in crowded]
+    ends = [item.metrics.e2e_s for item in crowded]
+    assert all(wait >= end for wait, end in zip(waits[1:], ends, strict=False))
+    closed = engine.generate(prompts, LONG, concurrency=1)
+    assert closed[3].metrics.queue_s < waits[3]
+    for wrong in ([0.0], [0.0, 2.0, 1.0, 3.0]):
+        with pytest.raises(SpecbatchError, match="arrivals"):
+            engine.generate(prompts, LONG, arrivals=wrong)
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_concurrency_bounds_what_is_submitted(toy: Any, toy_engine: Callable[..., Engine], limit: int) -> None:
+    engine = toy_engine()
+    most = 0
+    submit = engine._submit
+
+    def watch(*arguments: Any) -> None:
+        nonlocal most
+        submit(*arguments)
+        most = max(most, len(engine._active))
+
+    engine._submit = watch  # type: ignore[method-assign]
+    completions = engine.generate(prompts_of(toy, 7), LONG, concurrency=limit)
+    assert most == limit
+    assert tokens_of(completions) == [list(toy.greedy(prompt)[:20]) for prompt in toy.prompts()[:7]]
+    if limit == 1:  # a request is submitted when the one before has ended: nobody queues
+        assert all(item.metrics.queue_s < 0.05 for item in completions)
+
+
+@pytest.mark.parametrize("name", slow_but(["ngram-v2"], ["none-v1", "ngram-v2", "self-v2"]))
+def test_thousands_of_prompts(toy: Any, toy_engine: Callable[..., Engine], name: str) -> None:
+    engine = toy_engine(speculation=SPECULATIONS[name], max_running=64)
+    prompts = [[3 + index % 30, 3 + index % 7] for index in range(2000)]
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert [len(item.token_ids) for item in completions] == [3] * 2000
+    assert completions[0].token_ids == completions[210].token_ids
+    assert clean(engine)
+
+
+# -- interruptions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["v1", "v2", "v2-late"])
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "v2-late":
+        monkeypatch.setattr(Ticket, "ready", lambda self: False)
+    return str(request.param)[:2]
+
+
+def works_as_new(toy: Any, engine: Engine) -> None:
+    assert clean(engine)
+    found = tokens_of(engine.generate(prompts_of(toy, 12), LONG))
+    assert found == [list(toy.greedy(prompt)[:20]) for prompt in toy.prompts()[:12]]
+    assert clean(engine)
+
+
+def test_an_interruption_keeps_what_is_finished(toy: Any, toy_engine: Callable[..., Engine], schedule: str) -> None:
+    engine = toy_engine(speculation=Speculation("ngram", schedule))
+    ended: list[int] = []
+
+    def stop_at_third(completion: Completion) -> None:
+        ended.append(completion.index)
+        if len(ended) == 3:
+            raise KeyboardInterrupt
+
+    params = [SamplingParams(max_new_tokens=3 + 2 * index, ignore_eos=True) for index in range(8)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts_of(toy), params, on_completion=stop_at_third)
+    assert len(ended) == 3
+    works_as_new(toy, engine)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("place", ["_iteration", "_prompt_pass"])
+def test_an_error_on_the_device_leaves_a_clean_engine(
+    toy: Any,
+    toy_engine: Callable[..., Engine],
+    schedule: str,
+    place: str,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pass that fails has its pages planned, and shared already: nobody may read them later."""
+    engine = toy_engine(speculation=Speculation("ngram", schedule), prefill_chunk=30)
+    work = getattr(engine._runner, place)
+    calls = 0
+
+    def fail(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise error("at the third")
+        return work(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, place, fail)
+        with pytest.raises(error):
+            engine.generate(prompts_of(toy, 12), LONG)
+    works_as_new(toy, engine)
+
+
+def test_an_abandoned_stream_leaves_a_clean_engine(toy: Any, toy_engine: Callable[..., Engine], schedule: str) -> None:
+    engine = toy_engine(speculation=Speculation("ngram", schedule))
+    for number, event in enumerate(engine.stream(prompts_of(toy), LONG)):
+        assert event.index in range(8)
+        if number == 11:
+            break
+    gc.collect()
+    works_as_new(toy, engine)
+
+
+def test_one_stream_at_a_time(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine()
+    never, first = engine.stream(prompts_of(toy), LONG), engine.stream(prompts_of(toy), LONG)
+    next(first)
+    with pytest.raises(SpecbatchError, match="busy"):
+        engine.stream(prompts_of(toy), LONG)
+    with pytest.raises(SpecbatchError, match="busy"):
+        next(never)
+    events = list(first)
+    assert sum(event.completion is not None for event in events) == 8
+    works_as_new(toy, engine)
+
+
+def test_a_stream_is_open_until_it_ends(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    """Behind its last completion too: closing it later must not end another stream's requests."""
+    engine = toy_engine()
+    first = engine.stream(prompts_of(toy, 1), SamplingParams(max_new_tokens=1))
+    assert next(first).completion is not None
+    with pytest.raises(SpecbatchError, match="busy"):
+        engine.generate(prompts_of(toy), LONG)
+    assert list(first) == []
+    works_as_new(toy, engine)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_damaged_weights_name_the_prompt_and_lose_nothing(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str
+) -> None:
+    engine = toy_engine(model="toy-nan", speculation=Speculation(drafter, schedule))
+    ended: list[int] = []
+    prompts = [[5, 6], [7, 8], [9, 36], [4]]
+    params = [SamplingParams(max_new_tokens=count) for count in (1, 30, 30, 30)]
+    with pytest.raises(SpecbatchError, match=r"logits of prompt 2 are not finite behind token 2: .*dtype") as caught:
+        engine.generate(prompts, params, on_completion=lambda item: ended.append(item.index))
+    assert "\n" not in str(caught.value)
+    assert ended == [0]
+    assert clean(engine)
+    assert len(engine.generate([[5, 6]], SamplingParams(max_new_tokens=1))) == 1
+
+
+def test_logits_that_break_later_name_the_prompt_too(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str
+) -> None:
+    engine = toy_engine(speculation=Speculation(schedule=schedule))
+    logits = engine._runner._iteration._model.logits
+    calls = 0
+
+    def overflow(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        found = logits(hidden)
+        if calls == 4:
+            found[1] = torch.inf
+        return found
+
+    ended: list[int] = []
+    engine._runner._iteration._model.logits = overflow  # type: ignore[method-assign]
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (4, 20, 20)]
+    with pytest.raises(SpecbatchError, match=f"logits of prompt 1 are not finite behind token {5 + 3}"):
+        engine.generate(prompts_of(toy, 6)[3:], params[0:3], on_completion=lambda item: ended.append(item.index))
+    assert ended == [0], "it ended in the very step that broke the other"
+    assert clean(engine)
+
+
+def test_a_request_can_be_aborted_before_it_runs(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine(max_running=1)
+    found: dict[int, Completion] = {}
+    for event in engine.stream(prompts_of(toy, 3), LONG):
+        engine.abort(2)
+        engine.abort(99)
+        if event.completion is not None:
+            found[event.index] = event.completion
+    assert (found[2].finish_reason, found[2].token_ids, found[2].metrics.ttft_s) == ("abort", [], None)
+    assert [found[index].finish_reason for index in (0, 1)] == ["length", "length"]
+    assert clean(engine)
+
+
+def test_aborting_everything_ends_the_stream(toy: Any, toy_engine: Callable[..., Engine], schedule: str) -> None:
+    engine = toy_engine(speculation=Speculation(schedule=schedule))
+    ends = []
+    for number, event in enumerate(engine.stream(prompts_of(toy, 3), LONG)):
+        ends += [event.completion.finish_reason] if event.completion else []
+        if number == 4:
+            for index in range(3):
+                engine.abort(index)
+    assert ends == ["abort"] * 3
+    works_as_new(toy, engine)
+
+
+def test_a_closed_engine_says_so(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    with toy_engine() as engine:
+        engine.generate(prompts_of(toy, 1), LONG)
+    with pytest.raises(SpecbatchError, match="closed"):
+        engine.generate(prompts_of(toy, 1), LONG)
+    engine.close()
+
+
+def test_a_stream_that_is_open_when_the_engine_closes_says_so(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine()
+    stream = engine.stream(prompts_of(toy), LONG)
+    next(stream)
+    engine.close()
+    with pytest.raises(SpecbatchError, match="closed"):
+        list(stream)
+    engine.close()
+
+
+def test_the_schedules_are_the_ones_that_were_asked_for(toy_engine: Callable[..., Engine]) -> None:
+    assert isinstance(toy_engine(speculation=Speculation(schedule="v1"))._schedule, Synchronous)
+    assert isinstance(toy_engine(speculation=Speculation(schedule="v2"))._schedule, Overlapped)
+
+
+def test_the_plan_is_told_before_anything_is_loaded(toy_engine: Callable[..., Engine]) -> None:
+    lines: list[str] = []
+    toy_engine(log=lines.append, speculation=Speculation("standalone", draft="toy-2"))
+    assert lines[0].startswith("model: toy (memory), float32 on cpu; ")
+    assert lines[1].startswith("draft: toy-2 (memory)")
+    assert any("KV pages" in line for line in lines)
+
+
+def test_the_peak_is_the_fullest_second_and_a_closed_engine_keeps_its_record(toy: Any, toy_engine: Any) -> None:
+    engine = toy_engine()
+    engine.generate([list(prompt) for prompt in toy.prompts()], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    metrics = engine.record().metrics
+    assert metrics["output_tokens"] / (metrics["duration_s"] + 1) <= metrics["peak_output_throughput"]
+    assert metrics["peak_output_throughput"] <= metrics["output_tokens"]
+    engine.close()
+    assert engine.record().metrics == metrics
+
+
+def test_a_prompt_that_waits_for_its_turn_can_be_aborted(toy: Any, toy_engine: Any) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:3]]
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with toy_engine() as engine:
+        done = engine.generate(prompts, params, concurrency=1, on_completion=lambda item: engine.abort(2))
+        assert [item.finish_reason for item in done] == ["length", "length", "abort"]
+        assert done[2].token_ids == []
+        again = engine.generate(prompts, params)
+        assert [item.finish_reason for item in again] == ["length"] * 3
+
+
+def test_every_step_runs_with_the_engines_device_as_the_current_one(
+    toy: Any, toy_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[torch.device] = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self._device = device
+
+        def __enter__(self) -> None:
+            current.append(self._device)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    step, seen = Overlapped.step, []
+
+    def spied(self: Overlapped) -> bool:
+        seen.append(list(current))
+        return step(self)
+
+    engine = toy_engine()
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(Overlapped, "step", spied)
+    engine.device = torch.device("cuda", 1)
+    for _ in engine.stream([list(toy.prompts()[0])], SamplingParams(max_new_tokens=4)):
+        assert not current
+    assert seen
+    assert all(devices == [engine.device] for devices in seen)

@@ -1,0 +1,336 @@
+"""Products in float8: which passes of an engine round their activations, and what it says of that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch import Engine, SpecbatchError, weights
+from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.core.request import SamplingParams
+from specbatch.drafters.base import Step
+from specbatch.drafters.feature_head import FeatureChain
+from specbatch.engine.builder import _capture
+from specbatch.engine.draft_length import DraftLength
+from specbatch.engine.step import Iteration
+from specbatch.kernels import dispatch
+from specbatch.records import acceptance
+from specbatch.training.data import Batch
+from specbatch.training.target import Target
+
+CPU = torch.device("cpu")
+QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 260,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "quantization_config": QUANTIZED,
+}
+MOE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+NEXT = MOE | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 256,
+    "shared_expert_intermediate_size": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+PLAIN = {key: value for key, value in DENSE.items() if key != "quantization_config"}
+KEPT = "float8 weights: kept"
+ON = "float8 activations: on, rounded by token and 128 columns"
+OFF = "float8 activations: off, they are float16"
+NOTHING = "float8_activations: off, which changes nothing: on gives this model nothing to multiply in float8 here"
+PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
+GRAPHS = Graphs(decode="whole", prefill="piecewise")
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """`build(shape, **settings)`; on a CPU weights stay float8, too."""
+    engines: list[Engine] = []
+    for module in ("layers", "loader"):
+        monkeypatch.setattr(f"specbatch.models.{module}.keeps_float8", lambda device: True)
+
+    def build(
+        shape: dict[str, Any],
+        log: Callable[[str], None] | None = None,
+        weights_of: Engine | None = None,
+        **settings: Any,
+    ) -> Engine:
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        settings = {"device": "cpu", "dtype": "float16", "max_running": 4, "max_model_len": 60} | settings
+        config = EngineConfig(model=str(tmp_path), load_format="dummy", **settings)
+        engines.append(Engine(config, log=log, weights_of=weights_of))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
+    """By the kind of pass: is an activation rounded?"""
+    found: set[tuple[str, bool]] = set()
+    place, rounds, run = ["prompt"], dispatch.rounds, Iteration.__call__
+
+    def spied(x: torch.Tensor) -> bool:
+        found.add((place[-1], rounds(x)))
+        return rounds(x)
+
+    def iterate(self: Iteration, *args: Any) -> Any:
+        place.append("iteration")
+        try:
+            return run(self, *args)
+        finally:
+            place.pop()
+
+    monkeypatch.setattr(dispatch, "rounds", spied)
+    monkeypatch.setattr(Iteration, "__call__", iterate)
+    return found
+
+
+RIGHT = {("prompt", True), ("iteration", True)}
+SPECULATIONS = {
+    "none": (DENSE, Speculation()),
+    "experts": (MOE, Speculation()),
+    "self": (DENSE, Speculation("standalone", draft="self:skip=1", draft_tokens=2)),
+    "mtp": (NEXT, Speculation("mtp", draft_tokens=2)),
+}
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_prompts_and_iterations_are_rounded(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str
+) -> None:
+    shape, speculation = SPECULATIONS[name]
+    engine = build(shape, speculation=speculation, prefill_chunk=8)
+    assert engine.caps["float8_activations"] == "on"
+    engine.generate(PROMPTS, PARAMS)
+    assert asked == RIGHT
+    asked.clear()
+    engine.score([(PROMPTS[0], PROMPTS[1])])
+    assert asked == {("prompt", True)}
+
+
+def test_a_draft_catches_up_as_with_a_prompt(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = [0, 0, 0, 2, 2, 2, 2]
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0))
+    spec = Speculation("standalone", draft="self:skip=1", draft_tokens="auto", draft_steps=2, schedule="v1")
+    engine = build(DENSE, speculation=spec, prefix_cache=False)
+    asked.clear()
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert len(plan) < 4
+    assert asked == RIGHT
+
+
+def test_a_head_is_shortened_as_it_drafts(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has waited then goes through its own layer, outside of any iteration."""
+    plan, shorten, seen = [2, 2, 1, 2, 0, 2, 1], FeatureChain.shorten, list[int]()
+
+    def spied(self: FeatureChain, step: Step) -> None:
+        seen.append(step.count)
+        asked.clear()
+        shorten(self, step)
+        assert {rounds for _, rounds in asked} == {True}
+
+    monkeypatch.setattr(FeatureChain, "shorten", spied)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0) if plan else 1)
+    engine = build(NEXT, speculation=Speculation("mtp", draft_tokens="auto", draft_steps=2, schedule="v1"))
+    seen.clear()
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert seen[:2] == [1, 0]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_second_look_is_taken_as_the_run_was(
+    build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(acceptance, "LOW", 1.01)
+    monkeypatch.setattr(acceptance, "ENOUGH", 1)
+    monkeypatch.setattr(
+        FeatureChain, "second_look", lambda *_: seen.append(dispatch.rounds(torch.zeros(1).half())) or ""
+    )
+    engine = build(NEXT, speculation=Speculation("mtp", draft_tokens=2), float8_activations=on)
+    engine.generate(PROMPTS, PARAMS)
+    assert seen == [on]
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "said"),
+    [
+        (DENSE, {}, [KEPT, ON]),
+        (DENSE, {"float8_activations": False}, [KEPT, OFF]),
+        (DENSE, {"dtype": "float32"}, [KEPT, OFF.replace("16", "32")]),
+        (DENSE, {"dtype": "float32", "float8_activations": False}, [NOTHING, KEPT, OFF.replace("16", "32")]),
+        (PLAIN, {"float8_activations": False}, [NOTHING]),
+        (
+            DENSE | {"head_dim": 48},
+            {},
+            [
+                f"{KEPT}, but 6 that are float16 now, as the matrices that they go into cut their blocks of scales: "
+                "model.layers.0.self_attn.k_proj.weight and others alike",
+                ON,
+            ],
+        ),
+    ],
+    ids=["on", "off", "float32", "float32-off", "plain", "odd"],
+)
+def test_what_is_said_of_it(
+    build: Callable[..., Engine],
+    asked: set[tuple[str, bool]],
+    shape: dict[str, Any],
+    settings: dict[str, Any],
+    said: list[str],
+) -> None:
+    lines: list[str] = []
+    engine = build(shape, log=lines.append, **settings)
+    assert of_float8(lines) == said
+    assert engine.record().caps["float8_activations"] == ("on" if ON in said else "off")
+    engine.generate(PROMPTS, PARAMS)
+    assert asked == (RIGHT if ON in said else set() if shape is PLAIN else {(kind, False) for kind, _ in RIGHT})
+
+
+def of_float8(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith(("float8", "draft: float8"))]
+
+
+def test_a_draft_may_be_float8_alone(
+    build: Callable[..., Engine], tmp_path: Path, asked: set[tuple[str, bool]]
+) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(DENSE))
+    lines: list[str] = []
+    draft = Speculation("standalone", draft=str(tmp_path / "draft"), draft_tokens=2)
+    engine = build(PLAIN, log=lines.append, speculation=draft)
+    assert of_float8(lines) == [f"draft: {KEPT}", ON]
+    assert engine.caps["float8_activations"] == "on"
+    engine.generate(PROMPTS, PARAMS)
+    assert asked == RIGHT
+
+
+def test_a_cpu_multiplies_nothing_in_float8(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    lines: list[str] = []
+    with Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu"), log=lines.append) as engine:
+        assert engine.caps["float8_activations"] == "off"
+    assert "float8 weights: made float32, as this device has no product with them" in lines
+
+
+def test_it_is_on_or_off() -> None:
+    with pytest.raises(SpecbatchError, match="float8_activations='on': use True or False"):
+        EngineConfig(float8_activations="on")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("float8", [True, False])
+def test_recordings_are_rounded_too(float8: bool) -> None:
+    seen: list[bool] = []
+
+    class Item:
+        def __len__(self) -> int:
+            return 1
+
+        def capture(self) -> Iterator[None]:
+            seen.append(dispatch.rounds(torch.zeros(1).half()))
+            yield
+
+    _capture([Item(), Item()], [], CPU, print, lambda done, total: None, float8=float8)  # type: ignore[list-item]
+    assert seen == [float8] * 2
+    assert not dispatch.rounds(torch.zeros(1).half())
+
+
+def test_a_target_in_training_is_what_an_engine_runs(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], tmp_path: Path
+) -> None:
+    build(DENSE)
+    for dtype, rounds in ((torch.float16, True), (torch.float32, False)):
+        asked.clear()
+        target = Target(weights.open_checkpoint(str(tmp_path), "dummy"), dtype, CPU, 8)
+        target.features(Batch(torch.ones(2, 4, dtype=torch.int64), torch.tensor([1, 1]), torch.tensor([4, 4])), ())
+        assert asked == {("prompt", rounds)}
+
+
+def test_engines_that_share_weights_need_not_agree(build: Callable[..., Engine], asked: set[tuple[str, bool]]) -> None:
+    """Each says it of itself, and nothing of weights that another one has loaded."""
+    lines: list[str] = []
+    first = build(DENSE)
+    second = build(DENSE, log=lines.append, float8_activations=False, weights_of=first)
+    assert of_float8(lines) == [OFF]
+    for engine, rounds in ((first, True), (second, False), (first, True)):
+        asked.clear()
+        engine.generate(PROMPTS, PARAMS)
+        assert asked == {("prompt", rounds), ("iteration", rounds)}
+
+
+# On a GPU
+
+LONG = [[(7 * i + 3 * j) % 250 for i in range(length)] for j, length in enumerate((50, 9, 33))]
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("shape", [DENSE, MOE, NEXT], ids=["dense", "moe", "next"])
+def test_products_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engine], shape: dict[str, Any]) -> None:
+    """And nearer still to themselves in other chunks: a product's rows are the same bits, and what lies between is not
+    always, so that some values are rounded to the other side."""
+    found = {}
+    for name, settings in {
+        "off": {"float8_activations": False},
+        "on": {},
+        "chunks": {"prefill_chunk": 16},
+        "graphs": {"graphs": GRAPHS},
+    }.items():
+        engine = build(shape, device="cuda", dtype="bfloat16", prefix_cache=False, **settings)
+        found[name] = torch.stack([engine.next_logits(list(prompt)) for prompt in LONG])
+    noise = apart(found["on"], found["off"])
+    assert 0.002 < noise < 0.5  # a token may go to another expert
+    assert apart(found["chunks"], found["on"]) <= noise
+    assert apart(found["graphs"], found["on"]) <= noise
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("graphs", [Graphs(), GRAPHS], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_iterations_on_a_gpu_are_rounded(
+    build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str, graphs: Graphs
+) -> None:
+    """Recorded ones, too."""
+    shape, speculation = SPECULATIONS[name]
+    engine = build(shape, device="cuda", dtype="bfloat16", speculation=speculation, graphs=graphs)
+    engine.generate(PROMPTS, PARAMS)
+    assert asked == RIGHT

@@ -1,0 +1,430 @@
+"""Greedy tokens of every algorithm and schedule equal plain greedy decoding, token for token, whatever happens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from crossed import crossed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specbatch import Engine, SamplingParams, Speculation
+from specbatch.core.async_copy import Ticket
+from specbatch.engine.runner import Launched, Runner
+
+_SELF = {"algorithm": "standalone", "draft": "self:skip=1"}
+DRAFTERS = {
+    "none": {},
+    "ngram": {"algorithm": "ngram"},
+    "ngram-1-2": {"algorithm": "ngram", "draft_tokens": 1, "ngram_min": 2, "ngram_max": 2},
+    "ngram-7-1": {"algorithm": "ngram", "draft_tokens": 7, "ngram_min": 1, "ngram_max": 3},
+    "self": {"algorithm": "standalone", "draft": "self:skip=1", "draft_tokens": 3},
+    "self-deep": {"algorithm": "standalone", "draft": "self:skip=0,2-3", "draft_tokens": 5},
+    "other": {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 2},
+    "block": {"algorithm": "dflash", "draft": "toy-block-34", "draft_tokens": 4},
+    "ngram-tree": {"algorithm": "ngram", "draft_steps": 4, "draft_topk": 3, "draft_tokens": 9, "ngram_min": 1},
+    "tree": {"algorithm": "standalone", "draft": "self:skip=1", "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
+    # More nodes are run than are verified, and the other way round.
+    "tree-pruned": {**_SELF, "draft_steps": 4, "draft_topk": 4, "draft_tokens": 4},
+    "tree-whole": {**_SELF, "draft_steps": 2, "draft_topk": 3, "draft_tokens": 12},
+    "tree-flat": {"algorithm": "standalone", "draft": "toy-2", "draft_steps": 1, "draft_topk": 4, "draft_tokens": 3},
+}
+SCHEDULES = ["v1", "v2", "v2-late"]
+ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "crowded": {"kv_pages": 30, "max_model_len": 75, "page_size": 4},
+    "no-cache": {"prefix_cache": False},
+    "chunks": {"prefill_chunk": 5},
+    "one-token-pages": {"page_size": 1},
+    "crowded-no-cache": {"kv_pages": 27, "max_model_len": 75, "prefix_cache": False, "prefill_chunk": 7},
+    "one-slot": {"max_running": 1},
+}
+
+
+@pytest.fixture(params=SCHEDULES)
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """v2-late: the device is never done when the host asks, as a GPU is."""
+    if request.param == "v2-late":
+        monkeypatch.setattr(Ticket, "ready", lambda self: False)
+    return str(request.param)[:2]
+
+
+def settle(engine: Engine) -> None:
+    """After the work every page is free or in the cache alone, and no slot is taken."""
+    scheduler = engine._scheduler
+    pool, cache = scheduler._pool, scheduler._cache
+    assert scheduler.unfinished == 0
+    assert sorted(scheduler._slots) == list(range(1, engine.config.max_running + 1))
+    cached = 0 if cache is None else len(cache)
+    assert pool.free + cached == pool.total
+    assert pool.idle == cached
+    scheduler.forget_prefixes()
+    assert pool.free == pool.total
+
+
+def mixed(toy: Any) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of mixed lengths; limits from 1 on; stops of every kind."""
+    chance = random.Random(7)
+    prompts = [list(prompt) for prompt in toy.prompts()]
+    params = []
+    for index, prompt in enumerate(prompts):
+        tokens = toy.greedy(tuple(prompt))
+        limit = [1, 2, 3, 4, 12, 25, 40][index % 7]
+        kind = chance.choice(["none", "token", "string", "both"])
+        params.append(
+            SamplingParams(
+                max_new_tokens=limit,
+                ignore_eos=index % 3 == 0,
+                stop_token_ids=(tokens[chance.randrange(25)],) if kind in ("token", "both") else (),
+                stop=(stop_string(toy, tokens, chance.randrange(25)),) if kind in ("string", "both") else (),
+            )
+        )
+    return prompts, params
+
+
+def stop_string(toy: Any, tokens: tuple[int, ...], at: int) -> str:
+    """Text across two tokens of the output, or a letter where these are parts of characters."""
+    return toy.tokenizer.decode(list(tokens[at : at + 2])).strip("\ufffd") or "a"
+
+
+def expected(toy: Any, prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
+    """Tokens, reason and text by the plainest rules."""
+    ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {toy.eos})
+    kept: list[int] = []
+    for token in toy.greedy(tuple(prompt))[: params.max_new_tokens]:
+        kept.append(token)
+        if token in ends:
+            return kept, "stop", toy.tokenizer.decode(kept[:-1])
+        text = toy.tokenizer.decode(kept).rstrip("\ufffd")
+        cuts = [text.find(stop) for stop in params.stop if stop in text]
+        if cuts:
+            return kept, "stop", text[: min(cuts)]
+    return kept, "length", toy.tokenizer.decode(kept)
+
+
+def check(toy: Any, engine: Engine, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> None:
+    completions = engine.generate(prompts, params, **options)
+    for index, (prompt, setting, found) in enumerate(zip(prompts, params, completions, strict=True)):
+        wanted = expected(toy, prompt, setting)
+        assert (found.token_ids, found.finish_reason, found.text) == wanted, f"prompt {index}: {setting}"
+        assert found.prompt_token_ids == prompt
+        numbers = found.metrics
+        if not numbers.retractions:
+            assert numbers.emitted == len(found.token_ids) - 1
+        assert numbers.verify_steps == sum(numbers.emitted_histogram)
+        assert numbers.emitted == sum(kept * count for kept, count in enumerate(numbers.emitted_histogram))
+        assert 0 <= numbers.accepted <= numbers.drafted
+    settle(engine)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "arrangement", "schedule"),
+    [
+        *crossed(DRAFTERS, ["plain", "crowded"], SCHEDULES),
+        *crossed(["ngram-7-1", "self", "tree", "block"], list(ARRANGEMENTS)[2:], SCHEDULES),
+    ],
+    indirect=["schedule"],
+)
+def test_greedy_tokens_are_those_of_plain_decoding(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str, arrangement: str
+) -> None:
+    speculation = Speculation(schedule=schedule, **DRAFTERS[drafter])
+    engine = toy_engine(speculation=speculation, **ARRANGEMENTS[arrangement])
+    prompts, params = mixed(toy)
+    if arrangement.startswith("crowded"):
+        prompts, params = prompts[8:20], [SamplingParams(max_new_tokens=25, ignore_eos=True)] * 12
+    check(toy, engine, prompts, params)
+    record = engine.record()
+    if arrangement.startswith("crowded"):
+        assert (record.metrics["retractions"] or 0) > 0
+    if drafter != "none":
+        assert (record.metrics["drafted_tokens"] or 0) > 0
+        assert (record.metrics["accept_length"] or 0) > 1
+    assert (record.metrics["verify_steps"] or 0) > 0
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_any_mixture_gives_the_tokens_of_plain_decoding(
+    data: st.DataObject, toy: Any, toy_engine: Callable[..., Engine]
+) -> None:
+    """Random batches, limits, stops, pools, chunks and arrivals."""
+    draw = data.draw
+    drafter = draw(st.sampled_from(sorted(DRAFTERS)), "drafter")
+    schedule, late = draw(st.sampled_from([("v1", False), ("v2", False), ("v2", True)]), "schedule")
+    shape = Speculation(**DRAFTERS[drafter]).shape
+    rows = max(shape.tokens + 1, shape.draft_slots)
+    size = draw(st.sampled_from([1, 3, 4, 16]), "page_size")
+    least = -(-(90 + 2 * rows) // size)
+    engine = toy_engine(
+        speculation=Speculation(schedule=schedule, **DRAFTERS[drafter]),
+        page_size=size,
+        max_model_len=90,
+        kv_pages=least + draw(st.sampled_from([0, 1, 3, 10, 200]), "spare pages"),
+        max_running=draw(st.integers(1, 9), "max_running"),
+        prefill_chunk=draw(st.sampled_from([1, 4, 9, 40, 2048]), "prefill_chunk"),
+        prefix_cache=draw(st.booleans(), "prefix_cache"),
+    )
+    pool = toy.prompts()
+    prompts = [list(pool[i]) for i in draw(st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=10), "prompts")]
+    params = []
+    for prompt in prompts:
+        tokens = toy.greedy(tuple(prompt))
+        place = st.integers(0, 30)
+        params.append(
+            SamplingParams(
+                max_new_tokens=draw(st.sampled_from([1, 2, 3, 4, 9, 30, 40])),
+                ignore_eos=draw(st.booleans()),
+                stop_token_ids=(tokens[draw(place)],) if draw(st.booleans()) else (),
+                stop=(stop_string(toy, tokens, draw(place)),) if draw(st.booleans()) else (),
+            )
+        )
+    concurrency = draw(st.one_of(st.none(), st.integers(1, 4)), "concurrency")
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            patch.setattr(Ticket, "ready", lambda self: False)
+        check(toy, engine, prompts, params, concurrency=concurrency)
+        check(toy, engine, prompts[::-1], params[::-1])  # once more, with the prefixes of before
+
+
+@pytest.mark.parametrize(
+    ("drafter", "schedule"), crossed(["none", "ngram-7-1", "self", "tree"], SCHEDULES), indirect=["schedule"]
+)
+def test_aborts_in_the_middle_leave_the_others_alone(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str
+) -> None:
+    engine = toy_engine(speculation=Speculation(schedule=schedule, **DRAFTERS[drafter]), kv_pages=34, max_model_len=90)
+    prompts = [list(prompt) for prompt in toy.prompts()[:16]]
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    chance = random.Random(5)
+    got: dict[int, list[int]] = {index: [] for index in range(16)}
+    ended: dict[int, Any] = {}
+    aborted = set()
+    for event in engine.stream(prompts, params):
+        assert event.index not in ended, "nothing comes behind the completion"
+        got[event.index] += event.token_ids
+        if event.completion is not None:
+            ended[event.index] = event.completion
+        if chance.random() < 0.1:
+            victim = chance.randrange(16)
+            if victim not in ended:
+                aborted.add(victim)
+                engine.abort(victim)
+    assert len(aborted) >= 3
+    assert set(ended) == set(range(16))
+    for index, completion in ended.items():
+        wanted = toy.greedy(tuple(prompts[index]))[:30]
+        assert tuple(completion.token_ids) == wanted[: len(completion.token_ids)]
+        assert got[index] == completion.token_ids
+        if completion.finish_reason == "abort":
+            assert index in aborted
+        else:
+            assert len(completion.token_ids) == 30
+    settle(engine)
+
+
+# -- order and counts -------------------------------------------------------------------------------------------------
+
+
+def test_the_first_token_is_handed_over_before_any_later_one(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[tuple[int, bool]] = []
+    handle = Runner.handle
+
+    def watch(self: Runner, launched: Launched, **how: bool) -> None:
+        handled.extend((row.request.index, launched.first) for row in launched.rows)
+        handle(self, launched, **how)
+
+    monkeypatch.setattr(Runner, "handle", watch)
+    engine = toy_engine(speculation=Speculation("ngram", schedule), max_running=3)
+    prompts = [list(prompt) for prompt in toy.prompts()[:9]]
+    counts: dict[int, list[int]] = {}
+    for event in engine.stream(prompts, SamplingParams(max_new_tokens=9, ignore_eos=True)):
+        counts.setdefault(event.index, []).append(len(event.token_ids))
+    assert all(sizes[0] == 1 for sizes in counts.values())
+    for index in range(9):
+        kinds = [first for who, first in handled if who == index]
+        assert kinds[0]
+        assert not any(kinds[1:])
+
+
+def test_the_first_token_does_not_wait_for_the_iteration_behind_it(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str
+) -> None:
+    """One call of step: prefill and first iteration are launched, and the first token is there."""
+    engine = toy_engine(speculation=Speculation(schedule=schedule))
+    stream = engine.stream([list(toy.prompts()[3])], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    assert next(stream).token_ids == [toy.greedy(toy.prompts()[3])[0]]
+    assert engine._runner.counters.iterations == 1
+    stream.close()  # type: ignore[attr-defined]
+    settle(engine)
+
+
+def test_v2_launches_before_it_handles_and_v1_does_not(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    decode, handle = Runner.decode, Runner.handle
+
+    def watch_decode(self: Runner, *, may_retract: bool) -> Launched | None:
+        launched = decode(self, may_retract=may_retract)
+        order.extend(["launch"] if launched else [])
+        return launched
+
+    def watch_handle(self: Runner, launched: Launched, **how: bool) -> None:
+        order.append("first" if launched.first else "handle")
+        handle(self, launched, **how)
+
+    monkeypatch.setattr(Runner, "decode", watch_decode)
+    monkeypatch.setattr(Runner, "handle", watch_handle)
+    engine = toy_engine(speculation=Speculation(schedule=schedule))
+    engine.generate([list(toy.prompts()[3])], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    if schedule == "v1":
+        assert order == ["first", *["launch", "handle"] * 4]
+    else:  # a first token that is there is looked at before anything else
+        begin = ["first", "launch"] if Ticket().ready() else ["launch", "first"]
+        assert order == [*begin, *["launch", "handle"] * 3, "handle"]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "self"])
+def test_accepted_drafts_save_iterations(toy: Any, toy_engine: Callable[..., Engine], drafter: str) -> None:
+    """The same numbers under both schedules, fewer iterations than without drafts."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:6]]
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    numbers = {}
+    for name in ("none", drafter):
+        for schedule in ("v1", "v2"):
+            engine = toy_engine(speculation=Speculation(schedule=schedule, **DRAFTERS[name]))
+            completions = engine.generate(prompts, params)
+            record = engine.record()
+            verifies = sum(item.metrics.verify_steps for item in completions)
+            emitted = sum(len(item.token_ids) - 1 for item in completions)  # all but the first token
+            accepted = sum(item.metrics.accepted for item in completions)
+            assert record.metrics["accept_length"] == pytest.approx(emitted / verifies)
+            assert record.metrics["verify_steps"] == verifies
+            counts = record.counters["emitted_histogram"]
+            assert sum(counts) == verifies
+            assert sum(place * count for place, count in enumerate(counts)) == emitted
+            assert record.counters["iteration_rows"] == verifies + record.counters["void_results"]
+            numbers[name, schedule] = (verifies, emitted, accepted, record.metrics["accept_rate"])
+            if name == "none":
+                assert (record.metrics["accept_length"], record.metrics["accept_rate"]) == (1.0, None)
+                assert record.counters["iterations"] == 39
+                assert record.counters["void_results"] == 0
+    assert numbers["none", "v1"] == numbers["none", "v2"]
+    assert numbers[drafter, "v1"] == numbers[drafter, "v2"]
+    verifies, emitted, accepted, rate = numbers[drafter, "v2"]
+    assert verifies < numbers["none", "v2"][0]
+    assert 0 < rate < 1
+    assert accepted >= emitted - verifies  # a trimmed run may end with a correct draft and no bonus
+
+
+# -- nothing is read on the host -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chain", "tree"), [("self", "tree-chain"), ("ngram", "ngram-tree")])
+def test_a_tree_accepts_at_least_what_a_chain_of_its_steps_does(
+    toy: Any, toy_engine: Callable[..., Engine], chain: str, tree: str
+) -> None:
+    shapes = DRAFTERS | {"tree-chain": {**_SELF, "draft_steps": 3, "draft_topk": 3, "draft_tokens": 12}}
+    shapes["ngram"] = {"algorithm": "ngram", "draft_tokens": 4, "ngram_min": 1}
+    prompts = [list(prompt) for prompt in toy.prompts()[::2]]
+    found = {}
+    for name in (chain, tree):
+        engine = toy_engine(speculation=Speculation(**shapes[name]))
+        engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        found[name] = engine.record().metrics["accept_length"]
+    assert found[tree] > found[chain] > 1
+
+
+@pytest.mark.parametrize("drafter", ["tree", "ngram-tree"])
+def test_logprobs_of_a_tree_are_those_of_plain_decoding(
+    toy: Any, toy_engine: Callable[..., Engine], drafter: str
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:12]]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=True)
+    plain = toy_engine().generate(prompts, params)
+    for ours, wanted in zip(
+        toy_engine(speculation=Speculation(**DRAFTERS[drafter])).generate(prompts, params), plain, strict=True
+    ):
+        assert ours.token_ids == wanted.token_ids
+        assert ours.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("drafter", ["self", "tree"])
+def test_what_a_prefix_cache_keeps_is_right_for_the_draft_too(
+    toy: Any, toy_engine: Callable[..., Engine], drafter: str
+) -> None:
+    """Texts that go on where others ended draft as they do without the cache: its pages hold the draft's keys."""
+    numbers = {}
+    for prefix_cache in (True, False):
+        engine = toy_engine(
+            speculation=Speculation(**DRAFTERS[drafter], schedule="v1"), prefix_cache=prefix_cache, page_size=1
+        )
+        firsts = [list(prompt) for prompt in toy.prompts()[::3]]
+        ends = engine.generate(firsts, SamplingParams(max_new_tokens=17, ignore_eos=True))
+        longer = [prompt + end.token_ids for prompt, end in zip(firsts, ends, strict=True)]
+        done = engine.generate(longer, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        assert any(item.metrics.cached_tokens for item in done) is prefix_cache
+        numbers[prefix_cache] = [item.metrics.emitted_histogram for item in done]
+    assert numbers[True] == numbers[False]
+
+
+class NoHostRead(TorchDispatchMode):
+    """Stands in for a GPU's sync check: operators whose result's shape or value the host must wait for raise."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not name.startswith(self.FORBIDDEN), f"{name} waits for the device"
+        if name.startswith("index"):
+            for index in args[1] if isinstance(args[1], (list, tuple)) else []:
+                assert index is None or index.dtype != torch.bool, "indexing by a mask waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "other", "ngram-tree", "tree", "block"])
+def test_launching_reads_nothing_from_the_device(
+    toy: Any, toy_engine: Callable[..., Engine], drafter: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = toy_engine(speculation=Speculation(schedule="v2", **DRAFTERS[drafter]), kv_pages=40, max_model_len=80)
+    launching = 0
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal launching
+            launching += 1
+            try:
+                with NoHostRead():
+                    return method(*arguments, **options)
+            finally:
+                launching -= 1
+
+        return call
+
+    def reader(name: str) -> Callable[..., Any]:
+        read = getattr(torch.Tensor, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            assert not launching, f"Tensor.{name} waits for the device"
+            return read(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(engine._runner, "decode", guarded(engine._runner.decode))
+    monkeypatch.setattr(engine._runner, "prefill", guarded(engine._runner.prefill))
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, reader(name))
+    params = SamplingParams(
+        max_new_tokens=8, temperature=0.8 * sampled, top_k=9, top_p=0.9, min_p=0.01, logprobs=sampled, seed=1
+    )
+    completions = engine.generate([list(prompt) for prompt in toy.prompts()[:10:2]], params)
+    assert len(completions) == 5

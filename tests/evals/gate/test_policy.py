@@ -1,0 +1,60 @@
+"""Rules in TOML: mistakes are one line, and the documented example is one of the rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbatch.errors import SpecbatchError
+from specbatch.evals.gate.gate import policy as module
+from specbatch.evals.gate.policy import load_policy
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no rule"),
+        ("[bounds]", "has no rule"),
+        ("bounds = [", "is not TOML"),
+        ("[speed]\na = 1", "speed: no such rule; use some of accuracy, bounds$"),
+        ("[accuracy]\natleast = 0.5", r"accuracy\.atleast: no such rule; use some of filter, metric, at_least, "),
+        ("[accuracy]\nat_least = 1.5", r"accuracy\.at_least: Input should be less than or equal to 1"),
+        ("[accuracy]\nat_least = true", r"accuracy\.at_least: Input should be a valid number"),
+        ("[accuracy]\nalpha = 0", r"accuracy\.alpha: Input should be greater than 0"),
+        ("[accuracy]\nmay_fall = true\ndetects = 0.1", "which may_fall = true leaves out"),
+        ("[bounds]\nttft_s = {at_most = 1}", r"no metric is called ttft_s; did you mean .*mean_ttft_s"),
+        ("[bounds]\nmean_ttft_s = {at_least = 1}", "of mean_ttft_s lower is better; use at_most in place of at_least"),
+        ("[bounds]\naccept_length = {at_most = 1}", "of accept_length higher is better; use at_least"),
+        ("accuracy = 0.5", "accuracy: write a table of filter, metric, at_least, "),
+        ("[bounds]\naccept_length = 2", r"bounds\.accept_length: write a table of at_least, at_most, worsens_at_most$"),
+        (
+            "[bounds]\naccept_length = {least = 2}",
+            r"accept_length\.least: no such rule; use some of at_least, at_most, ",
+        ),
+        ("[bounds]\naccept_length = {}", "has no limit"),
+        ("[bounds]\naccept_length = {at_least = nan}", "finite"),
+        ("[bounds]\naccept_length = {worsens_at_most = -0.1}", "greater than or equal to 0"),
+        ('[bounds]\naccept_length = {at_least = "2"}', "valid number"),
+        ("[bounds]\na = {at_least = 1, z = 2}\nb = {y = 1}", r"\(1 more mistakes\)"),
+    ],
+)
+def test_mistakes_in_a_policy_are_one_line(policy, text, said):
+    with pytest.raises(SpecbatchError, match=said) as error:
+        load_policy(policy(text))
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("policy='")
+
+
+def test_a_policy_that_is_not_there(tmp_path):
+    with pytest.raises(SpecbatchError, match="cannot be read"):
+        load_policy(tmp_path / "none.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    with pytest.raises(SpecbatchError, match="is not TOML"):
+        load_policy(tmp_path / "bytes.toml")
+
+
+def test_the_example_of_the_docstring_is_a_policy(policy):
+    text = "\n".join(line[4:] for line in (module.__doc__ or "").splitlines() if line.startswith("    "))
+    found = load_policy(policy(text))
+    assert found.needs_baseline
+    assert found.accuracy is not None
+    assert (found.accuracy.at_least, found.accuracy.detects, found.bounds["p99_ttft_s"].at_most) == (0.6, 0.03, 0.5)

@@ -1,0 +1,127 @@
+"""One task on every rung: what the table holds, what is left out, what a failure leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.task import ConfigurableTask
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.evals import ablation
+from specbatch.evals.ablation import run_ladder, rungs
+from specbatch.evals.run import EvalOptions, run_eval
+from specbatch.memory.planner import Place
+
+BASE = EngineConfig(speculation=Speculation("ngram"))
+
+
+@pytest.fixture
+def climb(
+    monkeypatch: pytest.MonkeyPatch,
+    make_engine: Any,
+    mixed_reply: Any,
+    scored_file: Path,
+    shots_file: Path,
+    tmp_path: Path,
+) -> Any:
+    """Rungs of engines that answer alike, but for v2's first question."""
+    made: list[tuple[str, Any, Place]] = []
+
+    @contextmanager
+    def load(name: str, config: EngineConfig, log: Any, *, weights_of: Any, place: Place) -> Any:
+        if name == "v2+piecewise":
+            raise MemoryError("no room")
+        odd = ["? "] if name == "v2" else []
+        engine = make_engine(lambda text: (odd.pop() if odd and forgot else "") + mixed_reply(text))
+        forgot: list[int] = []  # calls before prefixes were forgotten
+        engine.forget_prefixes = lambda: forgot.append(len(engine.calls))
+        plain, config_of = engine.record, asdict(config.speculation)
+        engine.record = lambda **known: replace(plain(**known), config={"model": "fake", "speculation": config_of})
+        made.append((name, weights_of, place))
+        yield engine
+
+    monkeypatch.setattr(ablation, "load_engine", load)
+    monkeypatch.setattr(ablation, "check_draft", lambda *_: None)
+
+    def run(on_cuda: bool = False) -> Any:
+        configs, left_out = rungs(BASE, on_cuda)
+        options = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
+        seen: list[tuple[int, int]] = []
+        found = run_ladder(configs, options, tmp_path, left_out=left_out, progress=lambda *at: seen.append(at))
+        return found, made, seen
+
+    return run
+
+
+def test_no_cell_is_empty_and_answers_are_compared(climb: Any, tmp_path: Path) -> None:
+    found, made, seen = climb()
+    rows = found.rows()
+    assert [row["rung"] for row in rows] == ["baseline", "v1", "v2"]
+    assert all(cell.strip() for row in rows for cell in row.values())
+    assert [row["same answers"] for row in rows] == ["8 of 8", "8 of 8", "7 of 8"]
+    assert [row["accept length"] for row in rows] == ["nothing drafted", "2.50", "2.50"]
+    assert rows[0]["strict-match exact_match"].startswith("0.2500 ± 0.1637, 75.0% unparsed")
+    assert {row["speed"] for row in rows[:2]} == {"1.00"}
+    assert "v2+piecewise: left out, as prompts are replayed on a CUDA device only" in found.table()
+    assert seen[-1] == (24, 24)
+    assert [place for _, _, place in made] == [Place(n, 3) for n in range(3)]
+    assert made[0][1] is None
+    assert made[1][1] is made[2][1] is not None  # the first engine's weights
+    assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3
+    assert set(json.loads((tmp_path / "ladder.json").read_text())["rungs"]) == {"baseline", "v1", "v2"}
+    assert (tmp_path / "v1" / "questions.jsonl").exists()
+
+
+def test_an_interruption_says_what_is_kept(climb: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    warm_up, rest = ablation._warm_up, ["baseline"]
+
+    def stop(*args: Any) -> None:
+        if not rest:
+            raise KeyboardInterrupt
+        rest.pop()
+        warm_up(*args)
+
+    monkeypatch.setattr(ablation, "_warm_up", stop)
+    with pytest.raises(KeyboardInterrupt, match=r"^kept 1 of 3 rungs \(baseline\) and their table in "):
+        climb()
+    assert "baseline" in (tmp_path / "ladder.md").read_text()
+
+
+def test_every_rung_is_asked_the_same(climb: Any, make_engine: Any, scored_file: Path, shots_file: Path) -> None:
+    """Examples are drawn, and a run before has drawn some."""
+    found, _, _ = climb()
+    alone = run_eval(
+        make_engine(lambda text: "?"), EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
+    )
+    assert {report.prompts_sha256 for report in found.reports.values()} == {alone.prompts_sha256}
+
+
+def test_a_task_that_asks_otherwise_each_time_is_refused(climb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_of, number = ConfigurableTask.doc_to_text, count()
+    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *args: f"{next(number)} {text_of(*args)}")
+    with pytest.raises(SpecbatchError, match="task='gsm8k': asks other prompts each time"):
+        climb()
+
+
+def test_each_rung_is_warmed_up_before_it_is_measured(climb: Any) -> None:
+    found, made, _ = climb()
+    for _, engine, _ in made[1:]:
+        warm_up, measured = engine.calls
+        assert {params.max_new_tokens for params in warm_up["params"]} == {16}
+        assert {params.max_new_tokens for params in measured["params"]} == {512}
+        assert len(measured["prompts"]) == 8
+    assert found.reports["v1"].record.metrics["requests"] == 8
+
+
+def test_what_is_finished_is_kept_when_a_rung_fails(climb: Any, tmp_path: Path) -> None:
+    with pytest.raises(MemoryError):
+        climb(on_cuda=True)
+    assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3

@@ -1,0 +1,94 @@
+"""Rows of a job under way: what is taken over, and what is left as it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specbatch.errors import SpecbatchError
+from specbatch.jobs.partial import PartialRows, difference
+
+HEADER = {"model": "a", "place": "here", "limit": 3}
+ROWS = [{"index": index, "text": "é"} for index in (2, 0)]
+
+
+def text_of(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    def make(header=HEADER):
+        return PartialRows(tmp_path / "rows", header, lambda row: row["index"] in range(3), anew="go", told=("place",))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("left", "taken"),
+    [
+        ("", []),
+        (text_of(HEADER)[:9], []),
+        (text_of(HEADER), []),
+        (text_of(HEADER | {"limit": 5}), []),  # of another job, which had finished nothing
+        (text_of(HEADER, *ROWS), ROWS),
+        (text_of(HEADER, *ROWS) + '{"index": 1, "te', ROWS),
+        (text_of(HEADER | {"place": "there"}, *ROWS), ROWS),
+    ],
+)
+def test_what_a_crash_leaves_is_gone_on_with(opened, left, taken):
+    kept = opened()
+    kept.path.write_text(left)
+    kept.load()
+    assert list(kept.rows.values()) == taken
+    more = {"index": 1, "text": ""}
+    with kept.claim() as keep:
+        keep(more)
+    header, *rows = map(json.loads, kept.path.read_text().splitlines())
+    assert header | {"place": "here"} == HEADER
+    assert rows == [*taken, more]
+
+
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        ("notes", "rows': has no header"),
+        ("notes\n", "rows': has no header"),
+        (text_of(ROWS[0]), "rows': has no header"),
+        (
+            text_of(HEADER | {"limit": 5, "place": "there"}, *ROWS),
+            "another place ('there' there, 'here' now), limit (5 there",
+        ),
+        (text_of(HEADER | {"limit": 5}, *ROWS), "rows': was made with another limit (5 there, 3 now); finish"),
+        (
+            text_of({"model": "a", "limit": 3, "older": 1}, *ROWS),
+            "rows': was begun by another version, whose header does not say place; finish it with that one, name",
+        ),
+        (text_of(HEADER, ROWS[0], {"text": ""}), "rows:3': is no row"),
+        (text_of(HEADER, {"index": 3}), "rows:2': is no row"),
+        (text_of(HEADER, {"index": "a"}), "rows:2': is no row"),
+        (text_of(HEADER, 5), "rows:2': is no row"),
+        (text_of(HEADER) + "\udcff\n", "rows:2': is no row"),
+    ],
+)
+def test_anything_else_is_refused_and_stays(opened, left, says):
+    kept = opened()
+    kept.path.write_text(left, errors="surrogateescape")
+    with pytest.raises(SpecbatchError) as caught:
+        kept.load()
+    assert says in str(caught.value)
+    assert kept.path.read_bytes() == left.encode(errors="surrogateescape")
+
+
+def test_a_folder_is_refused(opened):
+    kept = opened()
+    kept.path.mkdir()
+    with pytest.raises(SpecbatchError, match=r"rows': cannot be read \(Is a directory\)"):
+        kept.load()
+
+
+def test_what_an_older_version_did_not_have_is_said_to_be_new():
+    old, new = ({"engine": {"seed": seed} | more} for seed, more in ((1, {"gone": 2}), (3, {"fresh": True})))
+    found = difference(old, new, ["engine"])
+    assert found == "seed (1 there, 3 now), fresh (which the version there has not, True now)"

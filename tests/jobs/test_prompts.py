@@ -1,0 +1,128 @@
+"""Lines that hold prompts, and those that do not: each is told with its number and the others stay what they are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specbatch.errors import SpecbatchError
+from specbatch.jobs.prompts import BadLine, Prompt, read_prompts, scan_prompts
+
+CHAT = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture
+def scanned(tmp_path):
+    def scan(content, **options):
+        (tmp_path / "in.jsonl").write_bytes(content)
+        return scan_prompts(tmp_path / "in.jsonl", **options)
+
+    return scan
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b"{", "not JSON (Expecting property name enclosed in double quotes at column 2)"),
+        (b'{"prompt": "a"} x', "not JSON (Extra data at column 17)"),
+        (b'{"prompt": "a\0b"}', "not JSON (Invalid control character at column 14)"),
+        (b"\0\0\0\0", "not JSON (Expecting value at column 1)"),
+        (b'{"prompt": "\xff"}', "not UTF-8 (byte 13)"),
+        ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8 (byte 1)"),
+        (b"1" * 5000, "not JSON that can be read (Exceeds the limit"),
+        (b"[" * 100_000, "not JSON that can be read (nested too deeply)"),
+        (b"5", "write a JSON object with one of the keys prompt, prompt_token_ids, question, messages"),
+        (b"null", "write a JSON object"),
+        (b'{"text": "a"}', "write a JSON object"),
+        (b'{"prompt": null}', "prompt is empty"),
+        (b'{"messages": []}', "messages is empty"),
+        (b'{"prompt": "a", "id": true}', "id must be a string or a number"),
+        (b'{"prompt": "a", "id": "\\ud800"}', "id holds half of a surrogate pair"),
+    ],
+)
+def test_a_bad_line_is_told_and_the_others_stay(scanned, line, what):
+    before, bad, after = scanned(b'{"prompt": "a"}\n\n' + line + b'\n{"question": "b", "id": 7}')
+    assert before == Prompt(1, "prompt", "a")
+    assert isinstance(bad, BadLine)
+    assert bad.line == 3
+    assert bad.what.startswith(what)
+    assert after == Prompt(4, "question", "b", 7)
+
+
+def test_what_editors_add_to_a_file_is_no_part_of_it(scanned):
+    lines = [
+        '\ufeff{"prompt": "a"}',
+        "",
+        " \t",
+        '{"prompt": "b", "id": "x"}',
+        '{"prompt": "\\u0000", "id": "x"}',
+        "",
+        "",
+    ]
+    found = [Prompt(1, "prompt", "a"), Prompt(4, "prompt", "b", "x"), Prompt(5, "prompt", "\0", "x")]
+    assert scanned("\r\n".join(lines).encode()) == found
+
+
+def test_a_json_file_holds_an_array_or_lines(tmp_path):
+    path = tmp_path / "in.json"
+    path.write_text('\n[{"prompt": "2024-01-01", "id": "a"},\n 5, {"messages": [{"role": "user", "content": "x"}]}]')
+    first, bad, last = scan_prompts(path)
+    assert (first, last) == (Prompt(1, "prompt", "2024-01-01", "a"), Prompt(3, "messages", CHAT))
+    assert isinstance(bad, BadLine)
+    with pytest.raises(SpecbatchError, match=r"in\.json row 2': write a JSON object"):
+        read_prompts(path)
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [item.value for item in read_prompts(path)] == ["a", "b"]
+    path.write_text('[{"prompt": "a"},\n{]')
+    with pytest.raises(SpecbatchError, match=r"in\.json': not JSON \(.* at line 2 column 2\); write an array"):
+        scan_prompts(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf"])
+def test_a_file_without_a_line_is_refused(scanned, content):
+    with pytest.raises(SpecbatchError, match=r"in\.jsonl': holds no prompts"):
+        scanned(content)
+
+
+def test_who_reads_all_of_a_file_hears_of_the_first_bad_line(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{\n[\n')
+    with pytest.raises(SpecbatchError, match=r"data='.*in\.jsonl:2': not JSON"):
+        read_prompts(tmp_path / "in.jsonl", "data")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "form"),
+    [
+        ("body", "a", "prompt"),
+        ("body", [1, 2], "prompt_token_ids"),
+        ("body", CHAT, "messages"),
+        ("question", "a", "question"),
+        ("prompt", "a", "prompt"),
+        ("messages", CHAT, "messages"),
+    ],
+)
+def test_a_column_may_hold_any_form_or_the_one_it_is_named_for(scanned, column, value, form):
+    row = {"prompt": "other", "messages": CHAT, column: value, "id": 3}
+    assert scanned(json.dumps(row).encode(), column=column) == [Prompt(1, form, value, 3)]
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a"}, "write a JSON object with the key body"),
+        ({"body": ""}, "body is empty"),
+        ({"body": 5}, "body must be a string, a list of whole numbers from 0, or of messages"),
+        ({"body": [1, "a"]}, "body must be a string, a list"),
+        ({"body": [{"role": "user"}]}, "body must be a string, a list"),
+    ],
+)
+def test_a_row_without_a_prompt_in_that_column_is_bad(scanned, row, what):
+    (bad,) = scanned(json.dumps(row).encode(), column="body")
+    assert isinstance(bad, BadLine)
+    assert bad.what.startswith(what)
+
+
+def test_lines_have_no_splits(scanned):
+    with pytest.raises(SpecbatchError, match=r"split='test': .*in\.jsonl has no splits"):
+        scanned(b'{"prompt": "a"}', split="test")

@@ -1,0 +1,188 @@
+"""Prefill attention over pages against float64, for several spans at once."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from specbatch.kernels.attention.prefill_attention import Tiling, prefill_attention
+from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+class Case:
+    """Sequences of random keys, their pages scattered; spans as (start, end). Pages that no sequence owns are NaN."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, spans: list[tuple[int, int]], heads: tuple[int, int, int],
+        page_size: int = 16, stored: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.count, self.kv, self.dim = heads
+        self.spans = spans
+        needed = [math.ceil(end / page_size) for _, end in spans]
+        order = random.sample(range(1, sum(needed) + 3), sum(needed))
+        table = torch.zeros(len(spans) + 2, max(needed) + 1, dtype=torch.int64)
+        rows = random.sample(range(1, len(spans) + 2), len(spans))
+        shape = (sum(needed) + 3, page_size, self.kv, self.dim)
+        k_cache, v_cache = (torch.full(shape, torch.nan) for _ in range(2))
+        self.keys, self.values = [], []
+        for row, (_, end), count in zip(rows, spans, needed, strict=True):
+            pages = torch.tensor([order.pop() for _ in range(count)])
+            table[row, :count] = pages
+            k, v = (torch.randn(end, self.kv, self.dim).to(stored or dtype).float() for _ in range(2))
+            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+            for cache, x in ((k_cache.flatten(0, 1), k), (v_cache.flatten(0, 1), v)):
+                cache[slots[:end]] = x
+                cache[slots[end:]] = 300  # of another sequence, long ago
+            self.keys.append(k)
+            self.values.append(v)
+        self.k_cache, self.v_cache = (cache.to(device, stored or dtype) for cache in (k_cache, v_cache))
+        starts, ends = map(list, zip(*spans, strict=True))
+        self.layout = Spans(starts, ends, rows, table.to(device), page_size)
+        ends = self.layout.counts  # the pass's own keys and values, where every span is fresh
+        self.new = [torch.cat([x[-n:] for x, n in zip(xs, ends, strict=True)]) for xs in (self.keys, self.values)]
+        self.new = [x.to(device, dtype) for x in self.new]
+        self.q = torch.randn(self.layout.offsets[-1], self.count, self.dim).to(device, dtype)
+
+    def expected(self, window: int = 0) -> torch.Tensor:
+        parts = []
+        queries = self.q.double().cpu().split(self.layout.counts)
+        for q, k, v, (start, end) in zip(queries, self.keys, self.values, self.spans, strict=True):
+            k, v = (x.double().repeat_interleave(self.count // self.kv, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
+            behind = torch.arange(start, end)[:, None] - torch.arange(end)
+            hidden = behind < 0
+            if window:
+                hidden |= behind >= window
+            parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+        return torch.cat(parts)
+
+    def check(self, out: torch.Tensor, window: int = 0) -> None:
+        slack = TOLERANCE[self.q.dtype]
+        torch.testing.assert_close(out.double().cpu(), self.expected(window), rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("spans", "heads", "window", "page_size"),
+    [
+        ([(0, 1)], (4, 2, 32), 0, 16),
+        ([(0, 70)], (4, 2, 16), 0, 16),
+        ([(0, 33), (47, 80), (5, 6)], (9, 3, 24), 0, 16),
+        ([(64, 97), (0, 17)], (3, 1, 80), 0, 8),
+        ([(0, 100)], (2, 2, 16), 7, 16),
+        ([(63, 101), (0, 40)], (6, 2, 32), 33, 4),
+        ([(31, 64)], (16, 1, 48), 1, 1),
+    ],
+)
+def test_against_float64(
+    device: torch.device, dtype: torch.dtype, spans: list[tuple[int, int]], heads: tuple[int, int, int],
+    window: int, page_size: int,
+) -> None:  # fmt: skip
+    if dtype == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("bfloat16 needs a CUDA device")
+    case = Case(device, dtype, spans, heads, page_size)
+    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None  # small tiles reach more edges in less time
+    case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile), window)
+
+
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize("source", ["rows", "pages"])
+def test_bulk_copies(device: torch.device, source: str, window: int) -> None:
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    page_size = 7 if source == "rows" else 128
+    spans = [(0, 70), (0, 1), (0, 37)] if source == "rows" else [(100, 170), (0, 37), (130, 133)]
+    case = Case(device, dtype, spans, (8, 2, 64), page_size)
+    if source == "rows":
+        case.k_cache.fill_(torch.nan)  # not looked at
+    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
+    out = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, *case.new, tile)
+    case.check(out, window)
+
+
+@pytest.mark.parametrize("source", ["rows", "pages", "slots"])
+def test_what_lies_behind_a_sequence_stays_out_of_it(device: torch.device, source: str) -> None:
+    """Another prompt's values, or what a page held before, may be NaN."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    page_size = 128 if source == "pages" else 7
+    case = Case(device, dtype, [(0, 37), (0, 70)], (8, 2, 64), page_size)
+    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
+    k_new, v_new = (x.clone() for x in case.new)
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    for new in (k_new, v_new):
+        new[37:] = torch.nan  # the second prompt
+    for cache in (k_cache, v_cache):
+        for row, end in zip(case.layout.rows, case.layout.ends, strict=True):
+            last = int(case.layout.page_table[row, (end - 1) // page_size])
+            cache[last, (end - 1) % page_size + 1 :] = torch.nan
+    new = (k_new, v_new) if source == "rows" else (None, None)
+    out = prefill_attention(case.q, k_cache, v_cache, case.layout, 0, *new, tile)
+    clean = prefill_attention(
+        case.q, case.k_cache, case.v_cache, case.layout, 0, *case.new[: 2 * (source == "rows")], tile=tile
+    )
+    assert out[:37].isfinite().all()
+    assert torch.equal(out[:37], clean[:37])
+    assert source == "rows" or torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("window", [0, 600])
+def test_a_short_chunk_behind_a_long_prefix_is_split_over_its_keys(device: torch.device, window: int) -> None:
+    case = Case(device, torch.float32, [(1500, 1503), (1100, 1101)], (4, 2, 16))
+    tile = Tiling(16, 64, 4, 2)
+    out = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile)
+    case.check(out, window)
+    again = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile)
+    assert torch.equal(out, again)
+
+
+def test_queries_may_be_a_view_of_the_product(device: torch.device) -> None:
+    case = Case(device, torch.float16, [(0, 20)], (4, 2, 16))
+    wide = torch.full((20, 8, 16), torch.nan, dtype=torch.float16, device=device)
+    wide[:, :4] = case.q
+    case.check(prefill_attention(wide[:, :4], case.k_cache, case.v_cache, case.layout, tile=Tiling(32, 16, 4, 2)))
+
+
+def test_long_heads_and_long_prompts(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("too much for the interpreter")
+    for dtype in DTYPES:
+        for heads in [(32, 8, 128), (4, 2, 256), (8, 8, 64)]:
+            case = Case(device, dtype, [(0, 700), (900, 1030), (2040, 2047)], heads)
+            case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 128), (8, 1, 256)])
+def test_fp8_keys_and_values(device: torch.device, heads: tuple[int, int, int]) -> None:
+    if device.type != "cuda":
+        pytest.skip("the interpreter has no float8 products")
+    case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], heads, stored=torch.float8_e4m3fn)
+    case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_recorded_spans_serve_one_pass_after_another(device: torch.device, own: bool) -> None:
+    """At fixed addresses, whatever they held before; as many spans as there is room for, one, or some."""
+    recorded: RecordedSpans | None = None
+    for spans in ([(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]):
+        case = Case(device, torch.float32, spans, (4, 2, 32))
+        total = case.layout.offsets[-1]
+        if recorded is None:
+            recorded = RecordedSpans(48, 3, case.layout.page_table.new_zeros(8, 8), case.layout.page_size)
+            recorded.tiles(8)  # as a recording asks for them before the first pass is known
+        recorded.page_table.zero_()
+        height, width = case.layout.page_table.shape
+        recorded.page_table[:height, :width] = case.layout.page_table
+        recorded.load(case.layout)
+        new = [torch.cat([x, x.new_full((48 - total, *x.shape[1:]), torch.nan)]) for x in case.new]
+        q = torch.cat([case.q, case.q.new_full((48 - total, *case.q.shape[1:]), torch.nan)])
+        out = torch.full_like(q, torch.nan)
+        tile = Tiling(16, 16, 4, 1)
+        keys = {"k_new": new[0], "v_new": new[1]} if own else {}
+        prefill_attention(q, case.k_cache, case.v_cache, recorded, tile=tile, out=out, **keys)
+        torch.testing.assert_close(out[:total].double().cpu(), case.expected(), atol=3e-6, rtol=0)
+        assert out[total:].isnan().all()

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crossed import crossed, slow_but
+
+from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.attention.verify_attention import verify_attention, verify_attention_ref
+from specbatch.kernels.attention.verify_tiles import Tile
+from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+from specbatch.kernels.elementwise.rope import rope_table
+
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+class Case:
+    """Random inputs of a verify; unused slots of the caches are poisoned."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, lengths: list[int], n: int, *, count: int = 4, kv: int = 2,
+        dim: int = 16, page_size: int = 4, norm: bool = True, cache: torch.dtype | None = None, seed: int = 0,
+        rows: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(seed)
+        batch, self.n, self.dtype = len(lengths), n, dtype
+        self.lengths = torch.tensor(lengths, device=device)
+        self.rows = torch.tensor(rows or range(1, batch + 1), device=device)
+        width = -(-(max(lengths) + n) // page_size) + 1
+        order = torch.randperm(batch * width) + 1
+        self.table = torch.cat([torch.zeros(1, width, dtype=torch.int64), order.view(batch, width)]).to(device)
+        shape = (batch * width + 1, page_size, kv, dim)
+        old, self.new = torch.zeros(2, *shape[:2], dtype=torch.bool, device=device)  # slots filled before, and by it
+        for row, length in zip(self.rows.tolist(), lengths, strict=True):
+            index = torch.arange(length + n, device=device)
+            pages, offsets = self.table[row, index // page_size], index % page_size
+            old[pages[:length], offsets[:length]] = True
+            self.new[pages[length:], offsets[length:]] = True
+        held = old[:, :, None, None]
+        self.caches = [
+            torch.randn(shape, device=device).masked_fill(~held, torch.nan).to(cache or dtype) for _ in range(2)
+        ]
+        self.qkv = torch.randn(batch * n, (count + 2 * kv) * dim, device=device).to(dtype)
+        frequencies = 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
+        cos, sin = (table.to(device, dtype) for table in rope_table(frequencies, width * page_size + 64, 1.0))
+        norms = [torch.rand(dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
+        self.heads = Heads(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin)
+
+    def check(self, splits: int | None = None, **options: Any) -> torch.Tensor:
+        caches = [cache.clone() for cache in self.caches]
+        lengths = self.lengths - options.get("first", 0)
+        qkv = self.qkv.clone()  # last: the kernel in front of a verify must not write what it reads early
+        out = verify_attention(
+            qkv, self.heads, *caches, self.table, self.rows, lengths, self.n, splits=splits, **options
+        )
+        wanted = [cache.to(self.dtype).nan_to_num(0).to(cache.dtype) for cache in self.caches]
+        options.pop("tile", None)
+        expected = verify_attention_ref(
+            self.qkv, self.heads, *wanted, self.table, self.rows, lengths, self.n, **options
+        )
+        valid = (self.rows > 0).repeat_interleave(self.n)
+        error = (out[valid].double() - expected[valid].double()).norm() / expected[valid].double().norm()
+        assert error < TOLERANCE[self.dtype], error
+        assert out.isfinite().all()
+        # A mean of squares summed in another order can move a rounding; float32 products may be fused.
+        near = 0.0 if self.heads.q_norm is None and self.dtype != torch.float32 else 4 * torch.finfo(self.dtype).eps
+        for written, wish, before, slack in zip(caches, wanted, self.caches, (near, 0.0), strict=True):
+            new = self.new[1:]
+            torch.testing.assert_close(written[1:].float()[new], wish[1:].float()[new], rtol=slack, atol=slack)
+            torch.testing.assert_close(
+                written[1:].float()[~new], before[1:].float()[~new], rtol=0, atol=0, equal_nan=True
+            )
+        return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_chain(device: torch.device, dtype: torch.dtype, splits: int) -> None:
+    Case(device, dtype, [0, 1, 37, 150], 3).check(splits)
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 17, 64])
+def test_rows(device: torch.device, n: int) -> None:
+    Case(device, torch.float32, [70, 15], n, count=6, kv=2).check(3)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8, 19])
+def test_many_splits(device: torch.device, splits: int) -> None:
+    Case(device, torch.float32, [0, 17, 129], 2).check(splits)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32])
+def test_page_sizes(device: torch.device, page_size: int) -> None:
+    Case(device, torch.float32, [33, 64], 3, page_size=page_size).check(2)
+
+
+@pytest.mark.parametrize(
+    ("count", "kv", "dim"), [(1, 1, 24), (3, 3, 64), (6, 2, 80), (5, 1, 96), (8, 2, 128), (2, 1, 256)]
+)
+def test_heads(device: torch.device, count: int, kv: int, dim: int) -> None:
+    Case(device, torch.float32, [40, 7], 3, count=count, kv=kv, dim=dim).check(2)
+
+
+def test_without_norm_written_exactly(device: torch.device) -> None:
+    for dtype in DTYPES[1:]:
+        case = Case(device, dtype, [20, 3], 5, norm=False)
+        case.check(2)
+        case.check()
+
+
+def tree(batch: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random parents: ancestor words [batch, n] and depths [batch, n]."""
+    words, depths = torch.zeros(batch, n, dtype=torch.int64), torch.zeros(batch, n, dtype=torch.int64)
+    for row in range(batch):
+        for node in range(n):
+            own = -(2**63) if node == 63 else 1 << node
+            parent = int(torch.randint(node, ())) if node else None
+            words[row, node] = own if parent is None else int(words[row, parent]) | own
+            depths[row, node] = 0 if parent is None else depths[row, parent] + 1
+    return words.to(device), depths.to(device)
+
+
+@pytest.mark.parametrize("n", [2, 7, 64])
+def test_tree(device: torch.device, n: int) -> None:
+    case = Case(device, torch.float32, [30, 0, 5], n)
+    words, depths = tree(3, n, device)
+    case.check(2, ancestors=words, positions=(case.lengths[:, None] + depths).flatten())
+
+
+@pytest.mark.parametrize(("first", "n", "splits"), crossed([(1, 3), (4, 3), (7, 10), (61, 3), (63, 1)], [1, 3]))
+def test_tree_in_several_passes(device: torch.device, first: int, n: int, splits: int) -> None:
+    """Nodes of earlier passes lie in the cache, and some of them are not seen."""
+    case = Case(device, torch.float32, [first + 90, first, first + 17], n)
+    words, depths = (item[:, first:] for item in tree(3, first + n, device))
+    positions = (case.lengths[:, None] - first + depths).flatten()
+    here = {"ancestors": words.contiguous(), "positions": positions, "first": first}
+    seen = case.check(splits, **here)
+    plain = case.check(splits, **here | {"ancestors": torch.full_like(here["ancestors"], -1)})
+    assert not torch.equal(seen, plain)
+
+
+@pytest.mark.parametrize("n", [5, 16, 64])
+def test_block(device: torch.device, n: int) -> None:
+    Case(device, torch.float32, [30, 0], n).check(2, causal=False)
+
+
+@pytest.mark.parametrize(("window", "causal"), crossed([1, 2, 5, 40, 1000], [True, False]))
+def test_window(device: torch.device, window: int, causal: bool) -> None:
+    Case(device, torch.float32, [0, 3, 90], 5).check(3, window=window, causal=causal)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"count": 8, "kv": 1, "dim": 256}], ids=["narrow", "wide"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_cache(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> None:
+    case = Case(device, dtype, [40, 3], 4, cache=torch.float8_e4m3fn, norm=False, **sizes)
+    if device.type == "cpu":  # the interpreter rounds to float8 otherwise than torch: let nothing be rounded
+        case.qkv = case.qkv.to(torch.float8_e4m3fn).to(dtype)
+        case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    case.check(2)
+
+
+def test_padding_rows(device: torch.device) -> None:
+    case = Case(device, torch.float32, [0, 21, 0, 0], 3, rows=[0, 2, 0, 0])
+    case.check(2)
+
+
+def test_splits_by_size_and_twice_the_same(device: torch.device) -> None:
+    case = Case(device, torch.float16, [100, 5], 2)
+    assert torch.equal(case.check(), case.check())
+    assert torch.equal(case.check(4), case.check(4))
+
+
+def test_tiles_of_query_rows(device: torch.device) -> None:
+    Case(device, torch.float32, [50], 64, count=8, kv=1).check(2)
+
+
+@pytest.mark.parametrize(
+    ("tile", "splits"),
+    crossed([Tile(16, 64, 4, 3, 128), Tile(32, 32, 4, 3, 168), Tile(64, 32, 4, 3, 168)], [1, 4]),
+)
+def test_tiles(device: torch.device, tile: Tile, splits: int) -> None:
+    case = Case(device, DTYPES[-1], [0, 1, 65, 140], 6, count=8, kv=2, dim=32, page_size=16)
+    case.check(splits, tile=tile)
+    case.check(splits, tile=tile, window=70)
+
+
+@pytest.mark.parametrize("keys", slow_but([15, 32, 97], [15, 16, 31, 32, 33, 64, 96, 97]))
+def test_edges_of_steps_and_splits(device: torch.device, keys: int) -> None:
+    case = Case(device, torch.float32, [keys], 2)
+    for splits in (1, 2, 3, 6, 7):  # the last of them has old keys or none, and others may be empty
+        case.check(splits)
+
+
+def test_dependents_start_only_after_the_own_wait() -> None:
+    """What verify attention reads before its wait rests on this: all but the kernel in front has ended by then."""
+    for path in Path(verify_attention.__code__.co_filename).parent.glob("*.py"):
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        for before, line in pairwise(lines):
+            assert "gdc_launch_dependents()" not in line or before == "tl.extra.cuda.gdc_wait()", path
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graph_reads_lengths_from_the_device(device: torch.device) -> None:
+    case = Case(device, torch.bfloat16, [300, 40, 0], 3, dim=64, page_size=16)
+    arguments = (case.qkv, case.heads, *case.caches, case.table, case.rows, case.lengths, 3)
+    verify_attention(*arguments, splits=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = verify_attention(*arguments, splits=4)
+    for lengths in ([300, 40, 0], [7, 40, 1], [290, 0, 0]):  # never longer than the keys that are there
+        case.lengths.copy_(torch.tensor(lengths))
+        wanted = verify_attention(*arguments, splits=4)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_reads_ahead_of_the_kernel_in_front(device: torch.device) -> None:
+    """Steps of a decode in one graph: lengths grow, and each verify reads the keys that the step before wrote."""
+    case = Case(device, torch.bfloat16, [300, 33, 0], 1, dim=64, page_size=16)
+    steps = 8
+    case.table = torch.arange(1, 3 * 24 + 1, device=device).view(3, 24)
+    case.table = torch.cat([case.table[:1] * 0, case.table])
+    caches = [torch.randn(3 * 24 + 1, 16, 2, 64, device=device).bfloat16() for _ in range(2)]
+    raw = torch.randn(steps, 3, case.qkv.shape[1], device=device).bfloat16()
+    weight = torch.ones(case.qkv.shape[1], device=device).bfloat16()
+
+    def decode(caches: list[torch.Tensor], early: bool) -> list[torch.Tensor]:
+        lengths, outs = case.lengths.clone(), []
+        for x in raw:
+            qkv = elementwise_triton.rms_norm(x, weight, 1e-6)
+            if not early:
+                torch.cuda.synchronize()
+            outs.append(verify_attention(qkv, case.heads, *caches, case.table, case.rows, lengths, 1, splits=4))
+            lengths += 1
+        return outs
+
+    wanted = decode([cache.clone() for cache in caches], early=False)
+    torch.cuda.synchronize()
+    mine = [cache.clone() for cache in caches]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = decode(mine, early=True)
+    for _ in range(20):
+        for cache, fresh in zip(mine, caches, strict=True):
+            cache.copy_(fresh)
+        graph.replay()
+        for out, wish in zip(outs, wanted, strict=True):
+            assert torch.equal(out, wish)

@@ -1,0 +1,155 @@
+"""The lookup against a search in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbatch.kernels.drafting.ngram import merge, ngram_match_ref
+
+
+def search(tokens: list[int], longest: int, shortest: int, count: int) -> list[int] | None:
+    """What followed the latest earlier occurrence of the longest suffix, read on as it is being written."""
+    for length in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 2, length - 2, -1):
+            if tokens[end - length + 1 : end + 1] == tokens[len(tokens) - length :]:
+                text = list(tokens)
+                for place in range(end + 1, end + 1 + count):
+                    text.append(text[place])
+                return text[len(tokens) :]
+    return None
+
+
+def searches(tokens: list[int], longest: int, shortest: int, count: int, texts: int) -> list[list[int]]:
+    """What followed the best matches, longest and latest first, each continuation once."""
+    found: list[list[int]] = []
+    for length in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 2, length - 2, -1):
+            if tokens[end - length + 1 : end + 1] == tokens[len(tokens) - length :]:
+                text = list(tokens)
+                for place in range(end + 1, end + 1 + count):
+                    text.append(text[place])
+                if text[len(tokens) :] not in found:
+                    found.append(text[len(tokens) :])
+    return found[:texts]
+
+
+def match(
+    rows: list[list[int]], longest: int, shortest: int, count: int, behind: list[int]
+) -> tuple[list[list[int]], list[bool]]:
+    """All rows at once in one tensor; what lies behind a row's newest token is `behind`, repeated."""
+    width = max(map(len, rows)) + len(behind)
+    padded = [(row + (behind or [0]) * width)[:width] for row in rows]
+    last = torch.tensor([len(row) - 1 for row in rows])
+    drafts, found = (item.squeeze(1) for item in ngram_match_ref(torch.tensor(padded), last, longest, shortest, count))
+    assert drafts.dtype == torch.int64
+    assert found.dtype == torch.bool
+    return drafts.tolist(), found.tolist()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int, int, list[int]]:
+    token = st.integers(0, draw(st.integers(0, 4)))
+    rows = draw(st.lists(st.lists(token, min_size=1, max_size=24), min_size=1, max_size=4))
+    shortest = draw(st.integers(1, 4))
+    behind = draw(st.lists(token | st.integers(-3, 50_000), max_size=6))
+    return rows, draw(st.integers(shortest, 16)), shortest, draw(st.integers(1, 9)), behind
+
+
+@settings(deadline=None, derandomize=True, max_examples=600)
+@given(case=cases())
+def test_every_row_finds_what_a_plain_search_finds(
+    case: tuple[list[list[int]], int, int, int, list[int]],
+) -> None:
+    rows, longest, shortest, count, behind = case
+    drafts, found = match(rows, longest, shortest, count, behind)
+    for index, row in enumerate(rows):
+        expected = search(row, longest, shortest, count)
+        assert found[index] == (expected is not None)
+        assert drafts[index] == (expected or [row[-1]] * count)
+
+
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(case=cases(), texts=st.integers(1, 5))
+def test_several_texts_are_the_best_that_differ(
+    case: tuple[list[list[int]], int, int, int, list[int]], texts: int
+) -> None:
+    rows, longest, shortest, count, behind = case
+    width = max(map(len, rows)) + len(behind)
+    padded = torch.tensor([(row + (behind or [0]) * width)[:width] for row in rows])
+    last = torch.tensor([len(row) - 1 for row in rows])
+    drafts, found = ngram_match_ref(padded, last, longest, shortest, count, texts)
+    assert drafts.shape == (len(rows), texts, count)
+    for index, row in enumerate(rows):
+        expected = searches(row, longest, shortest, count, texts)
+        assert found[index].tolist() == [place < len(expected) for place in range(texts)]
+        assert drafts[index].tolist() == expected + [[row[-1]] * count] * (texts - len(expected))
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(data=st.data())
+def test_texts_are_merged_where_they_begin_alike(data: st.DataObject) -> None:
+    """Every node is a beginning of some text, once; the first ones in the order of the texts are kept."""
+    kinds, depth = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    text = st.lists(st.integers(0, 2), min_size=depth, max_size=depth)
+    rows = data.draw(st.lists(st.lists(text, min_size=kinds, max_size=kinds), min_size=1, max_size=3))
+    counts = [data.draw(st.integers(0, kinds)) for _ in rows]
+    count = data.draw(st.integers(1, kinds * depth))
+    found = torch.tensor([[place < number for place in range(kinds)] for number in counts])
+    tokens, words, drafted = merge(torch.tensor(rows), found, count)
+    assert tokens.shape == (len(rows), count)
+    for row, texts in enumerate(rows):
+        wanted: list[tuple[int, ...]] = []
+        for own in texts[: counts[row]]:
+            wanted += [t for t in (tuple(own[: n + 1]) for n in range(depth)) if t not in wanted]
+        assert int(drafted[row]) == min(len(wanted), count)
+        for node in range(1, count + 1):
+            seen = [at for at in range(64) if int(words[row, node]) >> at & 1]
+            assert (seen[0], seen[-1]) == (0, node)
+            if node <= int(drafted[row]):
+                assert tuple(tokens[row, at - 1].item() for at in seen[1:]) == wanted[node - 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "longest", "shortest", "expected"),
+    [
+        ([5, 1, 2, 7, 3, 2, 8, 1, 2], 4, 1, [7, 3, 2]),  # two tokens beat one that is nearer
+        ([1, 2, 7, 1, 2, 8, 1, 2], 4, 1, [8, 1, 2]),  # the latest of equals
+        ([1, 2, 7, 1, 2, 8, 1, 2], 4, 3, None),
+        ([9, 1, 2, 7, 0, 1, 2, 8, 9, 1, 2], 2, 1, [8, 9, 1]),  # three would match, but two is the longest asked
+        ([9, 1, 2, 7, 0, 1, 2, 8, 9, 1, 2], 3, 1, [7, 0, 1]),
+        ([4, 4], 4, 1, [4, 4, 4]),
+        ([4, 4], 4, 2, None),  # the suffix itself is no earlier occurrence
+        ([4, 4, 4], 4, 2, [4, 4, 4]),
+        ([1, 2, 1, 2], 2, 2, [1, 2, 1]),  # period 2, read on past the newest token
+        ([3, 1, 2, 3], 1, 1, [1, 2, 3]),
+        ([3], 4, 1, None),
+        ([1, 2, 3], 4, 1, None),
+    ],
+)
+def test_which_occurrence_wins(row: list[int], longest: int, shortest: int, expected: list[int] | None) -> None:
+    assert search(row, longest, shortest, 3) == expected
+    drafts, found = match([row], longest, shortest, 3, [])
+    assert found == [expected is not None]
+    assert drafts == [expected or [row[-1]] * 3]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 16])
+def test_a_suffix_may_be_longer_than_the_row(width: int) -> None:
+    tokens = torch.arange(width)[None]
+    drafts, found = ngram_match_ref(tokens, torch.tensor([width - 1]), 16, 1, 2)
+    assert found.tolist() == [[False]]
+    assert drafts.tolist() == [[[width - 1] * 2]]
+
+
+def test_what_lies_behind_the_newest_token_is_never_looked_at() -> None:
+    tokens = torch.tensor([[1, 2, 3, 1, 2, 1, 2, 9, 1, 2, 3, 1, 2]])
+    expected = ngram_match_ref(tokens[:, :5], torch.tensor([4]), 4, 1, 6)
+    garbage = ngram_match_ref(tokens, torch.tensor([4]), 4, 1, 6)
+    assert (
+        [item.tolist() for item in garbage]
+        == [item.tolist() for item in expected]
+        == [[[[3, 1, 2, 3, 1, 2]]], [[True]]]
+    )

@@ -1,0 +1,108 @@
+"""The kernels of many rows against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels.attention.paged_attention import write_kv_ref
+from specbatch.kernels.attention.qkv import Heads, split_heads_ref
+from specbatch.kernels.elementwise.elementwise_triton import relu_square, rms_norm, silu_product, split_heads
+from specbatch.kernels.elementwise.norm import rms_norm_ref
+from specbatch.kernels.elementwise.rope import rope_table
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # two roundings, where exact is none
+
+
+def skip_unless(device: torch.device, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("bfloat16 needs a CUDA device")
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    slack = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (3, 4096), (130, 48), (5, 8192), (7, 999)])
+def test_rms_norm(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
+    skip_unless(device, dtype)
+    x = torch.randn(rows, width, device=device).to(dtype) * 3
+    weight = torch.rand(width, device=device).to(dtype) + 0.5
+    close(rms_norm(x, weight, 1e-3), rms_norm_ref(x, weight, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1536), (3, 12288), (33, 40), (2, 2049)])
+def test_silu_product(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
+    skip_unless(device, dtype)
+    gate_up = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
+    gate, up = gate_up.double().chunk(2, -1)
+    close(silu_product(gate_up), (F.silu(gate) * up).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 40), (3, 12288), (5, 2049)])
+def test_relu_square(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
+    skip_unless(device, dtype)
+    x = torch.randn(rows, width, device=device).to(dtype) * 4
+    x[0, 7] = torch.nan  # goes on: a run must notice it
+    expected = F.relu(x.double()).square().to(dtype)
+    y = relu_square(x)
+    assert y.data_ptr() == x.data_ptr()
+    assert y[0, 7].isnan()
+    torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+
+
+def make_heads(device: torch.device, dtype: torch.dtype, count: int, kv: int, dim: int, norm: bool) -> Heads:
+    frequencies = 1 / 10000 ** (torch.arange(0, dim, 2).float() / dim)
+    cos, sin = (table.to(device, dtype) for table in rope_table(frequencies, 64, 0.9))
+    weights = [torch.rand(dim, device=device).to(dtype) + 0.5 if norm else None for _ in range(2)]
+    return Heads(count, kv, dim, weights[0], weights[1], 1e-3, cos, sin)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "count", "kv", "dim"), [(1, 4, 2, 128), (21, 9, 3, 24), (7, 5, 5, 80), (9, 32, 8, 64)]
+)
+def test_split_heads(
+    device: torch.device, dtype: torch.dtype, norm: bool, rows: int, count: int, kv: int, dim: int
+) -> None:
+    skip_unless(device, dtype)
+    heads = make_heads(device, dtype, count, kv, dim, norm)
+    qkv = torch.randn(rows, (count + 2 * kv) * dim, device=device).to(dtype)
+    positions = torch.randint(64, (rows,), device=device)
+    slots = torch.randperm(10 * 4, device=device)[:rows]
+    caches = [torch.full((10, 4, kv, dim), torch.nan, dtype=dtype, device=device) for _ in range(4)]
+    q, k, v = split_heads_ref(qkv, heads, positions)
+    write_kv_ref(k.contiguous(), v.contiguous(), caches[2], caches[3], slots)
+    q_new, k_new = (torch.full((rows, n, dim), torch.nan, dtype=dtype, device=device) for n in (count, kv))
+    split_heads(qkv, heads, positions, slots, caches[0], caches[1], q_new, k_new)
+    close(q_new, q)
+    close(k_new, k)
+    written = caches[2].flatten(0, 1)[slots]
+    close(caches[0].flatten(0, 1)[slots], written)
+    assert torch.equal(caches[1].flatten(0, 1)[slots], v)
+    for ours, theirs in zip(caches[:2], caches[2:], strict=True):  # nothing but the slots is written
+        assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+def test_split_heads_into_an_fp8_cache(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("the interpreter's cast to float8 loses the carry of a rounding")
+    rows, count, kv, dim = 11, 4, 2, 64
+    heads = make_heads(device, torch.float16, count, kv, dim, True)
+    qkv = torch.randn(rows, (count + 2 * kv) * dim, device=device).half()
+    positions = torch.arange(rows, device=device) + 5
+    slots = torch.randperm(16, device=device)[:rows]
+    k_cache, v_cache = (torch.zeros(4, 4, kv, dim, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    q_new, k_new = (torch.empty(rows, n, dim, device=device, dtype=torch.float16) for n in (count, kv))
+    split_heads(qkv, heads, positions, slots, k_cache, v_cache, q_new, k_new)
+    _, k, v = split_heads_ref(qkv, heads, positions)
+    found = k_cache.float().flatten(0, 1)[slots]
+    torch.testing.assert_close(found, k.float(), rtol=2**-4 + 1e-3, atol=2**-9)  # three bits of mantissa
+    assert torch.equal(v_cache.float().flatten(0, 1)[slots], v.to(torch.float8_e4m3fn).float())

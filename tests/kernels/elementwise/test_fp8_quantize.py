@@ -1,0 +1,128 @@
+"""Activations rounded to float8 against the nearest of all its values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.kernels import dispatch
+from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded, rounded_ref
+
+DTYPES = [torch.float16, torch.bfloat16]
+BITS = torch.arange(256, dtype=torch.uint8)
+GRID = BITS[(BITS & 127) != 127].view(torch.float8_e4m3fn)  # all numbers, both zeros among them
+
+
+def nearest(x: torch.Tensor) -> torch.Tensor:
+    """Of float64 numbers up to 448, the even one where two are as near."""
+    grid = GRID.double().unique()
+    even = (grid.to(torch.float8_e4m3fn).view(torch.uint8) & 1) == 0
+    apart = (x[..., None] - grid).abs()
+    best = apart.amin(-1, keepdim=True)
+    return grid[((apart == best) * (1 + even)).argmax(-1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 128), (5, 300)])
+def test_every_value_is_the_nearest(rows: int, width: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(rows, width) * torch.logspace(-3, 2, width)).to(dtype)
+    values, scales, kind = rounded_ref(x)
+    assert (values.dtype, scales.dtype, kind) == (torch.float8_e4m3fn, torch.float32, dtype)
+    assert scales.shape == (rows, -(-width // 128))
+    for first in range(0, width, 128):
+        block, scale = x[:, first : first + 128].double(), scales[:, first // 128, None].double()
+        assert torch.allclose(scale[:, 0], block.abs().amax(1) / 448, rtol=1e-6)
+        largest = block.abs().amax(1).float()
+        inverse = torch.full_like(largest, 448) / largest
+        wanted = block * inverse[:, None].double()  # rounded where it is in float32
+        assert torch.equal(values[:, first : first + 128].double(), nearest(wanted.float().double()))
+
+
+def test_ties_go_to_the_even_one() -> None:
+    x = torch.tensor([[448.0, 17.0, 19.0, -17.0, 2**-10, 3 * 2**-10]])
+    assert rounded_ref(x.half()).values.tolist() == [[448.0, 16.0, 20.0, -16.0, 0.0, 2**-8]]
+
+
+def exact(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Float8 numbers times a power of two for each block, whose largest is 448: nothing has to be rounded, which the
+    interpreter does wrongly."""
+    blocks = GRID.float()[torch.randint(0, len(GRID), (rows, -(-width // 128), 128))]
+    blocks[..., 0] = 448
+    blocks *= 2.0 ** torch.randint(-6, 4, (*blocks.shape[:2], 1))
+    return blocks.flatten(1)[:, :width].to(dtype)
+
+
+def same(ours: Rounded, wanted: Rounded) -> None:
+    assert ours.dtype == wanted.dtype
+    assert ours.values.is_contiguous()
+    assert torch.equal(ours.values.float(), wanted.values.float())
+    assert torch.equal(ours.scales, wanted.scales)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 128), (17, 300), (40, 136), (2, 1)])
+def test_the_kernel_is_the_reference(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Rows apart, too."""
+    x = exact(rows, width, dtype) if device.type == "cpu" else torch.randn(rows, width).to(dtype) * 3
+    apart = torch.full((rows, width + 9), torch.nan, dtype=dtype)
+    apart[:, 5 : 5 + width] = x
+    for given in (x.to(device), apart.to(device)[:, 5 : 5 + width]):
+        same(elementwise_triton.rounded(given), rounded_ref(given))
+
+
+def test_every_float8_stays_itself(device: torch.device) -> None:
+    x = torch.cat([GRID, GRID[:2]]).view(2, 128).half().to(device)
+    x[:, 5] = 448
+    for found in (rounded_ref(x), elementwise_triton.rounded(x)):
+        assert torch.equal(found.values.half(), x)
+        assert (found.scales == 1).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_visible(value: float, device: torch.device) -> None:
+    x = exact(4, 300, torch.float16).to(device)
+    x[2, 131] = value
+    x[1] = 0
+    for found in (rounded_ref(x), elementwise_triton.rounded(x)):
+        bad = ~found.scales.isfinite().cpu()
+        assert bad.nonzero().tolist() == [[2, 1]]
+        assert not found.wide()[2, 131].isfinite()
+        assert not found.wide()[1].any()
+        assert torch.equal(found.wide()[[0, 3]].half(), x[[0, 3]])
+
+
+def test_the_smallest_numbers_are_no_infinity(device: torch.device) -> None:
+    x = torch.full((2, 130), 2.0**-24, dtype=torch.float16, device=device)
+    x[1] = 0
+    for found in (rounded_ref(x), elementwise_triton.rounded(x)):
+        assert torch.equal(found.wide().half(), x)
+        assert (found.scales > 0).all()
+    if device.type == "cuda":
+        tiny = torch.full((1, 128), 2.0**-126, dtype=torch.bfloat16, device=device)
+        same(elementwise_triton.rounded(tiny), rounded_ref(tiny))
+        assert not elementwise_triton.rounded(tiny).wide().any()
+
+
+def test_where_it_is_told() -> None:
+    half, single = torch.zeros(1, 1, dtype=torch.float16), torch.zeros(1, 1)
+    assert not dispatch.rounds(half)
+    with dispatch.activations(float8=True):
+        assert dispatch.rounds(half)
+        assert not dispatch.rounds(single)
+        with dispatch.activations(float8=False):
+            assert not dispatch.rounds(half)
+        assert dispatch.rounds(half)
+    with pytest.raises(ZeroDivisionError), dispatch.activations(float8=True):
+        _ = 1 / 0
+    assert not dispatch.rounds(half)
+
+
+def test_it_runs_where_kernels_do(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(elementwise_triton, "rounded", lambda x: seen.append(len(x)))
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
+    rounded(torch.zeros(3, 5))
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: False)
+    assert rounded(torch.zeros(3, 5)).values.shape == (3, 5)
+    assert seen == [3]

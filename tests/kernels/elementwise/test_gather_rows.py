@@ -1,0 +1,34 @@
+"""Rows of tables by numbers on the device, against the torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specbatch.kernels.elementwise.elementwise_triton import gather_rows, gather_rows_triton
+
+
+@pytest.mark.parametrize(("one", "other"), [((24,), (40,)), ((1500,), (8,)), ((30,), (2100,)), ((), ())])
+def test_rows_of_both(one: tuple[int, ...], other: tuple[int, ...], device: torch.device) -> None:
+    a = torch.randn(9, *one, device=device, dtype=torch.float16)
+    b = torch.randint(-(1 << 62), 1 << 62, (9, *other), device=device)
+    which = torch.tensor([8, 0, 3, 3], device=device)
+    found = gather_rows_triton.rows_of_both(a, b, which)
+    assert torch.equal(found[0], a[which])
+    assert torch.equal(found[1], b[which])
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 7), (128, 19)])
+def test_put_next(shape: tuple[int, int], device: torch.device) -> None:
+    """A place may be larger than what is put there."""
+    theirs = torch.full((4, shape[0] + 2, shape[1]), -1, device=device)
+    ours, turns = theirs.clone(), torch.tensor([[2], [2]], device=device)
+    for _ in range(3):
+        item = torch.randint(0, 1 << 40, shape, device=device)
+        gather_rows.put_next_ref(theirs[:, : shape[0]], turns[0], item)
+        gather_rows_triton.put_next(ours[:, : shape[0]], turns[1], item)
+        assert torch.equal(ours[int(turns[1]), : shape[0]], item)
+        assert torch.equal(ours, theirs)
+    assert turns.tolist() == [[1], [1]]

@@ -1,0 +1,213 @@
+"""Products with float8 weights in blocks against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels import dispatch
+from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded_ref
+from specbatch.kernels.elementwise.norm import rms_norm_ref
+from specbatch.kernels.gemm.fp8_linear import ScaledLinear, SideBySide, linear, scaled_linear_ref
+from specbatch.kernels.gemm.fp8_linear_triton import scaled_linear
+from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.weight import Weight
+
+# What a tensor core loses of a sum of 128 float8 products, some 2^-13 of the largest, is less than these of 16 bits.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
+
+
+@pytest.fixture(params=TOLERANCE, ids=str)
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    if request.param == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("the interpreter's products of bfloat16 are wrong")
+    return request.param  # type: ignore[no-any-return]
+
+
+def random_weight(n: int, k: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
+    """A weight, and its values in float64, scale by scale."""
+    values = (torch.randn(n, k) * 60).to(torch.float8_e4m3fn).to(device)
+    scales = torch.rand(-(-n // 128), -(-k // 128), device=device) / 60 + 1e-3
+    wide = values.double()
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            wide[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[i, j].double()
+    return Weight(values, scales), wide
+
+
+def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert y.dtype == dtype
+    assert y.shape == expected.shape
+    assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (17, 70, 40), (40, 129, 136), (130, 16, 128)]
+)
+def test_product(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    weight, wide = random_weight(n, k, device)
+    x, bias = torch.randn(rows, k + 9).to(device, dtype)[:, 4 : 4 + k], torch.randn(n).to(device, dtype)
+    residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
+    expected = x.double() @ wide.t()
+    check(scaled_linear_ref(x, weight), expected, dtype)
+    check(scaled_linear(x, weight), expected, dtype)
+    expected += bias.double() + residual.double()
+    check(scaled_linear_ref(x, weight, bias, residual), expected, dtype)
+    check(scaled_linear(x, weight, bias, residual), expected, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 130])
+def test_every_float8_is_itself(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Subnormal ones and both zeros among them: each stands alone in its sum."""
+    bits = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127].repeat(128)[: 128 * 250]
+    values = bits.view(250, 128).to(device).view(torch.float8_e4m3fn)
+    weight = Weight(values, torch.ones(2, 1, device=device))
+    column = torch.arange(rows, device=device) * 37 % 128
+    x = F.one_hot(column, 128).to(dtype)
+    assert torch.equal(scaled_linear(x, weight).float(), values.float().t()[column])
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_it_is_a_linear(kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
+    weight, wide = random_weight(140, 48, device)
+    product = ScaledLinear(weight)
+    x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
+    normal = F.rms_norm(x.double(), (48,), norm.weight.double(), norm.eps)
+    expected = normal @ wide.t()
+    assert product.shape == (140, 48)
+    check(product(x, norm=norm), expected, torch.float32)
+    check(product.gated(x, norm), F.silu(expected[:, :70]) * expected[:, 70:], torch.float32)
+    out, residual = torch.empty(3, 140, device=device), torch.randn(3, 140, device=device)
+    assert product(x, norm=norm, residual=residual, out=out) is out
+    check(out, expected + residual.double(), torch.float32)
+    expected = normal @ wide.t()
+    check(product.squared(x, norm), expected.relu().square(), torch.float32)
+    apart = torch.zeros(3, 150, device=device)
+    product(x, norm=norm, out=apart[:, 5:145])
+    check(apart[:, 5:145], expected, torch.float32)
+    assert not apart[:, :5].any()
+    assert not apart[:, 145:].any()
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_products_side_by_side(kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels and x.is_cuda)
+    weight, wide = random_weight(130, 48, device)
+    other = torch.randn(6, 48, device=device)
+    product = SideBySide(linear(weight), linear(Weight(other)))
+    assert product.shape == (136, 48)
+    x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
+    expected = F.rms_norm(x.double(), (48,), norm.weight.double(), norm.eps) @ torch.cat([wide, other.double()]).t()
+    check(product(x, norm=norm), expected, torch.float32)
+    out, residual = torch.empty(3, 136, device=device), torch.randn(3, 136, device=device)
+    assert product(x, norm=norm, out=out) is out
+    check(out, expected, torch.float32)
+    check(product(x, norm=norm, residual=residual), expected + residual.double(), torch.float32)
+    check(product.gated(x, norm), F.silu(expected[:, :68]) * expected[:, 68:], torch.float32)
+
+
+# rounded activations
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def random_rows(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> Rounded:
+    """Whatever lies behind the rows there are is NaN."""
+    values, scales, _ = rounded_ref((torch.randn(rows + 3, k) * torch.rand(rows + 3, 1) * 9).to(dtype))
+    values[rows:], scales[rows:] = torch.nan, torch.nan
+    return Rounded(values.to(device)[:rows], scales.to(device)[:rows], dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (70, 129, 64), (40, 70, 136), (130, 16, 128), (3, 40, 8)]
+)
+def test_product_of_rounded_rows(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("the interpreter has no bfloat16 to store")
+    weight, wide = random_weight(n, k, device)
+    x, bias = random_rows(rows, k, dtype, device), torch.randn(n).to(device, dtype)
+    residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
+    expected = x.wide().double() @ wide.t()
+    check(scaled_linear_ref(x, weight), expected, dtype)
+    check(scaled_linear(x, weight), expected, dtype)
+    half = Weight(weight.values, weight.scales.half())  # type: ignore[union-attr]
+    check(scaled_linear(x, half), x.wide().double() @ half.wide(torch.float64).t(), dtype)
+    expected += bias.double() + residual.double()
+    check(scaled_linear_ref(x, weight, bias, residual), expected, dtype)
+    out = torch.full((rows, n + 4), 7.0, device=device, dtype=dtype)
+    scaled_linear(x, weight, bias, residual, out[:, 2 : n + 2])
+    check(out[:, 2 : n + 2], expected, dtype)
+    assert (out[:, :2] == 7).all()
+    assert (out[:, n + 2 :] == 7).all()
+
+
+def test_a_block_of_columns_has_its_own_scale(device: torch.device) -> None:
+    """In x and in the weight; a mean of them would be another number."""
+    values = torch.ones(3, 300).to(device, torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0, 4.0]] * 2 + [[0.0, 0.0, 8.0]], device=device)
+    weight = Weight(torch.ones(130, 300).to(device, torch.float8_e4m3fn), torch.tensor([[1.0, 3, 5], [7, 11, 13]]))
+    weight = Weight(weight.values, weight.scales.to(device))  # type: ignore[union-attr]
+    y = scaled_linear(Rounded(values, scales, torch.float16), weight)
+    first, second = 128 * 1 + 128 * 2 * 3 + 44 * 4 * 5, 128 * 7 + 128 * 2 * 11 + 44 * 4 * 13
+    wanted = torch.tensor([[first] * 128 + [second] * 2] * 2 + [[44 * 8 * 5] * 128 + [44 * 8 * 13] * 2])
+    assert torch.equal(y.cpu(), wanted.half())
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_row_is_the_same_whatever_rows_are_with_it(dtype: torch.dtype, device: torch.device) -> None:
+    """Tiles of any width: a prompt's numbers do not depend on its chunks."""
+    if dtype == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("the interpreter has no bfloat16 to store")
+    rows, n, k = (130, 140, 256) if device.type == "cpu" else (3000, 8600, 1100)
+    weight, _ = random_weight(n, k, device)
+    x = random_rows(rows, k, dtype, device)
+    together = scaled_linear(x, weight)
+    for first, last in [(0, 1), (0, 64), (7, 90), (1, rows)]:
+        part = Rounded(x.values[first:last], x.scales[first:last], dtype)
+        assert torch.equal(scaled_linear(part, weight), together[first:last])
+
+
+def test_a_nan_of_a_rounded_row_comes_through(device: torch.device) -> None:
+    """As NaN or, of an infinite scale, as what is no number either."""
+    weight, _ = random_weight(130, 300, device)
+    x = torch.randn(5, 300).half().to(device)
+    clean = scaled_linear(rounded_ref(x), weight)
+    for value in (torch.nan, torch.inf):
+        x[3, 200] = value
+        for product in (scaled_linear, scaled_linear_ref):
+            y = product(rounded_ref(x), weight)[3]
+            assert not y.isfinite().any()
+            assert value == torch.inf or y.isnan().all()
+        assert torch.equal(scaled_linear(rounded_ref(x), weight)[:3], clean[:3])
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_activations_are_rounded_where_told(
+    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
+    if device.type == "cpu":
+        # The interpreter's cast is wrong.
+        monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.rounded", rounded_ref)
+    weight, _ = random_weight(140, 200, device)
+    product, norm = ScaledLinear(weight), Norm(torch.rand(200, device=device) + 0.5, 1e-5)
+    x, residual = torch.randn(3, 200).to(device), torch.randn(3, 140).to(device)
+    for dtype in (torch.float16, torch.float32):
+        given = (x.to(dtype), Norm(norm.weight.to(dtype), norm.eps), residual.to(dtype))
+        plain = product(given[0], norm=given[1], residual=given[2])
+        with dispatch.activations(float8=True):
+            prompt = product(given[0], norm=given[1], residual=given[2])
+        with dispatch.activations(float8=False):
+            assert torch.equal(product(given[0], norm=given[1], residual=given[2]), plain)
+        normal = rms_norm_ref(given[0], *given[1])
+        if dtype == torch.float32:
+            assert torch.equal(prompt, plain)
+        else:
+            check(
+                prompt, rounded_ref(normal).wide().double() @ weight.wide(torch.float64).t() + given[2].double(), dtype
+            )
+            assert (prompt - plain).abs().max() > 0.01 * plain.abs().max()
+        assert torch.equal(product(given[0], norm=given[1], residual=given[2]), plain)

@@ -1,0 +1,153 @@
+"""Skinny products against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from crossed import crossed
+
+from specbatch.kernels.gemm import skinny_gemm
+from specbatch.kernels.gemm.skinny_gemm import is_skinny, skinny_gated, skinny_linear, workspace
+from specbatch.kernels.gemm.skinny_gemm_configs import Tile
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
+SHAPES = [(131, 72), (8, 8), (64, 256), (72, 1096), (200, 512)]  # N, K
+EPS = 1e-5
+
+
+@pytest.fixture(params=TOLERANCE, ids=str)
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    if request.param == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("the interpreter's products of bfloat16 are wrong")
+    return request.param  # type: ignore[no-any-return]
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """The rows as float64, normalised and weighted where there is a weight."""
+    wide = x.double()
+    if weight is None:
+        return wide
+    return wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + EPS) * weight.double()
+
+
+def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert y.dtype == dtype
+    assert y.is_contiguous()
+    assert y.shape == expected.shape
+    assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias-residual"])
+@pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 5, 17, 65]))
+def test_linear(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
+    kind = {"dtype": dtype, "device": device}
+    x, weight = numbers(rows, k, seed=1, **kind), numbers(n, k, seed=2, **kind) / k**0.5
+    if not full:
+        check(skinny_linear(x, weight), x.double() @ weight.double().t(), dtype)
+        return
+    norm, bias = 1 + 0.3 * numbers(k, seed=3, **kind), numbers(n, seed=4, **kind)
+    residual = numbers(rows, n, seed=5, **kind)
+    y = skinny_linear(x, weight, bias, norm_weight=norm, eps=EPS, residual=residual)
+    check(y, normalised(x, norm) @ weight.double().t() + bias.double() + residual.double(), dtype)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias"])
+@pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 33]))
+def test_gated(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
+    kind = {"dtype": dtype, "device": device}
+    x, weight = numbers(rows, k, seed=1, **kind), numbers(2 * n, k, seed=2, **kind) / k**0.5
+    norm = 1 + 0.3 * numbers(k, seed=3, **kind) if full else None
+    bias = numbers(2 * n, seed=4, **kind) if full else None
+    h = normalised(x, norm) @ weight.double().t() + (0 if bias is None else bias.double())
+    check(skinny_gated(x, weight, bias, norm_weight=norm, eps=EPS), F.silu(h[:, :n]) * h[:, n:], dtype)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias-residual"])
+@pytest.mark.parametrize(("n", "k"), [(131, 72), (64, 1096)])
+def test_squared(n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
+    kind = {"dtype": dtype, "device": device}
+    x, weight = numbers(5, k, seed=1, **kind), numbers(n, k, seed=2, **kind) / k**0.5
+    x[3, 2] = torch.nan  # goes on: a run must notice it
+    norm, bias, residual = (
+        1 + numbers(k, seed=3, **kind),
+        *(numbers(*size, seed=4, **kind) for size in ((n,), (5, n))),
+    )
+    h = normalised(x, norm if full else None) @ weight.double().t() + (bias.double() if full else 0)
+    given = {"bias": bias, "norm_weight": norm, "eps": EPS, "residual": residual} if full else {}
+    y, expected = skinny_linear(x, weight, squared=True, **given), F.relu(h).square() + (residual if full else 0)
+    assert y[3].isnan().all()
+    check(y.nan_to_num(), expected.nan_to_num(), dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+@pytest.mark.parametrize("gated", [False, True])
+def test_splits(splits: int, gated: bool, device: torch.device) -> None:
+    """Every split of K gives the product, whatever the workspace held, and leaves the arrival counters at zero."""
+    kind = {"dtype": torch.float32, "device": device}
+    x, weight, norm = (
+        numbers(3, 328, seed=1, **kind),
+        numbers(80, 328, seed=2, **kind) / 18,
+        numbers(328, seed=3, **kind),
+    )
+    partial, counters = workspace(device)
+    partial.fill_(float("nan"))
+    y = skinny_gemm._product(x, weight, None, norm, EPS, None, gated=gated, tile=Tile(16, 64, splits, 4, 3))
+    h = normalised(x, norm) @ weight.double().t()
+    check(y, F.silu(h[:, :40]) * h[:, 40:] if gated else h, torch.float32)
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("product", [skinny_linear, skinny_gated])
+def test_large_activations_do_not_overflow(
+    product: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Some models have single channels of thousands, which a norm makes small: float16 ends at 65504."""
+    kind = {"dtype": dtype, "device": device}
+    x, weight, norm = numbers(3, 64, seed=1, **kind), numbers(24, 64, seed=2, **kind) / 8, numbers(64, seed=3, **kind)
+    x[1, 7], norm[7] = 2e4, 4.0
+    h = normalised(x, norm) @ weight.double().t()
+    expected = F.silu(h[:, :12]) * h[:, 12:] if product is skinny_gated else h
+    check(product(x, weight, norm_weight=norm, eps=EPS), expected, dtype)
+
+
+def test_rows_may_be_apart(dtype: torch.dtype, device: torch.device) -> None:
+    wide = numbers(4, 200, seed=1, dtype=dtype, device=device)
+    weight = numbers(24, 64, seed=2, dtype=dtype, device=device) / 8
+    x, residual = wide[:, 40:104], wide[:, 120:144]
+    check(skinny_linear(x, weight, residual=residual), x.double() @ weight.double().t() + residual.double(), dtype)
+
+
+def test_a_row_is_the_same_whatever_rows_are_with_it(dtype: torch.dtype, device: torch.device) -> None:
+    kind = {"dtype": dtype, "device": device}
+    x, weight, norm = numbers(16, 320, seed=1, **kind), numbers(96, 320, seed=2, **kind), numbers(320, seed=3, **kind)
+    together = skinny_gated(x, weight, norm_weight=norm, eps=EPS)
+    for rows in (1, 2, 7):
+        assert torch.equal(skinny_gated(x[:rows], weight, norm_weight=norm, eps=EPS), together[:rows])
+    shuffled = skinny_gated(x.flip(0), weight, norm_weight=norm, eps=EPS).flip(0)
+    assert torch.equal(shuffled, together)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    x, weight = torch.zeros(129, 16, device=device), torch.zeros(8, 16, device=device)
+    with pytest.raises(AssertionError, match="129 rows"):
+        skinny_linear(x, weight)
+    with pytest.raises(AssertionError, match="x has 8 columns, the weight 16"):
+        skinny_linear(x[:1, :8], weight)
+    with pytest.raises(AssertionError, match="contiguous"):
+        skinny_linear(x[:1], torch.zeros(16, 8, device=device).t())
+
+
+def test_when_they_are_used(device: torch.device) -> None:
+    weight = torch.zeros(8, 16, device=device, dtype=torch.bfloat16)
+    on_device = device.type == "cuda"
+    assert is_skinny(1, weight) is on_device
+    assert is_skinny(16, weight) is on_device
+    assert not is_skinny(17, weight)
+    assert not is_skinny(1, weight.float())

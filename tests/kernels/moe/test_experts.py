@@ -1,0 +1,459 @@
+"""Mixtures of experts against float64, where every expert sees every token, and against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from crossed import crossed
+
+from specbatch.errors import SpecbatchError
+from specbatch.kernels import dispatch
+from specbatch.kernels.elementwise import elementwise_triton
+from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded, rounded_ref
+from specbatch.kernels.gemm import linear
+from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.weight import Weight
+from specbatch.kernels.moe import experts_triton
+from specbatch.kernels.moe.experts import Activation, Experts, experts_ref, shared_slices
+from specbatch.kernels.moe.experts_triton import grouped, mixture, rows_for, weighted_sum
+from specbatch.kernels.moe.routing import Routing, route_ref
+from specbatch.kernels.moe.routing_triton import route
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
+
+
+@pytest.fixture(params=TOLERANCE, ids=str)
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    if request.param == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("the interpreter's products of bfloat16 are wrong")
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote holds NaN, or experts that do not exist."""
+    empty = torch.empty
+
+    def poison(*args: Any, **settings: Any) -> torch.Tensor:
+        tensor = empty(*args, **settings)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 28)
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
+class Case:
+    """A mixture with random weights, and what it should give."""
+
+    def __init__(
+        self,
+        rule: Routing,
+        tokens: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        hidden: int = 34,
+        inner: int = 15,
+        activation: Activation = "swiglu",
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        self.rule, self.activation = rule, activation
+        count, rows = rule.experts + rule.shared, (2 if activation == "swiglu" else 1) * inner
+        kind = {"device": device, "dtype": dtype}
+        self.x = torch.randn(tokens, hidden).to(**kind)
+        self.residual = torch.randn(tokens, hidden).to(**kind)
+        self.logits = (torch.randn(tokens, rule.logits) if logits is None else logits).to(device)
+        self.up = torch.randn(count, rows, hidden).div_(hidden**0.5).to(**kind)
+        self.down = torch.randn(count, hidden, inner).div_(inner**0.5).to(**kind)
+        self.weights, self.experts = route_ref(self.logits, rule)
+
+    def dense(self) -> torch.Tensor:
+        """Every expert on every token, in float64; those not chosen have weight 0."""
+        weight = torch.zeros(len(self.x), len(self.up), device=self.x.device, dtype=torch.float64)
+        weight.scatter_(1, self.experts.long(), self.weights.double())
+        h = torch.einsum("th,eih->tei", self.x.double(), self.up.double())
+        if self.activation == "swiglu":
+            gate, up = h.chunk(2, -1)
+            h = F.silu(gate) * up
+        else:
+            h = h.relu() ** 2
+        return torch.einsum("te,tei,ehi->th", weight, h, self.down.double())
+
+    def run(self, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return mixture(self.x, self.logits, self.rule, Weight(self.up), Weight(self.down), self.activation, residual)
+
+    def reference(self) -> torch.Tensor:
+        up, down = Weight(self.up), Weight(self.down)
+        return experts_ref(self.x, self.weights, self.experts, up, down, self.activation)
+
+
+def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert y.dtype == dtype
+    assert y.is_contiguous()
+    assert y.shape == expected.shape
+    assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
+RULES = {
+    "plain": Routing(6, 2),
+    "odd": Routing(11, 3, normalise=False),
+    "one": Routing(5, 1),
+    "shared": Routing(7, 2, shared=2, gated=True),
+    "sigmoid": Routing(6, 2, "sigmoid", scale=2.5, shared=1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "activation"),
+    [
+        ("plain", 1, "swiglu"),
+        ("plain", 5, "relu2"),
+        ("odd", 19, "swiglu"),
+        ("one", 1, "relu2"),
+        ("one", 17, "swiglu"),
+        ("shared", 1, "swiglu"),
+        ("shared", 21, "swiglu"),
+        ("sigmoid", 7, "relu2"),
+    ],
+)
+def test_against_every_expert_on_every_token(
+    name: str, tokens: int, activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
+    case = Case(RULES[name], tokens, device, dtype, activation=activation)
+    expected = case.dense() + case.residual.double()
+    check(case.reference() + case.residual, expected, dtype)
+    y = case.run(case.residual)
+    check(y, expected, dtype)
+    assert torch.equal(case.run(case.residual), y)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner", "activation"),
+    crossed([16, 32, 64, 128], [(64, 32, "swiglu"), (72, 17, "swiglu"), (33, 40, "relu2")]),
+)
+def test_blocks_of_every_size(
+    rows: int, hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
+    """With sizes that are multiples of the tiles and such that are not."""
+    if device.type == "cuda":
+        hidden, inner = hidden * 4, inner * 8
+    case = Case(Routing(3, 2, shared=1), 40, device, dtype, hidden=hidden, inner=inner, activation=activation)
+    weights, _, plan = route(case.logits, case.rule, rows)
+    h = grouped(case.x, Weight(case.up), plan, case.rule, rows, activation)
+    outputs = grouped(h, Weight(case.down), plan, case.rule, rows)
+    check(weighted_sum(outputs, weights, None), case.dense(), dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 18, 35])
+def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
+    """The weights of experts that nobody chose are not read into anything."""
+    logits = torch.zeros(tokens, 5)
+    logits[:, 3] = 8
+    case = Case(Routing(5, 1), tokens, device, logits=logits)
+    expected = case.dense()
+    case.up[[0, 1, 2, 4]] = case.down[[0, 1, 2, 4]] = torch.nan
+    check(case.run(), expected, torch.float32)
+    check(case.reference(), expected, torch.float32)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_a_nan_comes_through(activation: Activation, device: torch.device) -> None:
+    """Of a token, or of a weight; a maximum with 0 would hide it."""
+    case = Case(Routing(4, 2), 6, device, activation=activation)
+    case.x[3, 5] = torch.nan
+    assert case.run().isnan().any(1).tolist() == [row == 3 for row in range(6)]
+    assert case.run()[3].isnan().all()
+    expert = int(case.experts[0, 0])
+    case.x[3, 5], case.up[expert, 1, 0] = 0.0, torch.nan
+    hit = (case.experts == expert).any(1)
+    assert torch.equal(case.run().isnan().all(1), hit)
+
+
+def test_a_row_is_the_same_whatever_rows_are_with_it(dtype: torch.dtype, device: torch.device) -> None:
+    case = Case(Routing(6, 2, shared=1, gated=True), 9, device, dtype)
+    together = case.run()
+    case.x, case.logits = case.x.flip(0), case.logits.flip(0)
+    assert torch.equal(case.run().flip(0), together)
+    case.x, case.logits = case.x[4:7], case.logits[4:7]
+    assert torch.equal(case.run().flip(0), together[2:5])
+
+
+def test_rows_may_be_apart(device: torch.device) -> None:
+    case = Case(Routing(6, 2), 5, device)
+    expected = case.dense() + case.residual.double()
+    wide = torch.full((5, 130), torch.inf, device=device)
+    case.x, case.residual = wide[:, 7:41].copy_(case.x), wide[:, 60:94].copy_(case.residual)
+    check(case.run(case.residual), expected, torch.float32)
+
+
+def test_summed_in_float32(device: torch.device) -> None:
+    """1024 + 0.25 + ... is 1024 in half precision: one rounding in the end."""
+    outputs = torch.tensor([1024.0, *[0.25] * 7], device=device)[:, None].repeat(1, 3).half()
+    y = weighted_sum(outputs, torch.ones(1, 8, device=device), torch.full((1, 3), 0.5, device=device).half())
+    assert y.tolist() == [[1026.0] * 3]
+
+
+# float8 weights
+
+
+def scaled(case: Case) -> tuple[Weight, Weight]:
+    def rounded(values: torch.Tensor) -> Weight:
+        count, outer, inner = values.shape
+        scales = torch.rand(count, -(-outer // 128), -(-inner // 128), device=values.device) / 100 + 0.001
+        return Weight((values * 100).to(torch.float8_e4m3fn), scales)
+
+    return rounded(case.up), rounded(case.down)
+
+
+@pytest.mark.parametrize(("tokens", "activation"), [(1, "relu2"), (5, "swiglu")])
+def test_float8_weights(tokens: int, activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+    case = Case(Routing(3, 2, shared=1), tokens, device, dtype, hidden=136, inner=130, activation=activation)
+    up, down = scaled(case)
+    case.up, case.down = up.wide(torch.float32), down.wide(torch.float32)
+    expected = case.dense()
+    check(experts_ref(case.x, case.weights, case.experts, up, down, activation), expected, dtype)
+    check(mixture(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
+
+
+def test_a_scale_is_that_of_its_block() -> None:
+    values = torch.ones(200, 130).to(torch.float8_e4m3fn)
+    wide = Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).wide(torch.float32)
+    rows, columns = torch.arange(200)[:, None] // 128, torch.arange(130) // 128
+    assert torch.equal(wide, 1.0 + 2 * rows + columns)
+
+
+# float8 weights and rounded activations
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's cast to float8 is wrong, and has tests of its own."""
+    if device.type == "cpu":
+        monkeypatch.setattr(elementwise_triton, "rounded", rounded_ref)
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
+
+
+def of_rounded(x: Rounded, weight: Weight, owner: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    """Row by row with the expert that each goes to, in float64."""
+    h = torch.einsum("pk,pnk->pn", x.wide().double(), weight.wide(torch.float64)[owner])
+    if activation == "swiglu":
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate) * up
+    return h if activation is None else h.relu() ** 2
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "inner", "activation"),
+    [(136, 128, "swiglu"), (64, 130, "relu2"), (40, 256, "swiglu"), (300, 40, "relu2")],
+)
+def test_products_of_rounded_activations(
+    hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Both, each of what the one before left: a number beside a tie would round to another one."""
+    if dtype == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("the interpreter has no bfloat16 to store")
+    tokens, rule = (9 if device.type == "cpu" else 500), Routing(3, 2, shared=1)
+    case = Case(rule, tokens, device, dtype, hidden=hidden, inner=inner, activation=activation)
+    up, down = scaled(case)
+    rows = rows_for(tokens, rule, rounds=True)
+    weights, _, plan = route(case.logits, rule, rows)
+    owner = case.experts.flatten().long()
+    x = rounded(case.x)
+    h = grouped(x, up, plan, rule, rows, activation)
+    pairs = Rounded(*(item.repeat_interleave(rule.width, 0) for item in x[:2]), dtype)
+    check(h, of_rounded(pairs, up, owner, activation), dtype)
+    outputs = grouped(rounded(h), down, plan, rule, rows)
+    expected = of_rounded(rounded(h), down, owner, None)
+    check(outputs, expected, dtype)
+    y = mixture(case.x, case.logits, rule, up, down, activation, rounds=True)
+    check(y, (expected.unflatten(0, (tokens, -1)) * weights[..., None].double()).sum(1), dtype)
+    ours = experts_ref(case.x, case.weights, case.experts, up, down, activation, rounds=True)
+    # A hundredth of what is rounded between the products may go the other way, by an eighth.
+    assert (y - ours).double().norm() <= 2e-2 * ours.double().norm()
+    wide = experts_ref(case.x, case.weights, case.experts, up, down, activation)
+    assert (ours - wide).double().norm() > 1e-2 * wide.double().norm()
+
+
+@pytest.mark.usefixtures("rounding")
+def test_a_token_of_a_prompt_is_the_same_whatever_chunk_it_is_in(device: torch.device) -> None:
+    """A NaN stays with its token."""
+    tokens = 12 if device.type == "cpu" else 2000
+    case = Case(Routing(4, 2, shared=1), tokens, device, torch.float16, hidden=160, inner=128)
+    up, down = scaled(case)
+
+    def run(first: int, last: int) -> torch.Tensor:
+        logits = case.logits[first:last]
+        return mixture(case.x[first:last], logits, case.rule, up, down, case.activation, rounds=True)
+
+    together = run(0, tokens)
+    assert torch.equal(run(0, 1), together[:1])
+    assert torch.equal(run(3, 10), together[3:10])
+    case.x[5, 150] = torch.nan
+    y = run(0, tokens)
+    assert y[5].isnan().all()
+    others = torch.arange(tokens, device=device) != 5
+    assert torch.equal(y[others], together[others])
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("kernels", [False, True])
+def test_activations_are_rounded_where_told(
+    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
+    monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
+    if device.type == "cpu":  # few rows of a plain weight take kernels of their own
+        monkeypatch.setattr("specbatch.kernels.gemm.skinny_gemm.is_skinny", lambda rows, weight: False)
+    case = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=128)
+    up, down = scaled(case)
+    router = torch.randn(3, 136).to(case.x)
+    block, wide = Experts(case.rule, router, up, down), Experts(case.rule, router, up, Weight(down.wide(torch.float16)))
+    plain, unscaled = block(case.x), wide(case.x)
+    with dispatch.activations(float8=True):
+        prompt = block(case.x)
+        assert torch.equal(wide(case.x), unscaled)
+    assert torch.equal(block(case.x), plain)
+    assert (prompt - plain).double().norm() > 1e-2 * plain.double().norm()
+    narrow = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=130)  # a scale of gate and up alike
+    block = Experts(narrow.rule, router, *scaled(narrow))
+    with dispatch.activations(float8=True):
+        prompt_of_narrow = block(case.x)
+    assert torch.equal(prompt_of_narrow, block(case.x))
+    weights, experts = route_ref(F.linear(case.x, router), case.rule)
+    expected = experts_ref(case.x, weights, experts, up, down, "swiglu", rounds=True)
+    assert (prompt - expected).double().norm() <= 2e-2 * expected.double().norm()
+
+
+# the whole block
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    on_cuda = device.type == "cuda"
+    if on_cuda and request.param == "reference":
+        monkeypatch.setattr(dispatch, "runs_kernels", lambda x: False)
+    if not on_cuda and request.param == "kernels":
+        monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
+        monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
+
+
+def randomise(block: torch.nn.Module) -> dict[str, torch.Tensor]:
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return dict(block.state_dict())
+
+
+@pytest.mark.usefixtures("twin")
+def test_qwen3_moe_is_that_of_transformers(device: torch.device) -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+        Qwen3MoeConfig,
+        Qwen3MoeRMSNorm,
+        Qwen3MoeSparseMoeBlock,
+    )
+
+    config = Qwen3MoeConfig(
+        hidden_size=32, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+    )
+    config._experts_implementation = "eager"
+    block, norm = Qwen3MoeSparseMoeBlock(config), Qwen3MoeRMSNorm(32, 1e-5)
+    weights = {name: value.to(device) for name, value in randomise(block).items()}
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(1, 9, 32)
+    with torch.no_grad():
+        expected = (x + block(norm(x)))[0].to(device)
+    ours = Experts(
+        Routing(6, 2),
+        weights["gate.weight"],
+        Weight(weights["experts.gate_up_proj"]),
+        Weight(weights["experts.down_proj"]),
+    )
+    x = x[0].to(device)
+    torch.testing.assert_close(
+        ours(x, norm=Norm(norm.weight.detach().to(device), 1e-5), residual=x), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.usefixtures("twin")
+@pytest.mark.parametrize("shared", [24, 40])
+def test_qwen3_next_is_that_of_transformers(shared: int, device: torch.device) -> None:
+    """The shared expert as one expert, and as two of which the second is filled up."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextSparseMoeBlock
+
+    config = Qwen3NextConfig(
+        hidden_size=32, moe_intermediate_size=24, num_experts=5, num_experts_per_tok=3, norm_topk_prob=True,
+        shared_expert_intermediate_size=shared,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    block = Qwen3NextSparseMoeBlock(config)
+    weights = {name: value.to(device) for name, value in randomise(block).items()}
+    x = torch.randn(1, 9, 32)
+    with torch.no_grad():
+        expected = block(x)[0].to(device)
+    gate_up = torch.cat([weights["shared_expert.gate_proj.weight"], weights["shared_expert.up_proj.weight"]])
+    up, down = shared_slices(gate_up, weights["shared_expert.down_proj.weight"], 24, "swiglu")
+    ours = Experts(
+        Routing(5, 3, shared=len(up), gated=True),
+        torch.cat([weights["gate.weight"], weights["shared_expert_gate.weight"]]),
+        Weight(torch.cat([weights["experts.gate_up_proj"], up])),
+        Weight(torch.cat([weights["experts.down_proj"], down])),
+    )
+    torch.testing.assert_close(ours(x[0].to(device)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("twin")
+def test_nemotron_h_is_that_of_transformers(device: torch.device) -> None:
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHMoE
+
+    config = NemotronHConfig(
+        hidden_size=32, moe_intermediate_size=24, moe_shared_expert_intermediate_size=48, n_routed_experts=8,
+        num_experts_per_tok=3, n_group=2, topk_group=1, routed_scaling_factor=2.5, mlp_hidden_act="relu2",
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    block = NemotronHMoE(config, 0)
+    randomise(block)
+    block.gate.e_score_correction_bias.normal_()
+    weights = {name: value.to(device) for name, value in block.state_dict().items()}
+    x = torch.randn(1, 9, 32)
+    with torch.no_grad():
+        expected = block(x)[0].to(device)
+    up, down = shared_slices(
+        weights["shared_experts.up_proj.weight"], weights["shared_experts.down_proj.weight"], 24, "relu2"
+    )
+    rule = Routing(
+        8, 3, "sigmoid", scale=2.5, bias=weights["gate.e_score_correction_bias"], groups=2, top_groups=1, shared=2
+    )
+    ours = Experts(
+        rule,
+        weights["gate.weight"],
+        Weight(torch.cat([weights["experts.up_proj"], up])),
+        Weight(torch.cat([weights["experts.down_proj"], down])),
+        "relu2",
+    )
+    torch.testing.assert_close(ours(x[0].to(device)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    rule, router = Routing(4, 2, shared=1, gated=True), torch.zeros(5, 8)
+    up, down = Weight(torch.zeros(5, 12, 8)), Weight(torch.zeros(5, 8, 6))
+    Experts(rule, router, up, down)
+    with pytest.raises(SpecbatchError, match="experts=5: use 5 and 1 shared"):
+        Experts(replace(rule, experts=5), router, up, down)
+    with pytest.raises(SpecbatchError, match=r"up=\(5, 12, 8\): use \(5, 6, 8\), as down and relu2 say"):
+        Experts(rule, router, up, down, "relu2")
+    with pytest.raises(SpecbatchError, match=r"router=\(4, 8\): use \(5, 8\)"):
+        Experts(rule, router[:4], up, down)
+
+
+def test_blocks_grow_with_the_tokens() -> None:
+    rule = Routing(256, 8)
+    sizes = [experts_triton.rows_for(tokens, rule) for tokens in (1, 128, 512, 1024, 8192)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 16
+    assert set(sizes) <= set(experts_triton._TILES)

@@ -1,0 +1,274 @@
+"""The Mamba2 recurrence, reference and kernels, against one token after the other in float64, and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from crossed import slow_but
+
+from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
+from specbatch.kernels.recurrent.state_replay import Fold, mamba2
+from specbatch.kernels.sampling.tree import ancestors_of
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+SIZES = [(4, 16, 2, 16), (3, 24, 3, 32), (2, 5, 1, 12), (1, 80, 1, 20)]  # heads, their dim, groups, state
+CASES = [(size, torch.float32) for size in SIZES] + [(SIZES[0], dtype) for dtype in TOLERANCE if dtype.itemsize == 2]
+SLOTS, MOST = 6, 9
+
+
+class Twin(NamedTuple):
+    prefill: Callable[..., torch.Tensor]
+    verify: Callable[..., torch.Tensor]
+
+
+@pytest.fixture(params=["reference", "triton"])
+def twin(request: pytest.FixtureRequest) -> Twin:
+    if request.param == "reference":
+        return Twin(mamba2.ssd_prefill_ref, mamba2.ssd_verify_ref)
+    from specbatch.kernels.recurrent.state_replay import mamba2_triton
+
+    return Twin(mamba2_triton.ssd_prefill, mamba2_triton.ssd_verify)
+
+
+class Layer:
+    """A layer with random weights, slots and pending rows full of NaN, and what each slot's sequence should hold."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        sizes: tuple[int, int, int, int] = SIZES[0],
+        dtype: torch.dtype = torch.float32,
+        held: torch.dtype = torch.float32,
+        most: int = MOST,
+    ) -> None:
+        if dtype == torch.bfloat16 and device.type != "cuda":
+            pytest.skip("bfloat16 needs a CUDA device")
+        count, dim, groups, state = sizes
+        self.generator = torch.Generator().manual_seed(sum(sizes))
+        self.device, self.dtype = device, dtype
+        self.slack = max(TOLERANCE[dtype], TOLERANCE[held] if held != torch.float32 else 0)
+        a_log, d, bias = (torch.rand(count, generator=self.generator).to(device) for _ in range(3))
+        weight = (torch.rand(count * dim, generator=self.generator) + 0.5).to(device, dtype)
+        # With so large an eps the norm shows the size of what it normalises.
+        self.heads = SsdHeads(count, dim, groups, state, 3 * a_log - 2.5, d + 0.5, 2 * bias - 2, Norm(weight, 0.3))
+        columns = sum(self.heads.columns)
+        self.widths = [count * dim, columns, count]
+        states = torch.full((2, SLOTS, count, dim, state), torch.nan, dtype=held, device=device)
+        width = sum(self.heads.columns[:2]) + count
+        pending = torch.full((2, SLOTS, most, width), torch.nan, dtype=dtype, device=device)
+        states[:, 0], pending[:, 0] = 1, 1  # padding may be anything finite
+        self.memory = SsdMemory(states[1], pending[1])
+        self.truth = torch.zeros(SLOTS, count, dim, state, dtype=torch.float64)
+        self.folded = self.truth.clone()  # the same before the last verify: what a slot holds
+        self.count = torch.zeros(SLOTS, dtype=torch.int64, device=device)
+
+    def inputs(self, tokens: int) -> list[torch.Tensor]:
+        """z, xbc and dt: columns of one projection."""
+        rows = torch.randn(tokens, sum(self.widths), generator=self.generator).to(self.device, self.dtype)
+        return list(rows.split(self.widths, 1))
+
+    def token(self, h: torch.Tensor, inputs: list[torch.Tensor], at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state behind row `at`, and its output."""
+        heads = self.heads
+        z, xbc, dt = (part[at].cpu().double() for part in inputs)
+        x, b, c = xbc.split(heads.columns)
+        x = x.view(heads.count, heads.dim)
+        b, c = (side.view(heads.groups, -1).repeat_interleave(heads.count // heads.groups, 0) for side in (b, c))
+        step = F.softplus(dt + heads.dt_bias.cpu().double())
+        fade = torch.exp(-step * heads.a_log.cpu().double().exp())
+        h = fade[:, None, None] * h + torch.einsum("h,hp,hn->hpn", step, x, b)
+        y = torch.einsum("hpn,hn->hp", h, c) + heads.d.cpu().double()[:, None] * x
+        u = (y.flatten() * F.silu(z)).view(heads.groups, -1)
+        u = u / (u.square().mean(1, keepdim=True) + heads.norm.eps).sqrt()
+        return h, u.flatten() * heads.norm.weight.cpu().double()
+
+    def prefill(self, run: Callable[..., torch.Tensor], spans: list[tuple[int, int, int]], recorded: int = 0) -> None:
+        """Spans (slot, start, end) in one pass; `recorded`: from fixed addresses with room for so many spans."""
+        slots, starts, ends = (list(part) for part in zip(*spans, strict=True))
+        table = torch.zeros(SLOTS, 1, dtype=torch.int64, device=self.device)
+        given = Spans(starts, ends, slots, table, 1)
+        inputs = self.inputs(given.offsets[-1])
+        wanted = []
+        for slot, first, stop in zip(slots, given.offsets, given.offsets[1:], strict=False):
+            h = self.truth[slot] if starts[slots.index(slot)] else torch.zeros_like(self.truth[slot])
+            for at in range(first, stop):
+                h, y = self.token(h, inputs, at)
+                wanted.append(y)
+            self.truth[slot] = h
+            self.count[slot] = 0
+        if recorded:
+            fixed = RecordedSpans(len(wanted), recorded, table, 1)
+            fixed.load(given)
+            given = fixed
+        z, xbc, dt = inputs
+        self.close(run(xbc, dt, z, self.heads, self.memory, given), torch.stack(wanted))
+        self.close(self.memory.state[slots], self.truth[slots])
+
+    def verify(self, run: Callable[..., torch.Tensor], slots: list[int], rows: int, kept: torch.Tensor | None) -> None:
+        """A verify of random rows, a tree if `kept` [R, M] is given, of which a random path is accepted."""
+        z, xbc, dt = inputs = self.inputs(len(slots) * rows)
+        on = torch.tensor(slots, device=self.device)
+        words = None
+        parents = torch.arange(rows - 1).expand(len(slots), -1)
+        if kept is not None:
+            parents = torch.stack([
+                torch.stack([torch.randint(0, node + 1, (), generator=self.generator) for node in range(rows - 1)])
+                for _ in slots
+            ]) if rows > 1 else parents  # fmt: skip
+            words = ancestors_of(parents, rows).to(self.device)
+        wanted = []
+        states = []
+        for place, slot in enumerate(slots):
+            behind: list[torch.Tensor] = []
+            for node in range(rows):
+                before = self.truth[slot] if node == 0 else behind[int(parents[place, node - 1])]
+                h, y = self.token(before, inputs, place * rows + node)
+                behind.append(h)
+                wanted.append(y)
+            states.append(behind)
+        y = run(xbc, dt, z, self.heads, self.memory, Fold(on, self.count, kept, words))
+        live = [place for place, slot in enumerate(slots) if slot]
+        self.close(y.unflatten(0, (-1, rows))[live], torch.stack(wanted).unflatten(0, (-1, rows))[live])
+        self.close(self.memory.state[on[live]], self.truth[[slots[place] for place in live]])
+        for part in (y, self.memory.state[0], self.memory.pending[0]):
+            assert part.isfinite().all()
+
+        for place in live:
+            slot, path = slots[place], [int(torch.randint(rows, (), generator=self.generator))]
+            while path[0]:
+                path.insert(0, int(parents[place, path[0] - 1]))
+            self.folded[slot], self.truth[slot] = self.truth[slot], states[place][path[-1]]
+            self.count[slot] = len(path)
+            if kept is not None:
+                kept[slot] = torch.randint(-9, 9999, (MOST,), generator=self.generator)
+                kept[slot, : len(path)] = torch.tensor(path)
+            gone = [node for node in range(self.memory.pending.shape[1]) if node not in path]
+            self.memory.pending[slot, gone] = torch.nan
+
+    def close(self, ours: torch.Tensor, truth: torch.Tensor) -> None:
+        torch.testing.assert_close(ours.cpu().double(), truth, rtol=self.slack, atol=self.slack)
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), CASES)
+def test_prompts_and_chains(
+    device: torch.device, twin: Twin, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    layer = Layer(device, sizes, dtype)
+    layer.prefill(twin.prefill, [(4, 0, 37), (2, 0, 1)])
+    layer.prefill(twin.prefill, [(4, 37, 38), (2, 1, 8)])
+    for rows in (4, 1, MOST):
+        layer.verify(twin.verify, [2, 4], rows, None)
+    layer.prefill(twin.prefill, [(2, 0, 5)])  # somebody else's
+    layer.verify(twin.verify, [4, 2], 2, None)
+    layer.verify(twin.verify, [2], 2, None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "most"), [(SIZES[1], torch.float32, 4), (SIZES[2], torch.float32, 1), (*CASES[-1], 4)]
+)
+def test_short_chains(
+    device: torch.device, twin: Twin, sizes: tuple[int, int, int, int], dtype: torch.dtype, most: int
+) -> None:
+    """Of as many rows as are held at most, and of fewer."""
+    layer = Layer(device, sizes, dtype, most=most)
+    layer.prefill(twin.prefill, [(4, 0, 37), (2, 0, 1)])
+    for rows in (most, 1, max(1, most - 1), most):
+        layer.verify(twin.verify, [2, 0, 4], rows, None)
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), slow_but(CASES[1:3], CASES))
+def test_trees(device: torch.device, twin: Twin, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    layer = Layer(device, sizes, dtype)
+    kept = torch.full((SLOTS, MOST), 77, dtype=torch.int64, device=device)
+    layer.prefill(twin.prefill, [(5, 0, 2), (3, 0, 7)])
+    for rows in (7, MOST, 5):
+        layer.verify(twin.verify, [5, 3], rows, kept)
+
+
+def test_a_prompt_of_several_chunks_in_odd_parts(device: torch.device, twin: Twin) -> None:
+    layer = Layer(device)
+    layer.prefill(twin.prefill, [(3, 0, 131)])
+    layer.prefill(twin.prefill, [(1, 0, 5), (3, 131, 262)])
+    layer.prefill(twin.prefill, [(3, 262, 263), (1, 5, 69)])
+
+
+@pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])
+def test_a_state_of_fewer_digits(device: torch.device, twin: Twin, held: torch.dtype) -> None:
+    layer = Layer(device, held=held)
+    layer.prefill(twin.prefill, [(2, 0, 5), (1, 0, 40)])
+    for rows in (3, 2, 4):
+        layer.verify(twin.verify, [1, 2], rows, None)
+    assert layer.memory.state.dtype == held
+
+
+def test_padding_rows_share_row_0(device: torch.device, twin: Twin) -> None:
+    layer = Layer(device)
+    layer.count[0] = 2
+    kept = torch.zeros(SLOTS, MOST, dtype=torch.int64, device=device)
+    layer.prefill(twin.prefill, [(2, 0, 5), (1, 0, 4)])
+    for _ in range(2):
+        layer.verify(twin.verify, [1, 0, 2, 0], 3, kept)
+
+
+def test_spans_at_fixed_addresses(device: torch.device) -> None:
+    """Spans that a pass does not fill touch nothing, row 0 neither."""
+    from specbatch.kernels.recurrent.state_replay import mamba2_triton
+
+    layer = Layer(device)
+    layer.prefill(mamba2_triton.ssd_prefill, [(2, 0, 5), (1, 0, 40)], recorded=4)
+    assert (layer.memory.state[0] == 1).all()
+    assert layer.memory.state[3:].isnan().all()
+
+
+def test_small_steps_keep_their_digits(device: torch.device, twin: Twin) -> None:
+    """A state that hardly fades: softplus of very negative numbers."""
+    layer = Layer(device)
+    layer.heads.dt_bias.fill_(-14)
+    layer.prefill(twin.prefill, [(2, 0, 9)])
+    h, truth = layer.memory.state[2].cpu().double(), layer.truth[2]
+    assert (h - truth).abs().max() < 1e-5 * truth.abs().max()
+
+
+def test_a_verify_rounds_no_state(device: torch.device, twin: Twin) -> None:
+    """However few digits the inputs have: a state lives for thousands of verifies."""
+    layer = Layer(device, dtype=torch.float16)
+    layer.memory.state.zero_()
+    for _ in range(3):
+        layer.verify(twin.verify, [1], 5, None)
+    torch.testing.assert_close(layer.memory.state[1].cpu().double(), layer.folded[1], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transformers(groups: int) -> None:
+    """The mixer of Nemotron-H; steps stay above its clamp."""
+    modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    config = modeling.NemotronHConfig(
+        hidden_size=32, mamba_num_heads=6, mamba_head_dim=8, n_groups=groups, ssm_state_size=16, conv_kernel=4,
+        chunk_size=8, layers_block_type=["mamba", "mlp"],
+    )  # fmt: skip
+    torch.manual_seed(groups)
+    mixer = modeling.NemotronHMamba2Mixer(config, layer_idx=0).float().eval()
+    with torch.no_grad():
+        for name, parameter in mixer.named_parameters():
+            if name in ("A_log", "D", "norm.weight", "conv1d.bias"):
+                parameter.uniform_(0.2, 1.5)
+            elif name == "dt_bias":
+                parameter.uniform_(0.3, 0.8)
+        hidden = torch.randn(1, 21, 32)
+        wanted = mixer(hidden)
+        z, xbc, dt = mixer.in_proj(hidden[0]).split([48, mixer.conv_dim, 6], 1)
+        padded = F.pad(xbc, (0, 0, 3, 0)).t()[None]
+        convolved = F.conv1d(padded, mixer.conv1d.weight, mixer.conv1d.bias, groups=mixer.conv_dim)
+        heads = SsdHeads(
+            6, 8, groups, 16, mixer.A_log, mixer.D, mixer.dt_bias, Norm(mixer.norm.weight, config.layer_norm_epsilon)
+        )
+        memory = SsdMemory(torch.full((2, 6, 8, 16), torch.nan), torch.zeros(2, 4, sum(heads.columns[:2]) + 6))
+        spans = Spans([0], [21], [1], torch.zeros(2, 1, dtype=torch.int64), 1)
+        ours = mixer.out_proj(mamba2.ssd_prefill(F.silu(convolved[0].t()), dt, z, heads, memory, spans))
+    torch.testing.assert_close(ours[None], wanted, rtol=1e-5, atol=1e-5)

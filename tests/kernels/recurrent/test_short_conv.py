@@ -1,0 +1,196 @@
+"""The short convolution against sums in float64, over prompts in odd chunks and verifies of chains and trees."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.recurrent.short_conv import MOST_TAPS
+from specbatch.kernels.recurrent.state_replay import Fold, short_conv, short_conv_triton
+
+TWINS = {
+    "reference": (short_conv.conv_prefill_ref, short_conv.conv_verify_ref),
+    "kernel": (short_conv_triton.conv_prefill, short_conv_triton.conv_verify),
+}
+SLACK = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+ROWS = 7  # device rows
+
+
+class Case:
+    """Sequences on scattered device rows, whose convolution is written down token by token in float64."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, twin: str, channels: int, taps: int, bias: bool,
+        activation: bool, gates: bool, held: int = 9,
+    ) -> None:  # fmt: skip
+        if dtype == torch.bfloat16 and device.type != "cuda" and twin == "kernel":
+            pytest.skip("the interpreter has no bfloat16")
+        torch.manual_seed(channels * taps)
+        self.random = random.Random(channels + taps)
+        self.device, self.dtype, self.channels, self.taps, self.gates = device, dtype, channels, taps, gates
+        self.prefill, self.verify = TWINS[twin]
+        self.weight = torch.randn(channels, taps).to(device, dtype)
+        self.bias = torch.randn(channels).to(device, dtype) if bias else None
+        self.activation = activation
+        # Of two layers, one behind the other for each device row.
+        self.window = torch.full((ROWS, 2, taps - 1, channels), torch.nan, device=device, dtype=dtype)[:, 1]
+        self.window[0] = 0
+        self.count = torch.zeros(ROWS, dtype=torch.int64)
+        self.kept = torch.randint(held, (ROWS, held))
+        self.pending = torch.full((ROWS, 2, held, channels), torch.nan, device=device, dtype=dtype)[:, 1]
+        self.pending[0] = 0
+        self.seen: dict[int, list[torch.Tensor]] = {}
+
+    def inputs(self, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """x as columns of something wider, the gates, and u in float64."""
+        wide = torch.randn(count, 3 * self.channels + 5).to(self.device, self.dtype)
+        before, x, after = (wide[:, 2 + n * self.channels :][:, : self.channels] for n in range(3))
+        gates = {"before": before, "after": after} if self.gates else {}
+        self.after = after.double().cpu() if self.gates else torch.ones(count, 1, dtype=torch.float64)
+        return x, gates, (before * x if self.gates else x).double().cpu()
+
+    def expected(self, path: list[torch.Tensor]) -> torch.Tensor:
+        """Behind the last of all inputs of a sequence."""
+        last = path[-self.taps :]
+        y = sum(w * u for w, u in zip(self.weight.double().cpu().T.flip(0), reversed(last), strict=False))
+        y = y if self.bias is None else y + self.bias.double().cpu()
+        return F.silu(y) if self.activation else y
+
+    def check(self, y: torch.Tensor, expected: list[torch.Tensor]) -> None:
+        slack = SLACK[self.dtype]
+        torch.testing.assert_close(y.double().cpu(), torch.stack(expected) * self.after, rtol=slack, atol=4 * slack)
+
+    def prompt(self, spans: list[tuple[int, int]], recorded: bool = False) -> None:
+        """(device row, tokens) each, behind what there is of it."""
+        rows = [row for row, _ in spans]
+        starts = [len(self.seen.get(row, [])) for row in rows]
+        ends = [start + count for start, (_, count) in zip(starts, spans, strict=True)]
+        table = torch.zeros(ROWS, 1, dtype=torch.int64, device=self.device)
+        layout = Spans(starts, ends, rows, table, 16)
+        total = layout.offsets[-1]
+        if recorded:
+            graph = RecordedSpans(total + 9, len(spans) + 2, table, 16)
+            graph.tiles(short_conv_triton._TOKENS)
+            graph.load(layout)
+            layout = graph
+        x, gates, u = self.inputs(total)
+        y = self.prefill(x, self.weight, self.bias, self.window, layout, activation=self.activation, **gates)
+        expected = []
+        for row, start, part in zip(rows, starts, u.split([count for _, count in spans]), strict=True):
+            self.count[row] = 0
+            path = self.seen[row] = self.seen.get(row, []) if start else []
+            for item in part:
+                path.append(item)
+                expected.append(self.expected(path))
+        self.check(y, expected)
+        for row in rows:
+            path = [torch.zeros(self.channels, dtype=torch.float64)] * self.taps + self.seen[row]
+            torch.testing.assert_close(self.window[row].double().cpu(), torch.stack(path[1 - self.taps :]))
+
+    def verifies(self, nodes: int, tree: bool, rounds: int) -> None:
+        """All sequences and a padding row, a random part of what is drafted kept each time."""
+        rows = [*self.seen, 0]
+        before = self.window.clone()
+        for _ in range(rounds):
+            parents = [parents_of(self.random, nodes, tree) for _ in rows]
+            fold = Fold(
+                torch.tensor(rows, device=self.device), self.count.to(self.device),
+                self.kept.to(self.device) if tree else None,
+                torch.tensor([words_of(item) for item in parents], device=self.device) if tree else None,
+            )  # fmt: skip
+            x, gates, u = self.inputs(len(rows) * nodes)
+            taps = (self.weight, self.bias, self.window, self.pending)
+            y = self.verify(x, *taps, fold, activation=self.activation, **gates)
+            expected = []
+            for row, tree_of, part in zip(rows, parents, u.split(nodes), strict=True):
+                paths = [path_of(tree_of, node) for node in range(nodes)]
+                past = self.seen.get(row, [torch.zeros(self.channels, dtype=torch.float64)] * self.taps)
+                expected += [self.expected(past + [part[node] for node in path]) for path in paths]
+                if row:
+                    taken = self.random.choice(paths)
+                    self.seen[row] = past + [part[node] for node in taken]
+                    self.count[row] = len(taken)
+                    self.kept[row, : len(taken)] = torch.tensor(taken)
+            self.check(y, expected)
+        assert not self.window[0].any()
+        assert not self.pending[0].any()
+        free = [row for row in range(ROWS) if row not in rows]
+        assert torch.equal(self.window[free], before[free]) or self.window[free].isnan().all()
+
+
+def parents_of(randomness: random.Random, nodes: int, tree: bool) -> list[int]:
+    return [randomness.randrange(max(0, node - 4), node) if tree else node - 1 for node in range(1, nodes)]
+
+
+def path_of(parents: list[int], node: int) -> list[int]:
+    return [0] if node == 0 else [*path_of(parents, parents[node - 1]), node]
+
+
+def words_of(parents: list[int]) -> list[int]:
+    words = [sum(1 << step for step in path_of(parents, node)) for node in range(len(parents) + 1)]
+    return [word - (1 << 64) if word >> 63 else word for word in words]
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(
+    ("dtype", "channels", "taps", "bias", "activation", "gates"),
+    [
+        (torch.float32, 37, 4, False, True, False),
+        (torch.float32, 130, 3, False, False, True),
+        (torch.float32, 24, 2, True, True, False),
+        (torch.float32, 40, 8, True, False, False),
+        (torch.float16, 37, 3, True, True, True),
+        (torch.bfloat16, 130, 4, False, True, False),
+    ],
+)
+def test_a_prompt_and_verifies(device, dtype, twin, channels, taps, bias, activation, gates) -> None:
+    case = Case(device, dtype, twin, channels, taps, bias, activation, gates)
+    case.prompt([(3, 2), (5, 21), (1, 1)])
+    case.prompt([(1, 1), (3, 1), (5, 18)])
+    case.verifies(1, False, 1)
+    del case.seen[3]
+    case.prompt([(3, 1)])
+    case.verifies(5, False, 2)
+    case.verifies(7, True, 2)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_as_many_taps_as_there_may_be(device: torch.device, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles in any order: those behind the first do not look into the window that it replaces."""
+    tiles = Spans.tiles
+    monkeypatch.setattr(Spans, "tiles", lambda spans, tokens: tiles(spans, tokens).flip(0))
+    case = Case(device, torch.float32, twin, 20, MOST_TAPS, False, True, False)
+    case.prompt([(3, 2), (5, 18)])
+    case.prompt([(3, 17)])
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_slot_that_starts_anew(device: torch.device, twin: str) -> None:
+    case = Case(device, torch.float32, twin, 20, 4, False, True, False)
+    case.prompt([(4, 9)])
+    case.window[4] = torch.nan
+    case.seen.clear()
+    case.prompt([(4, 2)])
+    case.verifies(2, False, 2)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_wide_trees(device: torch.device, twin: str) -> None:
+    case = Case(device, torch.float32, twin, 20, 4, False, True, False, held=64)
+    case.prompt([(4, 1), (2, 9)])
+    case.verifies(64, True, 2)
+
+
+def test_recorded_spans(device: torch.device) -> None:
+    case = Case(device, torch.float32, "kernel", 20, 4, False, True, False)
+    case.check = trimmed(case.check)  # type: ignore[method-assign]
+    case.prompt([(4, 21), (2, 2)], recorded=True)
+
+
+def trimmed(check: Callable[..., None]) -> Callable[..., None]:
+    return lambda y, expected: check(y[: len(expected)], expected)

@@ -1,0 +1,178 @@
+"""Greedy accept, commit and stage against verification and the plain lines of an iteration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from crossed import crossed
+
+pytest.importorskip("triton")
+
+from specbatch.core.device_batch import Needs, Sampling
+from specbatch.drafters.verification import Proposal, verify
+from specbatch.kernels.sampling.accept_triton import _BLOCK, argmax_partials, commit, greedy_accept, stage
+from specbatch.kernels.sampling.sampling import simulated_accept_ref
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter has no bfloat16")
+
+
+def greedy(seeds: torch.Tensor) -> Sampling:
+    zero = torch.zeros(len(seeds), device=seeds.device)
+    return Sampling(zero, zero.long(), zero + 1, zero, seeds, Needs())
+
+
+class Case:
+    """B sequences at random lengths in a batch of R rows; two of them are padding. Drafts agree more or less."""
+
+    def __init__(self, batch: int, n: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> None:
+        cpu = torch.Generator().manual_seed(batch * 1000 + n)
+        self.n, self.slots = n, batch + 2
+        logits = torch.randn(batch * n, vocabulary, generator=cpu)
+        if vocabulary > 8:
+            logits = (logits * 2).round() / 2  # ties everywhere
+        self.logits = logits.to(dtype).to(device)
+        best = self.logits.argmax(-1).view(batch, n)
+        agree = torch.rand(batch, n, generator=cpu).to(device) < 0.85
+        drafts = torch.where(agree, best, (best + 1) % vocabulary)
+        self.drafts = drafts[:, : n - 1].contiguous()
+        self.drafted = torch.randint(0, n, (batch,), generator=cpu).to(device)
+        self.drafted[::2] = n - 1
+        rows = torch.randperm(batch + 1, generator=cpu)[:batch] + 1
+        if batch > 2:
+            rows[:2] = 0
+        self.rows = rows.to(device)
+        self.lengths = torch.randint(0, 30, (self.slots,), generator=cpu).to(device)
+        self.tokens = torch.randint(0, vocabulary, (self.slots, 30 + n + 3), generator=cpu).to(device)
+        self.seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=cpu).to(device)
+
+    def expected(
+        self, simulate: float | None = None, accepted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(packed, tokens, lengths) as an iteration makes them."""
+        starts = self.lengths[self.rows]
+        predicted = starts[:, None] + torch.arange(1, self.n + 1, device=starts.device)
+        logits = self.logits.view(len(starts), self.n, -1)
+        verdict = verify(logits, Proposal(self.drafts, self.drafted), predicted, greedy(self.seeds), simulate)
+        count = verdict.accepted if accepted is None else accepted
+        tokens, lengths = self.tokens.clone(), self.lengths.clone()
+        tokens[self.rows[:, None], predicted] = verdict.tokens
+        lengths[self.rows] = starts + count + 1
+        lengths[0] = self.lengths[0]
+        packed = torch.cat([verdict.tokens, torch.stack([count, self.drafted, verdict.sound.long()], 1)], 1)
+        return packed, tokens, lengths
+
+    def check(self, packed: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        assert torch.equal(packed, expected[0])
+        assert torch.equal(self.tokens[1:], expected[1][1:])
+        assert torch.equal(self.lengths, expected[2])
+
+
+SHAPES = [(1, 1, 5), (1, 5, 37), (4, 1, 8193), (5, 3, 4096), (3, 7, 4097), (2, 16, 10_000), (1, 64, 3)]
+
+
+@pytest.mark.parametrize(("batch", "n", "vocabulary", "simulate", "dtype"), crossed(SHAPES, [None, 1.0, 2.4], DTYPES))
+def test_greedy_accept(
+    batch: int, n: int, vocabulary: int, simulate: float | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_dtype(dtype, device)
+    case = Case(batch, n, vocabulary, device, dtype)
+    expected = case.expected(simulate)
+    packed = greedy_accept(
+        case.logits,
+        case.drafts,
+        case.drafted,
+        case.tokens,
+        case.lengths,
+        case.rows,
+        simulate=simulate,
+        seeds=case.seeds,
+    )
+    case.check(packed, expected)
+
+
+@pytest.mark.parametrize("rule", ["compared", "given", "simulated"])
+@pytest.mark.parametrize(("batch", "n", "vocabulary"), SHAPES[:5])
+def test_commit_of_chosen_tokens(batch: int, n: int, vocabulary: int, rule: str, device: torch.device) -> None:
+    case = Case(batch, n, vocabulary, device, torch.float32)
+    options: dict[str, Any] = {}
+    if rule == "given":
+        options = {"accepted": torch.arange(batch, device=device) % n}
+    elif rule == "simulated":
+        options = {"simulate": 2.4, "seeds": case.seeds}
+    expected = case.expected(options.get("simulate"), options.get("accepted"))
+    sound = torch.arange(batch * n, device=device).view(batch, n) % 5 > 0
+    expected[0][:, -1] = sound.all(1)
+    chosen = case.logits.argmax(-1).view(batch, n)
+    packed = commit(chosen, case.drafts, case.drafted, sound, case.tokens, case.lengths, case.rows, **options)
+    case.check(packed, expected)
+
+
+@pytest.mark.parametrize(("place", "bad"), crossed([0, 4095, 4096, 9000], [math.nan, -math.nan, math.inf]))
+def test_logits_that_are_not_finite_are_flagged(bad: float, place: int, device: torch.device) -> None:
+    case = Case(3, 4, 9001, device, torch.float32)
+    case.logits[6, place] = bad  # the second sequence
+    packed = greedy_accept(case.logits, case.drafts, case.drafted, case.tokens, case.lengths, case.rows)
+    assert packed[:, -1].tolist() == [1, 0, 1]
+    assert packed[1, 2] == place
+
+
+def argmax(logits: torch.Tensor) -> list[int]:
+    return (0x7FFFFFFF - (argmax_partials(logits).amax(-1) & 0x7FFFFFFF)).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 700, 3000])
+def test_argmax_is_torchs_whatever_the_chunks(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows: many chunks; many rows: several blocks to a program."""
+    if device.type == "cpu":
+        monkeypatch.setattr("specbatch.kernels.sampling.accept_triton._PROGRAMS", max(1, 2048 * 2 // rows))
+        monkeypatch.setattr("specbatch.kernels.sampling.accept_triton._FEW", 256 if rows == 1 else 0)
+        rows = 2
+    logits = torch.randn(rows, 5 * _BLOCK + 3, generator=torch.Generator().manual_seed(1)).to(device)
+    logits = (logits * 4).round()
+    assert argmax(logits) == logits.argmax(-1).tolist()
+    logits[:, 7000] = math.nan
+    logits[:, 7000 + _BLOCK] = math.nan
+    assert argmax(logits) == [7000] * rows
+    logits[:, 12] = -math.nan
+    assert argmax(logits) == [12] * rows
+    for value in (-math.inf, 0.0, -3.0):
+        assert argmax(torch.full_like(logits, value)) == [0] * rows
+    zeros = torch.zeros_like(logits)
+    zeros[:, 0] = -0.0
+    assert argmax(zeros) == [0] * rows
+    lowest = torch.full_like(logits, -math.inf)
+    lowest[:, -1] = -1e30
+    assert argmax(lowest) == [logits.shape[1] - 1] * rows
+
+
+def test_coins_are_those_of_the_reference(device: torch.device) -> None:
+    batch = 64
+    seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=torch.Generator().manual_seed(3)).to(device)
+    drafts = torch.zeros(batch, 7, dtype=torch.int64, device=device)
+    drafted, rows = torch.full_like(seeds, 7), torch.arange(1, batch + 1, device=device)
+    chosen = torch.zeros(batch, 8, dtype=torch.int64, device=device)
+    tokens = torch.zeros(batch + 1, 2000, dtype=torch.int64, device=device)
+    lengths = torch.arange(batch + 1, device=device) * 29
+    starts = lengths[1:].clone()
+    packed = commit(chosen, drafts, drafted, chosen == 0, tokens, lengths, rows, simulate=3.37, seeds=seeds)
+    assert torch.equal(packed[:, 8], simulated_accept_ref(seeds, starts, drafted, 3.37))
+    assert len(packed[:, 8].unique()) == 2
+
+
+@pytest.mark.parametrize(("batch", "n"), [(1, 1), (3, 1), (2, 5), (5, 16)])
+def test_stage(batch: int, n: int, device: torch.device) -> None:
+    case = Case(batch, n, 50, device, torch.float32)
+    tokens, positions, starts = stage(case.tokens, case.lengths, case.rows, case.drafts)
+    lengths = case.lengths[case.rows]
+    root = case.tokens[case.rows, lengths][:, None]
+    assert torch.equal(tokens, torch.cat([root, case.drafts], 1).flatten())
+    assert torch.equal(positions, (lengths[:, None] + torch.arange(n, device=device)).flatten())
+    assert torch.equal(starts, lengths)

@@ -1,0 +1,168 @@
+"""Laws, draws and rejection without sorting against the references that sort."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from crossed import crossed, slow_but
+
+pytest.importorskip("triton")
+
+from specbatch.core.device_batch import Needs, Sampling
+from specbatch.drafters import verification
+from specbatch.drafters.verification import Proposal
+from specbatch.kernels.sampling.filtered_distribution import law_of, probabilities
+from specbatch.kernels.sampling.sample_triton import draw, reject, sample
+from specbatch.kernels.sampling.sampling import DRAFT, TARGET, draw_ref, probabilities_ref, uniform_ref
+from specbatch.kernels.sampling.sampling import filtered_distribution as law_module
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of NumPy, in the interpreter
+# temperature, top-k, top-p, min-p
+SETTINGS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.0, 3, 0.5, 0.0),
+    (0.7, 20, 0.95, 0.0),
+    (1.0, 5, 1.0, 0.0),
+    (1.3, 0, 0.8, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (2.0, 100, 0.731, 0.05),
+    (1.0, 1, 1.0, 0.0),
+    (0.3, 0, 0.37, 0.2),
+    (1.0, 5000, 0.999, 0.0),
+    (5.0, 700, 0.9, 0.0),
+    (1e-30, 0, 0.9, 0.0),
+    (1.0, 50, 1e-9, 0.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks to a row, and lists that overflow."""
+    monkeypatch.setattr(law_module, "_BLOCK", 64)
+    monkeypatch.setattr(law_module, "_WARPS", 4)
+
+
+def settings_of(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    chosen = [SETTINGS[index % len(SETTINGS)] for index in range(count)]
+    temperature, top_k, top_p, min_p = (torch.tensor(column, device=device) for column in zip(*chosen, strict=True))
+    return temperature.float(), top_k.long(), top_p.float(), min_p.float()
+
+
+def logits_of(kind: str, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter has no bfloat16")
+    generator = torch.Generator().manual_seed(rows * 7 + vocabulary)
+    logits = torch.randn(rows, vocabulary, generator=generator)
+    logits = {
+        "flat": logits,
+        "peaked": logits * 5,
+        "ties": (logits * 2).round(),
+        "all equal": logits * 0 - 1,
+        "impossible": torch.where(logits > 1, logits, -math.inf),
+    }[kind]
+    return logits.to(dtype).to(device)
+
+
+KINDS = ["flat", "peaked", "ties", "all equal", "impossible"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*crossed(KINDS, [torch.float16, torch.bfloat16]), ("peaked", torch.float32)],
+)
+def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    rows = len(SETTINGS)
+    logits = logits_of(kind, rows, 100, dtype, device)
+    settings = settings_of(rows, device)
+    ours = probabilities(law_of(logits, *settings, truncated=True))
+    expected = probabilities_ref(logits, *settings)
+    for row in range(rows):
+        assert torch.equal(ours[row] > 0, expected[row] > 0), SETTINGS[row]
+    torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "truncated"),
+    slow_but([("peaked", 1, True), ("ties", 1, False)], [("flat", 2, True), ("peaked", 1, True), ("ties", 1, False)]),
+)
+def test_a_seed_draws_what_the_reference_draws(kind: str, n: int, truncated: bool, device: torch.device) -> None:
+    batch = len(SETTINGS)
+    logits = logits_of(kind, batch * n, 100, torch.float16, device)
+    settings = settings_of(batch, device)
+    generator = torch.Generator().manual_seed(n)
+    seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator).to(device)
+    positions = torch.randint(0, 1000, (batch, n), generator=generator).to(device)
+    tokens, sound = sample(logits, *settings, seeds, positions, TARGET, truncated=truncated)
+    cut = [item.repeat_interleave(n) for item in (settings if truncated else settings[:1])]
+    coins = uniform_ref(seeds[:, None], positions, TARGET)
+    expected = draw_ref(probabilities_ref(logits, *cut).view(batch, n, -1), coins)
+    assert torch.equal(tokens, expected)
+    assert sound.all()
+
+
+@pytest.mark.parametrize(("kind", "drafted"), slow_but([("flat", 1)], [("peaked", None), ("flat", 1)]))
+def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None:
+    """The first draft's law is the target's own, so that p - q is nothing."""
+    batch, n, vocabulary = 7, 3, 100
+    logits = logits_of(kind, batch * n, vocabulary, torch.float16, device)
+    settings = settings_of(batch, device)
+    generator = torch.Generator().manual_seed(5)
+    seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator).to(device)
+    positions = (torch.randint(0, 1000, (batch, 1), generator=generator) + torch.arange(n)).to(device)
+    sampling = Sampling(*settings, seeds, Needs(sampled=True, truncated=True))
+    near = logits.float().view(batch, n, -1)[:, :-1] + torch.randn(batch, n - 1, vocabulary, generator=generator).to(
+        device
+    )
+    near[:, 0] = logits.view(batch, n, -1)[:, 0]
+    q = sampling.probabilities(near.contiguous())
+    drafts = draw_ref(q, sampling.coins(positions[:, :-1], DRAFT))
+    limit = torch.full((batch,), n - 1 if drafted is None else drafted, device=device)
+    p = sampling.probabilities(logits.view(batch, n, -1))
+    expected = verification._reject(p, Proposal(drafts, limit, q), positions, sampling)
+    law = law_of(logits, *settings, truncated=True)
+    # Bit for bit the same law where it is the same, as a draft's would be that these kernels wrote.
+    q[:, 0] = probabilities(law).view(batch, n, -1)[:, 0]
+    tokens, accepted, sound = reject(law, drafts, limit, q, seeds, positions)
+    assert torch.equal(accepted, expected[1])
+    emitted = torch.arange(n, device=device) <= accepted[:, None]
+    assert torch.equal(tokens[emitted], expected[0][emitted])
+    assert sound.all()
+    if drafted is None:
+        assert 0 < accepted.sum() < batch * (n - 1)
+
+
+@pytest.mark.parametrize(("bad", "temperature"), crossed([math.nan, math.inf], [0.0, 0.8]))
+def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float, device: torch.device) -> None:
+    logits = logits_of("flat", 4, 90, torch.float16, device)
+    logits[2, 85] = bad
+    one, two = torch.ones(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    settings = (one * temperature, two + 3, one * 0.9, one * 0)
+    positions = torch.arange(4, device=device).view(2, 2)
+    for truncated in (True, False):
+        tokens, sound = sample(logits, *settings, two, positions, TARGET, truncated=truncated)
+        assert sound.tolist() == [[True, True], [False, True]]
+        assert ((tokens >= 0) & (tokens < 90)).all()
+        law = law_of(logits, *settings, truncated=truncated)
+        q = torch.full((2, 1, 90), 1 / 90, device=device)
+        tokens, _, sound = reject(law, tokens[:, :1].contiguous(), two + 1, q, two, positions)
+        assert sound.tolist() == [[True, True], [False, True]]
+        assert ((tokens >= 0) & (tokens < 90)).all()
+
+
+@pytest.mark.parametrize("kind", slow_but(["flat"], ["peaked", "flat"]))
+def test_a_block_of_real_size(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows on a GPU; what is near a cut may fall on either side of it."""
+    monkeypatch.setattr(law_module, "_BLOCK", 8192)
+    monkeypatch.setattr(law_module, "_WARPS", 16)
+    rows, vocabulary = len(SETTINGS), 151_936 if device.type == "cuda" else 9_001
+    logits = logits_of(kind, rows, vocabulary, torch.bfloat16 if device.type == "cuda" else torch.float16, device)
+    settings = settings_of(rows, device)
+    law = law_of(logits, *settings, truncated=True)
+    ours, expected = probabilities(law), probabilities_ref(logits, *settings)
+    assert ((ours - expected).abs().sum(1) < 1e-4).all()
+    positions, seeds = torch.arange(rows, device=device)[:, None], torch.arange(rows, device=device)
+    tokens, _ = draw(law, seeds, positions, TARGET)
+    # Our draw from our own law.
+    assert torch.equal(tokens, draw_ref(ours, uniform_ref(seeds, positions[:, 0], TARGET))[:, None])

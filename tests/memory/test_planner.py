@@ -1,0 +1,150 @@
+"""What fits: numbers, caps and refusals of the memory plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbatch.config import EngineConfig
+from specbatch.errors import SpecbatchError
+from specbatch.memory.planner import MemoryPlan, Place, plan_memory
+
+MIB = 1 << 20
+
+
+def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryPlan:
+    numbers: dict[str, Any] = {"model_len": 1000, "weights": 100 * MIB, "draft_weights": 20 * MIB, "page_bytes": MIB}
+    numbers |= {"vocabulary": 1000, "rows": 5, "state_bytes": 0, "checkpoint_bytes": 0, "place": Place()}
+    numbers |= {key: config.pop(key) for key in list(config) if key in numbers}
+    settings = {"max_running": 4, "memory_fraction": 0.5} | config
+    return plan_memory(EngineConfig(**settings), free=free, on_cpu=on_cpu, **numbers)
+
+
+def test_the_pool_is_what_is_left_behind_weights_and_workspace() -> None:
+    found = plan()
+    logits, tables = 3 * 4 * 1000 * 4 * 5, 8 * (4 + 1) * (1000 + 10 + 1) * 17 // 16
+    workspace = logits + tables
+    assert (found.available, found.workspace) == (500 * MIB, workspace)
+    assert found.wanted_pages == 4 * -(-(1000 + 10) // 16) == 256
+    assert found.kv_pages == 256
+    assert found.max_model_len == 1000
+    less = plan(free=600 * MIB)
+    assert less.kv_pages == (300 * MIB - 120 * MIB - workspace) // MIB == 179
+    assert less.kv == 179 * MIB
+    assert less.wanted_pages == 256
+
+
+@pytest.mark.parametrize(("count", "weights"), [(1, 500), (2, 300), (4, 640), (4, 0)])
+def test_engines_side_by_side_share_what_their_weights_leave(count: int, weights: int) -> None:
+    free, shares = 1000, []
+    for index in range(count):
+        shares.append(Place(index, count).budget(free, 0.8, weights))
+        free -= shares[-1]
+    assert shares[0] - weights == pytest.approx((800 - weights) / count, abs=1)
+    assert shares[1:] == pytest.approx([shares[0] - weights] * (count - 1), abs=2)
+    assert sum(shares) == pytest.approx(800, abs=count)
+
+
+def test_only_the_first_engine_has_weights() -> None:
+    first, second = (plan(free=free * MIB, place=Place(n, 2)) for n, free in enumerate((1000, 700)))
+    assert (first.available, first.weights) == (300 * MIB, 100 * MIB)
+    assert (second.available, second.weights) == (200 * MIB, 0)
+    for count in (1, 3):
+        with pytest.raises(
+            SpecbatchError, match=r"500\.0 MiB of 1000\.0 MiB free may be used and weights .* leave no KV page"
+        ):
+            plan(weights=900 * MIB, place=Place(0, count))
+    with pytest.raises(SpecbatchError, match="leave no KV page"):
+        plan(weights=500 * MIB, place=Place(0, 2))
+
+
+def test_settings_are_followed() -> None:
+    found = plan(kv_pages=77, max_model_len=300, page_size=32)
+    assert (found.kv_pages, found.max_model_len, found.page_size) == (77, 300, 32)
+    assert found.wanted_pages == 4 * -(-310 // 32)
+
+
+def test_a_small_pool_shortens_the_longest_request() -> None:
+    found = plan(kv_pages=10)
+    assert found.max_model_len == 10 * 16 - 10
+
+
+def test_a_cpu_keeps_memory_for_others_unless_told() -> None:
+    large = {"free": 100_000 * MIB, "on_cpu": True, "max_running": 10, "model_len": 10_000}
+    assert plan(**large).kv_pages == 4096
+    assert plan(**large, kv_pages=9000).kv_pages == 9000
+    assert plan(**(large | {"on_cpu": False})).kv_pages == plan(**large).wanted_pages > 4096
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "works"),
+    [
+        ({"kv_pages": 1000}, "kv_pages=1000", "at most 379"),
+        ({"max_model_len": 1001}, "max_model_len=1001", "at most 1000"),
+        ({"max_model_len": 500, "kv_pages": 20}, "max_model_len=500", "at most that, or kv_pages=32"),
+        ({"max_model_len": 900, "free": 320 * MIB}, "max_model_len=900", "requests of 614; use at most that"),
+        ({"free": 200 * MIB}, "memory_fraction=0.5", "leave no KV page; use a smaller model or dtype"),
+        ({"free": 240 * MIB, "page_bytes": 60 * MIB}, "memory_fraction=0.5", "smaller model"),
+        ({"kv_pages": 2, "page_size": 4}, "kv_pages=2", "at least 3"),
+        ({"kv_pages": 11, "page_size": 1}, "kv_pages=11", "at least 12"),
+    ],
+)
+def test_what_cannot_fit_is_refused_in_one_line(settings: dict[str, Any], named: str, works: str) -> None:
+    with pytest.raises(SpecbatchError) as caught:
+        plan(**settings)
+    message = str(caught.value)
+    assert named in message
+    assert works in message
+    assert "\n" not in message
+
+
+def test_the_number_that_a_refusal_gives_works() -> None:
+    assert plan(kv_pages=379).kv_pages == 379
+    assert plan(max_model_len=310, kv_pages=20).max_model_len == 310
+    assert plan(max_model_len=500, kv_pages=32).max_model_len == 500
+    assert plan(kv_pages=3, page_size=4).max_model_len == 2
+
+
+def test_on_a_cpu_the_refusal_of_a_length_names_the_pool() -> None:
+    with pytest.raises(SpecbatchError, match=r"max_model_len=90000: .*, or kv_pages=5626$"):
+        plan(free=100_000 * MIB, on_cpu=True, model_len=100_000, max_model_len=90_000)
+
+
+def test_the_printed_plan_holds_the_numbers() -> None:
+    text = "\n".join(plan().lines())
+    for part in ("500.0 MiB may be used", "weights    100.0 MiB", "draft      20.0 MiB", "256.0 MiB: 256 pages of 16"):
+        assert part in text
+    assert "retracted" not in text
+    text = "\n".join(plan(free=600 * MIB, draft_weights=0).lines())
+    assert "holds 199 of the 256 pages" in text
+    assert "draft" not in text
+    assert "2.00 GiB" in "\n".join(plan(free=4096 * MIB).lines())
+
+
+def test_slots_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(SpecbatchError, match="lower max_running or prefill_chunk"):
+        plan(max_running=1_000_000)
+
+
+def test_states_of_rows_and_of_prefixes_come_before_kv_pages() -> None:
+    """Those of prefixes take an eighth of what is left at most, and are not there without a prefix cache."""
+    recurrent: dict[str, Any] = {"state_bytes": 3 * MIB, "checkpoint_bytes": 2 * MIB}
+    found, without = plan(**recurrent), plan(**recurrent, prefix_cache=False)
+    room = without.available - without.weights - without.draft_weights - without.workspace - without.states
+    assert (without.states, without.checkpoints) == (15 * MIB, 0)
+    assert found.checkpoints == room // 8 // (2 * MIB) == 22
+    assert found.states == 15 * MIB + 22 * 2 * MIB
+    assert any(
+        line.startswith("  states     59.0 MiB of recurrent layers, of 22 prefixes too") for line in found.lines()
+    )
+    assert plan(**recurrent, free=10_000 * MIB).checkpoints == 64
+    assert plan(**recurrent, free=10_000 * MIB, max_running=40).checkpoints == 80
+    assert plan(**(recurrent | {"checkpoint_bytes": 100 * MIB})).checkpoints == 0
+
+
+@pytest.mark.parametrize("asked", [{"kv_pages": 355}, {"max_model_len": 355 * 16 - 10, "model_len": 9000}])
+def test_what_is_asked_for_comes_before_states_of_prefixes(asked: dict[str, int]) -> None:
+    found = plan(state_bytes=3 * MIB, checkpoint_bytes=2 * MIB, **asked)
+    assert found.checkpoints == 4
+    assert found.kv_pages >= 355

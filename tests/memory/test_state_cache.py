@@ -1,0 +1,221 @@
+"""States of prefixes against a plain model: which are kept, who goes first, and what a pass may begin with."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from specbatch.memory.page_pool import PagePool
+from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.memory.state_cache import Checkpoints, StateCounters
+
+PAGES, PLACES, SIZE = 14, 3, 2
+Prefix = tuple[int, ...]
+
+
+class Owner:
+    """Stands for a request."""
+
+    def __init__(self, tokens: list[int], pages: list[int], start: int, branch: int) -> None:
+        self.tokens, self.pages, self.done, self.branch = tokens, pages, start, branch
+
+
+class CheckpointMachine(RuleBasedStateMachine):
+    """The model: prefixes with a state in the order of their use, and what lies in each place of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(PAGES)
+        self.cache = PrefixCache(self.pool, SIZE)
+        self.checkpoints = Checkpoints(self.cache, SIZE, PLACES)
+        self.owners: list[Owner] = []
+        self.guessed: list[Prefix] = []
+        self.proven: list[Prefix] = []
+        self.place_of: dict[Prefix, int] = {}
+        self.device: dict[int, Prefix] = {}  # as the passes before this one have left it
+        self.saves: list[tuple[int, Prefix]] = []  # of the pass that is being planned
+        self.counted = StateCounters()
+
+    def is_cached(self, prefix: Prefix) -> bool:
+        return len(self.cache.path(list(prefix), len(prefix))) * SIZE == len(prefix)
+
+    def is_due(self, prefix: Prefix) -> bool:
+        return (self.place_of[prefix], prefix) in self.saves
+
+    def evict(self, count: int) -> None:
+        """Pages go, and with them their states."""
+        self.cache.evict(count)
+        for prefix in [prefix for prefix in self.place_of if not self.is_cached(prefix)]:
+            self.drop(prefix)
+
+    def drop(self, prefix: Prefix) -> None:
+        (self.guessed if prefix in self.guessed else self.proven).remove(prefix)
+        del self.place_of[prefix]
+        self.counted.evicted += 1
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=11))
+    def admit(self, tokens: list[int]) -> None:
+        """What a prompt begins with was computed for this very text by a pass before."""
+        known = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
+        known = [prefix for prefix in known if self.is_cached(prefix)]
+        kept = [prefix for prefix in known if prefix in self.place_of]
+        found = self.checkpoints.find(tokens)
+        assert found.branch == SIZE * len(known)
+        assert found.due == bool(kept and self.is_due(kept[-1]))
+        if not kept or found.due:
+            assert (found.pages, found.checkpoint) == ([], 0)
+        else:
+            assert found.checkpoint == self.place_of[kept[-1]]
+            assert len(found.pages) * SIZE == len(kept[-1])
+            assert self.device[found.checkpoint] == kept[-1]
+        if found.due:
+            return
+        need = -(-len(tokens) // SIZE) - len(found.pages)
+        self.evict(need - self.pool.free)
+        if need > self.pool.free:
+            for page in found.pages:
+                self.pool.release(page)
+            return
+        if kept:
+            self.checkpoints.use(found.checkpoint)
+            (self.guessed if kept[-1] in self.guessed else self.proven).remove(kept[-1])
+            self.proven.append(kept[-1])
+            self.counted.loaded += 1
+        self.owners.append(Owner(tokens, found.pages + self.pool.take(need), len(found.pages) * SIZE, found.branch))
+
+    @precondition(lambda self: self.owners)
+    @rule(pick=st.integers(0, 99), count=st.integers(1, 8))
+    def compute(self, pick: int, count: int) -> None:
+        owner = self.owners[pick % len(self.owners)]
+        end = min(owner.done + count, len(owner.tokens))
+        if end == owner.done:
+            return
+        owner.done = end
+        self.cache.insert(owner.tokens, end, owner.pages)
+        prefix, parting = tuple(owner.tokens[:end]), end == owner.branch
+        place = self.checkpoints.keep(owner.tokens, end, parting=parting)
+        assert bool(place) == self.has_room(prefix, parting)
+        if place:
+            (self.proven if parting else self.guessed).append(prefix)
+            self.place_of[prefix] = place
+            self.saves.append((place, prefix))
+            self.counted.kept += 1
+
+    def has_room(self, prefix: Prefix, parting: bool) -> bool:
+        if len(prefix) % SIZE or prefix in self.place_of:
+            return False
+        busy = {*self.place_of.values(), *(place for place, _ in self.saves)}
+        if len(busy) < PLACES:
+            return True
+        oldest = self.guessed[:1] + self.proven[:1]
+        for victim in oldest if parting else oldest[:1]:
+            if not self.is_due(victim):
+                self.drop(victim)
+                return True
+        return False
+
+    @rule()
+    def launch(self) -> None:
+        self.checkpoints.planned()
+        assert len({place for place, _ in self.saves}) == len(self.saves), "two states go to one place in a pass"
+        self.device |= dict(self.saves)
+        self.saves.clear()
+
+    @precondition(lambda self: self.owners)
+    @rule(pick=st.integers(0, 99))
+    def end(self, pick: int) -> None:
+        for page in self.owners.pop(pick % len(self.owners)).pages:
+            self.pool.release(page)
+
+    @rule(count=st.integers(1, 6))
+    def pages_go(self, count: int) -> None:
+        self.evict(count)
+
+    @invariant()
+    def every_place_is_accounted_for(self) -> None:
+        ours = self.checkpoints
+        assert {tuple(path): node.checkpoint for path, node in self.nodes() if node.checkpoint} == self.place_of
+        assert len(ours) == len(self.place_of) == len(set(self.place_of.values()))
+        assert [node.checkpoint for node in ours._guessed.values()] == [self.place_of[item] for item in self.guessed]
+        assert [node.checkpoint for node in ours._proven.values()] == [self.place_of[item] for item in self.proven]
+        assert sorted([*ours._free, *ours._lost, *self.place_of.values()]) == list(range(1, PLACES + 1))
+        assert ours.counters == self.counted
+
+    def nodes(self) -> list[tuple[list[int], object]]:
+        found = []
+        for node in self.cache._order.values():
+            tokens, place = [], node
+            while place.parent is not None:
+                tokens = [*place.key, *tokens]
+                place = place.parent
+            found.append((tokens, node))
+        return found
+
+    def teardown(self) -> None:
+        for owner in self.owners:
+            for page in owner.pages:
+                self.pool.release(page)
+        self.launch()
+        self.cache.evict(PAGES)
+        assert (len(self.checkpoints), self.pool.free) == (0, PAGES)
+        assert sorted(self.checkpoints._free) == list(range(1, PLACES + 1))
+
+
+TestCheckpoints = CheckpointMachine.TestCase
+TestCheckpoints.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+@pytest.fixture
+def cached() -> tuple[PrefixCache, PagePool]:
+    pool = PagePool(30)
+    return PrefixCache(pool, 2), pool
+
+
+def fill(cached: tuple[PrefixCache, PagePool], tokens: list[int]) -> None:
+    cache, pool = cached
+    pages = pool.take(len(tokens) // 2)
+    cache.insert(tokens, len(tokens), pages)
+    for page in pages:
+        pool.release(page)
+
+
+def test_a_long_prompt_in_small_chunks_leaves_others_their_states(cached: tuple[PrefixCache, PagePool]) -> None:
+    """All but one: it may have been of use the longest time ago."""
+    checkpoints = Checkpoints(cached[0], 2, 4)
+    for kind in (1, 2, 3, 4):
+        fill(cached, [kind] * 2)
+        assert checkpoints.keep([kind] * 2, 2, parting=True)
+        checkpoints.planned()
+    long = [9] * 16
+    fill(cached, long)
+    for end in range(2, 17, 2):
+        assert checkpoints.keep(long, end, parting=False)
+        checkpoints.planned()
+    assert [checkpoints.find([kind] * 3).checkpoint > 0 for kind in (1, 2, 3, 4)] == [False, True, True, True]
+    assert len(checkpoints.find([*long, 1]).pages) == 8
+
+
+def test_a_guess_that_was_right_stays(cached: tuple[PrefixCache, PagePool]) -> None:
+    checkpoints = Checkpoints(cached[0], 2, 2)
+    for kind in (1, 2):
+        fill(cached, [kind] * 2)
+        assert checkpoints.keep([kind] * 2, 2, parting=False)
+        checkpoints.planned()
+    checkpoints.use(checkpoints.find([1] * 3).checkpoint)
+    fill(cached, [3] * 2)
+    assert checkpoints.keep([3] * 2, 2, parting=False)
+    assert [checkpoints.find([kind] * 3).checkpoint > 0 for kind in (1, 2)] == [True, False]
+
+
+def test_a_place_whose_pages_go_is_not_given_away_in_the_same_pass(cached: tuple[PrefixCache, PagePool]) -> None:
+    """The pass writes there: two states would go to one place."""
+    checkpoints = Checkpoints(cached[0], 2, 1)
+    fill(cached, [1, 1])
+    assert checkpoints.keep([1, 1], 2, parting=True)
+    assert cached[0].evict(1) == 1
+    fill(cached, [2, 2])
+    assert not checkpoints.keep([2, 2], 2, parting=True)
+    checkpoints.planned()
+    assert checkpoints.keep([2, 2], 2, parting=True)

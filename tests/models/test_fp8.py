@@ -1,0 +1,399 @@
+"""FP8 checkpoints against the same model with its weights made wide, and what is wrong with some of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.drafters import mtp
+from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.gemm.fp8_linear import ScaledLinear, SideBySide
+from specbatch.kernels.gemm.linear import Linear
+from specbatch.kernels.moe.experts import Experts
+from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.recurrent_state import States, state_types
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.models.layers import Reader
+from specbatch.models.mtp import Mtp, MtpConfig, mtp_config
+from specbatch.runtime.loader import weight_bytes
+from specbatch.weights import open_checkpoint
+from specbatch.weights.dummy import DummyCheckpoint
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 160,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"]}
+MOE = {
+    **SIZES,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+NEXT = {
+    **MOE,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 384,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+QWEN35 = {
+    **{key: value for key, value in NEXT.items() if key != "norm_topk_prob"},
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "shared_expert_intermediate_size": 128,
+}
+NEMOTRON = {
+    **{key: value for key, value in SIZES.items() if key != "rms_norm_eps"},
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "M-*E",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 256,
+}
+# Config, modules not converted, is a layer's mixture one tensor, weights that are wide though the device keeps float8.
+CASES: dict[str, tuple[dict[str, Any], list[str], bool, set[str]]] = {
+    "dense": (QWEN3, ["lm_head", "model.layers.1.mlp"], False, set()),
+    "dense, mixed": (QWEN3, ["model.layers.0.mlp.up_proj"], False, {"model.layers.0.mlp.gate_proj.weight"}),
+    "dense, odd": (
+        {**QWEN3, "head_dim": 48},
+        ["lm_head"],
+        False,
+        {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkv"},
+    ),
+    "moe": (MOE, ["lm_head", "model.layers.0.mlp.gate"], False, set()),
+    "moe, fused": (MOE, [], True, set()),
+    "next": (
+        NEXT,
+        ["linear_attn.in_proj_ba"],
+        False,
+        {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"},
+    ),
+    "qwen3.5": (
+        QWEN35,
+        [f"model.layers.0.linear_attn.in_proj_{part}" for part in "ab"],
+        True,
+        {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"},
+    ),
+    "nemotron": (NEMOTRON, [], False, set()),
+}
+
+
+def quantised(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks of 128 x 128 so that the largest value of each is 448, the largest of float8; their scales; and what they
+    stand for."""
+    out, inner = wide.shape[-2:]
+    values, meant = torch.zeros_like(wide, dtype=torch.float8_e4m3fn), torch.zeros_like(wide)
+    scales = torch.zeros(*wide.shape[:-2], -(-out // 128), -(-inner // 128), dtype=torch.bfloat16)
+    for i in range(scales.shape[-2]):
+        for j in range(scales.shape[-1]):
+            block = (..., slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            scale = (wide[block].abs().amax((-2, -1)) / 448).bfloat16()
+            scales[..., i, j] = scale
+            values[block] = (wide[block] / scale.float()[..., None, None]).clamp(-448, 448).to(values.dtype)
+            meant[block] = values[block].float() * scale.float()[..., None, None]
+    return values, scales, meant
+
+
+def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool) -> dict[str, torch.Tensor]:
+    """An FP8 checkpoint; what its weights stand for."""
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    described = {
+        **described,
+        "quantization_config": {**quantization, "activation_scheme": "dynamic", "modules_to_not_convert": plain},
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    config = ModelConfig.from_dict(described)
+    shapes = (config.stacked() if fused else config).tensor_shapes()
+    generator = torch.Generator().manual_seed(2)
+    stored, meant = {}, {}
+    for name, shape in shapes.items():
+        if name.endswith("_scale_inv"):
+            continue
+        wide = torch.randn(shape, generator=generator)
+        wide = wide * 1.2 / shape[-1] ** 0.5 if len(shape) > 1 else wide.sigmoid() + 0.5
+        stored[name] = meant[name] = wide
+        if f"{name}_scale_inv" in shapes:
+            stored[name], stored[f"{name}_scale_inv"], meant[name] = quantised(wide)
+    save_file(stored, folder / "model.safetensors")
+    return meant
+
+
+def logits(model: Decoder, count: int = 23) -> torch.Tensor:
+    states, config, device = None, model.config, model.device
+    if model.recurrent_layers:
+        types = state_types(torch.float32, "fp32")
+        states = States(config.state_shapes, model.recurrent_layers, 2, 1, types, device)
+    backend = prefill_backend("torch", device, torch.float32, config.head_dim)
+    cache = KVCache(config, model.attention_layers, 8, 4, torch.float32, device, backend, states)
+    shape = Prefill(torch.arange(16, device=device).view(2, 8) % 9, [Span(1, 0, count)], 4)
+    tokens = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
+    tokens = tokens.to(device)
+    with torch.inference_mode():
+        return model.logits(model.forward(tokens, shape.positions, shape.on(cache)).last)
+
+
+def products(model: Decoder) -> set[type]:
+    found = set()
+    for layer in model.layers:
+        for part in (layer.mixer, *layer.mlps):
+            found |= {type(item) for item in vars(part).values() if isinstance(item, Linear)}
+            found |= {
+                ScaledLinear for item in vars(part).values() if isinstance(item, Experts) and item.up.scales is not None
+            }
+    return found
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
+@pytest.mark.parametrize("case", CASES)
+def test_it_computes_what_its_weights_stand_for(
+    case: str, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described, plain, fused, widened = CASES[case]
+    meant = write(tmp_path, described, plain, fused)
+    checkpoint = open_checkpoint(str(tmp_path))
+    wide = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
+    sizes = {"dtype": torch.float32, "device": CPU, "max_positions": 64}
+    expected = logits(Decoder(wide, meant.__getitem__, **sizes))
+    monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
+    model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
+    assert model.widened == (widened if keeps else set())
+    assert (products(model) & {ScaledLinear, SideBySide} != set()) is keeps
+    assert (logits(model) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def write_head(folder: Path, wide: set[str]) -> tuple[MtpConfig, dict[str, torch.Tensor]]:
+    """An MTP head beside the model in this folder, float8 but for `wide`: its config in the types of the activations,
+    and what its weights stand for."""
+    target = open_checkpoint(str(folder)).config
+    stored, meant = load_file(folder / "model.safetensors"), {}
+    config = replace(mtp_config(target), float8=None, mixture=target.mixture and replace(target.mixture, fused=False))
+    generator = torch.Generator().manual_seed(5)
+    for name, shape in config.weight_shapes().items():
+        stored[name] = meant[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        if len(shape) > 1 and name not in wide and not name.endswith("gate.weight"):
+            stored[name], stored[f"{name}_scale_inv"], meant[name] = quantised(meant[name])
+    save_file(stored, folder / "model.safetensors")
+    return config, meant
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
+@pytest.mark.parametrize(
+    ("case", "changes", "wide", "joined"),
+    [
+        ("next", {}, {"mtp.fc.weight"}, False),  # as it is published
+        ("next", {"hidden_size": 256}, set(), True),
+        ("qwen3.5", {}, set(), False),  # halves of 160 columns
+        ("qwen3.5", {}, {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}, False),
+    ],
+)
+def test_an_mtp_head_computes_what_its_weights_stand_for(
+    case: str,
+    changes: dict[str, Any],
+    wide: set[str],
+    joined: bool,
+    keeps: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described, plain, fused, _ = CASES[case]
+    write(tmp_path, described | changes, plain, fused)
+    config, meant = write_head(tmp_path, wide)
+    monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
+    checkpoint = open_checkpoint(str(tmp_path))
+    target = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
+    lines: list[str] = []
+    asked = EngineConfig(model=str(tmp_path), speculation=Speculation("mtp"))
+    layer = mtp.plan(checkpoint, asked, lines.append).weights
+    assert isinstance(layer, MtpConfig)
+    assert "M parameters, float8; 4 heads" in lines[0]
+    found = []
+    for head in (Mtp(config, meant.__getitem__, target, 64), Mtp(layer, checkpoint.tensor, target, 64)):
+        generator = torch.Generator().manual_seed(6)
+        embedded, hidden = torch.randn(2, 7, config.hidden_size, generator=generator)
+        x, qkv = head.enter(embedded, hidden)
+        found.append(head.leave(x, qkv[:, : config.num_heads * config.head_dim]))
+    expected, ours = found
+    assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
+    types = {type(part) for part in vars(head._fc).values()}
+    assert types == ({ScaledLinear} if joined and keeps else {Linear})
+    assert (head._layer.mlps[0].experts.up.scales is not None) is keeps
+
+
+def test_an_mtp_head_in_float8_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described, plain, fused, _ = CASES["next"]
+    write(tmp_path, {**described, "hidden_size": 256}, plain, fused)
+    config, meant = write_head(tmp_path, {"mtp.fc.weight"})
+    found = mtp_config(open_checkpoint(str(tmp_path)).config, open_checkpoint(str(tmp_path)).mtp)
+    count = sum(item.numel() for item in meant.values())
+    assert weight_bytes(found, torch.bfloat16, CPU) == weight_bytes(config, torch.bfloat16, CPU) == 2 * count
+    monkeypatch.setattr("specbatch.runtime.loader.keeps_float8", lambda device: True)
+    small = [256 * 256, *[128 * 256] * 9, *[384 * 256] * 3]  # o_proj, experts, shared
+    scales = 4 * sum(item // 128**2 for item in small)
+    assert weight_bytes(found, torch.bfloat16, CPU) == 2 * count - sum(small) + scales
+
+
+def test_a_random_mtp_head_is_made_where_its_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its type and with a layer's experts in one tensor: 512 experts in float32 on a CPU take minutes."""
+    made: dict[str, tuple[str, torch.dtype]] = {}
+
+    def random(name: str, shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+        made[name] = device, dtype
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    monkeypatch.setattr("specbatch.weights.dummy.random_tensor", random)
+    monkeypatch.setattr("specbatch.drafters.mtp.feature_chain", lambda head, *_: head)
+    monkeypatch.setattr(Reader, "_sound", lambda self, name, values: values)  # nothing has a value here
+    config = ModelConfig.from_dict(NEXT | {"dtype": "bfloat16"})
+    checkpoint = DummyCheckpoint(config, name="next", seed=1, tokenizer=None, device="meta")
+    sizes = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_positions": 64}
+    target = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
+    of_target = set(made.values())
+    made.clear()
+    asked = EngineConfig(model="next", load_format="dummy", speculation=Speculation("mtp"))
+    mtp.plan(checkpoint, asked, print).build(target, SimpleNamespace(max_positions=64))
+    assert set(made.values()) == of_target == {("meta", torch.bfloat16)}
+    assert {"mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"} <= set(made)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compute_what_the_weights_stand_for(case: str, tmp_path: Path) -> None:
+    described, plain, fused, widened = CASES[case]
+    meant = write(tmp_path, described, plain, fused)
+    checkpoint = open_checkpoint(str(tmp_path))
+    wide = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
+    sizes = {"dtype": torch.float32, "device": torch.device("cuda"), "max_positions": 64}
+    expected = logits(Decoder(wide, meant.__getitem__, **sizes))
+    model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
+    assert model.widened == widened
+    assert (logits(model) - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def test_what_is_float8_lies_in_memory_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
+    checkpoint = open_checkpoint(str(tmp_path))
+    count = sum(item.numel() for item in meant.values())
+    assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * count
+    monkeypatch.setattr("specbatch.runtime.loader.keeps_float8", lambda device: True)
+    # 160 rows might have to be cut, and are planned wide; 160 columns are two blocks.
+    small = 2 * 160 * (256 + 128 + 128) + 2 * 160 * 256
+    scales = 2 * (4 + 2 + 2) + 2 * 4
+    assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * (count - small) + small + 4 * scales
+
+
+def damaged(folder: Path, change: Any) -> str:
+    write(folder, QWEN3, ["lm_head"], False)
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SpecbatchError) as refusal:
+        open_checkpoint(str(folder))
+    return str(refusal.value)
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{NAME}_scale_inv"] = tensors[f"{NAME}_scale_inv"][:1].contiguous()
+
+    assert f"tensor {NAME}_scale_inv is [1, 2]; its config asks for [2, 2]" in damaged(tmp_path, cut)
+
+
+def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: Path) -> None:
+    said = damaged(tmp_path, lambda tensors: tensors.pop(f"{NAME}_scale_inv"))
+    assert f"tensor {NAME} is F8_E4M3 and has no {NAME}_scale_inv" in said
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[NAME] = tensors[NAME].bfloat16()
+
+    assert f"{NAME}_scale_inv is there and no tensor of F8_E4M3" in damaged(tmp_path, widen)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
+def test_float8_that_is_no_number_is_refused(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in a tensor of several parts it lies; products would take it for 480."""
+    monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
+    monkeypatch.setattr("specbatch.kernels.gemm.weight._PART", 1000)
+    write(tmp_path, QWEN3, ["lm_head"], False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[NAME].view(torch.uint8)[100, 3] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(SpecbatchError, match=f"{NAME}.* not finite in torch.float8_e4m3fn"):
+        Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
+
+
+def test_which_weights_are_float8_is_what_the_file_says(tmp_path: Path) -> None:
+    meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["quantization_config"]["modules_to_not_convert"] = None
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert f"{NAME}_scale_inv" not in checkpoint.config.tensor_shapes()
+    assert f"{NAME.replace('1', '0')}_scale_inv" in checkpoint.config.tensor_shapes()
+    assert torch.equal(checkpoint.tensor(NAME), meant[NAME])
+
+
+def test_scales_that_no_config_announces_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, QWEN3, [], False)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    with pytest.raises(SpecbatchError, match=r"its config describes no tensor .*_scale_inv"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"weight_block_size": None}, "weight_block_size=None: it must be .128, 128."),
+        ({"weight_block_size": [64, 128]}, "weight_block_size=.64, 128."),
+        ({"fmt": "e5m2"}, "fmt='e5m2'"),
+        ({"activation_scheme": "static"}, "activation_scheme='static'"),
+        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors'"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head'"),
+    ],
+)
+def test_other_quantisations_are_refused(changes: dict[str, Any], named: str) -> None:
+    known = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    with pytest.raises(SpecbatchError, match=named):
+        ModelConfig.from_dict({**QWEN3, "quantization_config": {**known, **changes}})

@@ -1,0 +1,93 @@
+"""Runs on disk: what is one point, what pairs, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from made_runs import make_record, metrics_of
+from swept import saved
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.records.runs import Where, load_run
+from specbatch.sweeps.compare import compare
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompts_sha256": "other"}, "prompts_sha256 same and other"),
+        ({"prompts": 3}, "prompts 12 and 3"),
+        ({"output_len": 9}, "output_len 4 and 9"),
+        ({"command": "check"}, "command None and check"),
+        ({"config": EngineConfig(model="toy")}, "model smollm2-135m and toy"),
+        ({"config": EngineConfig(load_format="dummy")}, "load_format auto and dummy"),
+    ],
+)
+def test_other_models_and_workloads_are_refused_with_what_differs(tmp_path, change, said):
+    old = saved(tmp_path / "a", make_record([metrics_of()] * 12))
+    new = saved(tmp_path / "b", make_record([metrics_of()] * 12, **change))
+    with pytest.raises(SpecbatchError, match=said) as error:
+        compare(old, new)
+    assert "\n" not in str(error.value)
+    assert "at v1" not in str(error.value)
+    assert "concurrency 4" in str(error.value)
+
+
+def test_random_weights_of_another_seed_are_another_model(tmp_path):
+    a, b = (make_record([metrics_of()], config=EngineConfig(load_format="dummy", seed=seed)) for seed in (1, 2))
+    with pytest.raises(SpecbatchError, match="seed of the weights 1 and 2"):
+        compare(saved(tmp_path / "a", a), saved(tmp_path / "b", b))
+    a.config["load_format"] = b.config["load_format"] = "auto"
+    assert compare(saved(tmp_path / "c", a), saved(tmp_path / "d", b)).differs["seed"] == ["1 -> 2"]
+
+
+def test_runs_without_a_common_point_are_refused(tmp_path):
+    old = saved(tmp_path / "a", make_record([metrics_of()], concurrency=1))
+    new = saved(tmp_path / "b", make_record([metrics_of()], concurrency=2))
+    with pytest.raises(SpecbatchError, match="no point in common: concurrency 1, and concurrency 2"):
+        compare(old, new)
+
+
+def test_a_folder_of_different_runs_is_refused(tmp_path):
+    saved(tmp_path / "a", make_record([metrics_of()]))
+    saved(tmp_path / "b", make_record([metrics_of()], config=EngineConfig(speculation=Speculation("ngram", "v2"))))
+    with pytest.raises(SpecbatchError, match=r"speculation\.schedule v1 and v2"):
+        load_run("before", tmp_path)
+    saved(tmp_path / "c" / "1", make_record([metrics_of()]))
+    saved(tmp_path / "c" / "2", make_record([metrics_of()], prompts_sha256="other"))
+    with pytest.raises(SpecbatchError, match="prompts_sha256 same and other"):
+        load_run("before", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "TypeError"), ('{"schema": 2}', "TypeError")],
+)
+def test_a_damaged_record_is_one_line(tmp_path, text, said):
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(SpecbatchError, match=said) as error:
+        load_run("before", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_no_record_and_another_schema_are_refused(tmp_path):
+    with pytest.raises(SpecbatchError, match=r"holds no record\.json"):
+        load_run("before", tmp_path)
+    with pytest.raises(SpecbatchError, match=r"holds no record\.json"):
+        load_run("before", tmp_path / "nowhere")
+    record = make_record([metrics_of()])
+    record.schema = 2
+    with pytest.raises(SpecbatchError, match="schema 2, and this version reads 1"):
+        load_run("before", saved(tmp_path, record))
+
+
+def test_places_of_a_bench(tmp_path):
+    for section, size in (("decode", 1), ("machine", 0)):
+        record = make_record([metrics_of()] * 10, section=section, size=size, output_len=4)
+        record.metrics["step_s"] = 0.004
+        folder = tmp_path / section / "v1" / str(size) / "r1"
+        folder.mkdir(parents=True)
+        record.save(folder)
+    assert list(load_run("before", tmp_path).points) == [Where("decode", "v1", 1)]
+    (row,) = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "step")
+    assert (row.section, row.before) == ("decode", pytest.approx(4.0))

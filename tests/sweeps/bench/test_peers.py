@@ -1,0 +1,69 @@
+"""What a CSV of other engines' figures may hold."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from specbatch.errors import SpecbatchError
+from specbatch.sweeps.bench.columns import DRAFTING as SECTIONS
+from specbatch.sweeps.bench.peers import read_peers
+
+HEAD = "model,dtype,gpu,section,size,column,peer,value\n"
+DRAFTING = "algorithm,draft_steps,draft_topk,draft_tokens,accept_length," + HEAD
+ROW = "toy,float32,,decode,3,step_ms,Theirs,7.25\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x00\xff\xfe binary", "is no text in UTF-8"),
+        (b"", "needs the columns model, dtype"),
+        (b"a,b\n1,2\n", "needs the columns model, dtype"),
+        ((HEAD + ROW + "toy,float32,,decode\n").encode(), "line 3: 4 cells under 8 columns"),
+        ((HEAD + ROW.replace("7.25", "7.25,extra")).encode(), "line 2: 9 cells under 8 columns"),
+        ((HEAD + ROW.replace("7.25", "fast")).encode(), "line 2: value 'fast' is no number"),
+        ((HEAD + ROW.replace("7.25", "nan")).encode(), "line 2: value 'nan' is no number"),
+        ((HEAD + ROW.replace(",3,", ",x,")).encode(), "line 2: size 'x' is no whole number"),
+        ((HEAD + ROW + '"toy,float32').encode(), "is no CSV"),
+        ((DRAFTING + "eagle3,3,1,3,," + ROW).encode(), "line 2: of algorithm, draft_steps, .* give all, or none"),
+        ((DRAFTING + ",,,,2.4," + ROW).encode(), "line 2: of algorithm, draft_steps, .* give all, or none"),
+        ((DRAFTING + "eagle3,3,1,x,2.4," + ROW).encode(), "line 2: draft_tokens 'x' is no whole number"),
+        ((DRAFTING + "eagle3,3,1,3,much," + ROW).encode(), "line 2: accept_length 'much' is no number"),
+        ((DRAFTING + "eagle3,3,1,4,2.4," + ROW).encode(), r"line 2: draft_steps=3: .* \(the root is not counted\)"),
+        ((DRAFTING + "eagle4,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'eagle4' drafts nothing here; use one"),
+        ((DRAFTING + "none,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'none' drafts nothing here"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, content, said):
+    (tmp_path / "peers.csv").write_bytes(content)
+    with pytest.raises(SpecbatchError, match=said) as found:
+        read_peers(tmp_path / "peers.csv")
+    assert "\n" not in str(found.value)
+
+
+def test_a_byte_order_mark_and_blank_lines_are_nothing(tmp_path):
+    (tmp_path / "peers.csv").write_bytes(b"\xef\xbb\xbf" + (HEAD + "\n" + ROW).encode())
+    (row,) = csv.DictReader(read_peers(tmp_path / "peers.csv").splitlines())
+    assert row["model"] == "toy"
+
+
+def test_the_peers_of_the_repository_can_be_shown():
+    text = read_peers(Path(__file__).parents[2] / "results/h200/peers.csv")
+    rows = list(csv.DictReader(text.splitlines()))
+    assert {(row["model"], row["dtype"], row["gpu"]) for row in rows} == {("qwen3-8b", "bfloat16", "H200")}
+    assert {row["section"] for row in rows} == {"decode", "closed", "ttft"}
+    assert all(float(row["value"]) > 0 for row in rows)
+    ways = {tuple(row[name] for name in DRAFTING.split(",")[:5]) for row in rows}
+    assert ways == {("",) * 5, ("eagle3", "3", "1", "3", "2.4"), ("dflash", "15", "1", "15", "6.35")}
+    assert all(row["column"] in SECTIONS[row["section"]].beside for row in rows)
+    names = ("algorithm", "section", "size", "peer", "column")
+    figures = {tuple(row[name] for name in names): float(row["value"]) for row in rows}
+    assert len(figures) == len(rows)
+    for row in rows:
+        if row["algorithm"] and row["column"] == "decode_tok_s":
+            step_ms = figures[*(row[name] for name in names[:-1]), "step_ms"]
+            reached = float(row["value"]) * step_ms / 1e3 / int(row["size"])
+            assert reached == pytest.approx(float(row["accept_length"]), rel=0.04)

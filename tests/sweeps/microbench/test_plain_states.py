@@ -1,0 +1,47 @@
+"""Steps that write their state at once, against verifies of one row of which that row is folded in next."""
+
+from __future__ import annotations
+
+import torch
+
+from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_verify_ref
+from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_verify_ref
+from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.sweeps.microbench.plain_states import plain_delta, plain_mamba
+
+BATCH = 3
+
+
+def folds(device: torch.device) -> list[Fold]:
+    """A verify behind a prompt, and the one after it, on device rows 1 and up."""
+    rows = torch.arange(1, BATCH + 1, device=device)
+    return [Fold(rows, torch.full((BATCH + 1,), count, device=device)) for count in (0, 1)]
+
+
+def test_delta(device: torch.device) -> None:
+    torch.manual_seed(0)
+    gates = [torch.randn(2, device=device) for _ in range(2)]
+    heads = DeltaHeads(1, 2, 32, 32, *gates, torch.ones(32, device=device), 1e-6)
+    qkv, z, b, a = (torch.randn(BATCH, width, device=device) for width in (128, 64, 2, 2))
+    state = torch.randn(BATCH, 2, 32, 32, device=device)
+    shapes = (1, 32), (2, 32), (2,)
+    pending = Pending(*(torch.zeros(BATCH + 1, 1, *shape, device=device) for shape in shapes))
+    rows = torch.cat([state[:1], state])  # device row 0 is padding
+    wanted, _ = (delta_verify_ref(qkv, z, b, a, heads, rows, pending, fold) for fold in folds(device))
+    y = plain_delta(qkv, z, b, a, heads, state)
+    torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_mamba(device: torch.device) -> None:
+    torch.manual_seed(0)
+    heads = SsdHeads(4, 16, 2, 16, *torch.randn(3, 4, device=device), Norm(torch.ones(64, device=device), 1e-5))
+    xbc, dt, z = (torch.randn(BATCH, width, device=device) for width in (128, 4, 64))
+    state = torch.randn(BATCH, 4, 16, 16, device=device)
+    rows = torch.cat([state[:1], state])
+    memory = SsdMemory(rows, torch.zeros(BATCH + 1, 1, 64 + 32 + 4, device=device))
+    wanted, _ = (ssd_verify_ref(xbc, dt, z, heads, memory, fold) for fold in folds(device))
+    y = plain_mamba(xbc, dt, z, heads, state)
+    torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)

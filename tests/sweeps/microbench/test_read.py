@@ -1,0 +1,16 @@
+"""The kernel that reads memory must have read all of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.sweeps.microbench.read import read_sum, read_sum_ref
+
+
+@pytest.mark.parametrize(("block", "steps", "chunks"), [(16, 1, 1), (32, 3, 5), (128, 4, 2)])
+def test_sums_over_chunks(device: str, block: int, steps: int, chunks: int) -> None:
+    data = torch.rand(block * steps * chunks, device=device)
+    sums = torch.full((chunks,), torch.nan, device=device)
+    read_sum(data, sums, block=block, steps=steps, warps=4)
+    torch.testing.assert_close(sums, read_sum_ref(data, block * steps))

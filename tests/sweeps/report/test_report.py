@@ -1,0 +1,337 @@
+"""`report.html` and the files beside it: complete, from records only, readable offline and on a phone."""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from lxml import etree
+from lxml import html as parser
+from swept import saved, swept
+
+from specbatch.errors import SpecbatchError
+from specbatch.sweeps.report.report import command_of, draw_all, page, warnings_of, write_report
+from specbatch.sweeps.report.serving import serving_rows
+from specbatch.sweeps.report.tables import about, load_records, warning, write_summary
+
+NAMES = ("baseline", "v2+piecewise", "mine draft-tokens=3 draft-topk=10 attention-backend=triton")
+RECORDS = [swept(name, concurrency, repeat) for concurrency in (1, 4) for name in NAMES for repeat in (1, 2)]
+
+
+for one in RECORDS:
+    one.config["model"] = "/models/" + "unbreakable" * 9  # a phone's screen is narrower
+
+
+def remade(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = saved(tmp_path_factory.mktemp("sweep"), *RECORDS)
+    write_report(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def document(folder):
+    return parser.fromstring((folder / "report.html").read_text())
+
+
+def html_of(records):
+    return page(records, [], serving_rows(records), "specbatch report x")
+
+
+def test_all_files_are_there_and_remade_to_the_byte(folder, tmp_path):
+    names = set(remade(folder))
+    assert names >= {
+        f"{table}.{kind}" for table in ("summary", "concurrency", "serving") for kind in ("md", "csv", "json")
+    }
+    pictures = ("throughput", "ttft", "tpot", "accept_length", "acceptance", "steps", "shares")
+    assert names >= {f"plots/{name}.{kind}" for name in pictures for kind in ("svg", "png")}
+    paths = write_report(folder, tmp_path / "deep" / "copy")
+    assert paths[-1] == tmp_path / "deep/copy/report.html"
+    before, after = remade(folder), remade(tmp_path / "deep/copy")
+    assert set(after) == {name for name in before if not name.endswith(("record.json", "requests.jsonl"))}
+    assert [name for name in after if after[name] != before[name]] == ["report.html"]  # it names its own command
+    again = command_of(folder, tmp_path / "deep/copy").encode()
+    assert after["report.html"].replace(again, command_of(folder, None).encode()) == before["report.html"]
+
+
+def test_the_summary_is_the_one_that_a_sweep_writes(folder, tmp_path):
+    copy = saved(tmp_path / "copy", *RECORDS)
+    write_summary(copy)
+    assert (copy / "summary.md").read_bytes() == (folder / "summary.md").read_bytes()
+    assert (copy / "summary.csv").read_bytes() == (folder / "summary.csv").read_bytes()
+
+
+def test_points_that_were_to_be_measured_and_were_not_are_named(tmp_path):
+    copy = saved(tmp_path / "cut", *RECORDS)
+    names = sorted({record.workload["configuration"] for record in RECORDS})
+    done = sorted({record.workload["concurrency"] for record in RECORDS})
+    plan = {"configurations": names, "concurrency": [*done, 99], "repeats": 2}
+    (copy / "sweep.json").write_text(json.dumps(plan))
+    write_report(copy)
+    said = (
+        f"UNFINISHED: {2 * len(names)} points ({', '.join(f'2 of {name} at concurrency 99' for name in names)}) have no"
+    )
+    assert said in (copy / "summary.md").read_text()
+    assert any(said in note for note in json.loads((copy / "summary.json").read_text())["notes"])
+    assert "at concurrency 99" in parser.fromstring((copy / "report.html").read_text()).text_content()
+
+
+@pytest.mark.parametrize("plan", ["[]", "{", '{"configurations": {}}', '{"configurations": 3}'])
+def test_a_plan_that_cannot_be_read_is_refused(tmp_path, plan):
+    copy = saved(tmp_path / "torn", *RECORDS)
+    (copy / "sweep.json").write_text(plan)
+    with pytest.raises(SpecbatchError, match=r"^folder='.*torn': its sweep.json cannot be read"):
+        write_report(copy)
+
+
+def test_csv_and_json_say_the_same(folder):
+    for name in ("concurrency", "serving"):
+        rows = list(csv.DictReader((folder / f"{name}.csv").open()))
+        plain = json.loads((folder / f"{name}.json").read_text())
+        assert [{key: "" if value is None else str(value) for key, value in row.items()} for row in plain] == rows
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = list(csv.DictReader((folder / "summary.csv").open()))
+    assert len(summary["rows"]) == len(rows) == 6
+    assert summary["rows"][1]["output_tok_s"] == pytest.approx(float(rows[1]["output_tok_s"]))
+    assert summary["rows"][0]["accept_rate"] is None
+    assert summary["about"]["model"]
+    assert "NaN" not in (folder / "summary.json").read_text()
+
+
+def test_the_page_says_what_was_run(document):
+    text = document.text_content()
+    for name, value in about(RECORDS).items():
+        assert name in text
+        assert value in text
+    assert "12, made from 2026-01-02T03:04:05+00:00" in text
+
+
+def test_the_page_holds_every_table_plot_and_block(document):
+    captions = [caption.text for caption in document.iter("caption")]
+    assert captions == ["Medians over repeats", "Where drafts were accepted", *NAMES]
+    assert len(document.findall(".//figure")) == 7
+    assert [len(list(figure.iter("{*}svg", "svg"))) for figure in document.iter("figure")] == [1] * 7
+    assert [summary.text for summary in document.iter("summary")][:6] == [
+        f"{name} at concurrency {concurrency}" for concurrency in (1, 4) for name in NAMES
+    ]
+    assert sum("Serving Benchmark Result" in (pre.text or "") for pre in document.iter("pre")) == 6
+    assert "accept length: tokens emitted per verify" in document.text_content()
+
+
+def test_every_row_has_as_many_cells_as_titles(document):
+    for table in document.iter("table"):
+        titles = len(table.findall("thead/tr/th"))
+        assert titles > 4
+        assert {len(row) for row in table.findall("tbody/tr")} == {titles}
+
+
+def test_the_page_asks_for_nothing_else(folder):
+    text = (folder / "report.html").read_text()
+    tree = parser.fromstring(text)
+    assert not list(tree.iter("script", "link", "img", "iframe", "object", "embed"))
+    assert not re.findall(r"@import|url\((?!#)", text)
+    hrefs = [value for node in tree.iter() for key, value in node.attrib.items() if key.endswith(("href", "src"))]
+    assert hrefs
+    assert all(value.startswith("#") for value in hrefs)
+
+
+def test_ids_are_unique_and_the_html_is_whole(folder):
+    text = (folder / "report.html").read_text()
+    errors = etree.HTMLParser(recover=True)
+    etree.fromstring(text.encode(), errors)
+    unknown = ("Tag",)  # libxml2 knows no HTML5: figure, main, svg ...
+    assert [str(error) for error in errors.error_log if not error.message.startswith(unknown)] == []
+    ids = [node.get("id") for node in parser.fromstring(text).iter() if node.get("id")]
+    assert len(ids) == len(set(ids))
+    assert text.count("<svg") == text.count("</svg>") == 7
+
+
+def test_warnings_stand_before_everything_else():
+    records = [swept("baseline"), swept("v1", simulate=2.4), swept("v2", output_sha256="other")]
+    records[0].config["graphs"]["decode"] = "whole"
+    records[2].metrics["requests"] = 3
+    tree = parser.fromstring(html_of(records))
+    sections = list(tree.iter("section"))
+    assert sections[0].get("class") == "warnings"
+    kinds = [node.text for node in sections[0].iter("strong")]
+    assert kinds == ["SIMULATED", "NO REPLAYS", "INCOMPLETE", "TOKENS DIFFER"]
+    said = sections[0].text_content()
+    assert "v1: an accept length of 2.4 was drawn by a coin" in said
+    assert "v2 at concurrency 4, repeat 1: 3 of 8 prompts finished." in said
+    notes = sections[-2].text_content()
+    assert not any(kind in notes for kind in kinds)
+    assert "Medians over repeats" in notes
+
+
+@pytest.mark.parametrize(
+    ("note", "kind"),
+    [
+        ("NO REPLAYS: v1 at concurrency 4: none", "NO REPLAYS"),
+        ("TOKENS DIFFER between configurations", "TOKENS DIFFER"),
+        ("INCOMPLETE: x", "INCOMPLETE"),
+        ("CACHED: v1: 3 input tokens", None),
+        ("EAGLE at concurrency 4, drafted 2", None),  # a configuration's name
+        ("Break-even: the accept length", None),
+        ("All configurations produced the same", None),
+    ],
+)
+def test_notes_in_capitals_warn(note, kind):
+    found = warning(note)
+    assert (found and found[0]) == kind
+    assert found is None or not found[1].startswith((":", " "))
+
+
+def test_without_a_warning_there_is_no_box(document):
+    assert warnings_of(RECORDS) == {}
+    assert document.find(".//section").get("class") is None
+
+
+def test_many_warnings_of_a_kind_are_folded():
+    records = [swept("v1", concurrency, repeat, prompts=99) for concurrency in (1, 2) for repeat in (1, 2)]
+    (folded,) = parser.fromstring(html_of(records)).find(".//section").iter("details")
+    assert folded.get("open") is None
+    assert folded.find("summary").text_content() == "INCOMPLETE (4)"
+    (unfolded,) = parser.fromstring(html_of(records[:3])).find(".//section").iter("details")
+    assert unfolded.get("open") is not None
+
+
+@pytest.mark.parametrize(("right", "said"), [(39, True), (40, False)])
+def test_first_drafts_that_are_hardly_accepted_warn(right, said):
+    made = swept("v1")
+    made.counters["acceptance"] = {"drafted": [200], "tried": [200], "accepted": [right], "context": []}
+    assert warnings_of([made]) == (
+        {"LOW ACCEPTANCE": ["v1 at concurrency 4: of 200 first drafts 19.5% were accepted."]} if said else {}
+    )
+
+
+def test_points_at_which_drafting_loses_warn():
+    records = [swept("baseline"), swept("v1")]
+    records[1].counters["steps_by_rows"]["4"] = [40, 4.8]
+    low = warnings_of(records)["LOW ACCEPTANCE"]
+    assert low[0].startswith("below break-even: v1 at concurrency 4 (accept length")
+    assert "\n" not in low[0]
+
+
+def test_names_are_escaped():
+    nasty = '<script>alert("x")</script> & co'
+    records = [swept(nasty)]
+    records[0].config["model"] = nasty
+    text = page(records, draw_all(records), serving_rows(records), f"specbatch report '{nasty}'")
+    assert "<script" not in text
+    assert html.escape(nasty, quote=False) in text.replace("&#34;", '"')
+
+
+def test_the_command_can_be_pasted(tmp_path):
+    assert command_of(tmp_path / "my sweep", None) == f"specbatch report '{tmp_path}/my sweep'"
+    assert command_of(tmp_path / "a", tmp_path / "b c").endswith(f"/a --output '{tmp_path}/b c'")
+
+
+def test_a_plot_that_cannot_be_drawn_says_why():
+    records = [swept("baseline")]
+    pictures = draw_all(records)
+    assert [picture.plot.name for picture in pictures if not picture.svg] == ["accept_length", "acceptance"]
+    tree = parser.fromstring(page(records, pictures, serving_rows(records), "specbatch report x"))
+    (figure,) = (node for node in tree.iter("figure") if node.get("id") == "acceptance")
+    assert "Not drawn. The records count no drafts" in figure.text_content()
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", '{"config": {}', "[]", '{"no": "record"}', "\xff"], ids=repr)
+def test_a_damaged_record_is_named(tmp_path, text):
+    saved(tmp_path, swept("v1"), swept("v2"))
+    (tmp_path / "v2/c4/r1/record.json").write_text(text, encoding="latin-1")
+    with pytest.raises(SpecbatchError, match=r"v2/c4/r1 cannot be read"):
+        load_records(tmp_path)
+
+
+def test_a_record_of_another_schema_is_refused(tmp_path):
+    made = swept("v1")
+    made.schema = 99
+    with pytest.raises(SpecbatchError, match="schema 99, this version reads 1"):
+        load_records(saved(tmp_path, made))
+
+
+def test_the_folder_of_a_sweep_over_several_models_names_theirs(tmp_path):
+    for model in ("small", "large"):
+        saved(tmp_path / model, swept("v1"))
+    with pytest.raises(SpecbatchError, match="several models; name the folder of one: large, small"):
+        load_records(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_refused(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecbatchError, match="cannot be written"):
+        write_report(folder, tmp_path / "file")
+
+
+# -- in a browser -----------------------------------------------------------------------------------------------------
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+# A frame has its own viewport: a page in it finds a screen as wide as the frame.
+PROBE = """<!DOCTYPE html><body><iframe width="{width}" height="700" style="border:0" srcdoc="{page}"></iframe><script>
+onload = () => {{
+  const w = document.querySelector("iframe").contentWindow, d = w.document, wide = e => e.scrollWidth > e.clientWidth;
+  const scale = m => Math.hypot(m.a, m.b);
+  const size = t => parseFloat(w.getComputedStyle(t).fontSize) * scale(t.getScreenCTM());
+  d.querySelectorAll("details").forEach(e => e.open = true);
+  document.title = JSON.stringify({{
+    width: w.innerWidth, page: d.documentElement.scrollWidth,
+    out: [...d.querySelectorAll("body *")].filter(e => !e.closest(".scroll, svg")
+      && e.getBoundingClientRect().right > w.innerWidth + 1).map(e => e.outerHTML.slice(0, 80)),
+    tables: d.querySelectorAll("table").length,
+    scrolled: [...d.querySelectorAll(".scroll")].filter(e => e.querySelector("table") && wide(e)).length,
+    blocks: [...d.querySelectorAll("details .scroll")].filter(wide).length,
+    cut: [...d.querySelectorAll("svg text")].filter(t => {{
+      const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();
+      return a.left < b.left - 2 || a.right > b.right + 2; }}).map(t => t.textContent),
+    names: Math.max(...[...d.querySelectorAll("tbody th")].map(e => e.clientWidth)),
+    text: Math.min(...[...d.querySelectorAll("svg text")].map(size)),
+    columns: new Set([...d.querySelectorAll("figure")].map(e => Math.round(e.getBoundingClientRect().left))).size,
+  }});
+}};
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize(("width", "columns"), [(360, 1), (1200, 3)])
+def test_in_a_browser_nothing_sticks_out(folder, tmp_path, width, columns):
+    text = html.escape((folder / "report.html").read_text())
+    (tmp_path / "probe.html").write_text(PROBE.format(width=width, page=text))
+    options = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+    )
+    command = [
+        str(BROWSER),
+        *options,
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1300,800",
+        "--dump-dom",
+    ]
+    done = subprocess.run([*command, (tmp_path / "probe.html").as_uri()], capture_output=True, text=True, timeout=120)
+    seen = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout)[1]))
+    assert seen["width"] == seen["page"] == width
+    assert seen["out"] == seen["cut"] == []
+    assert seen["tables"] == 5
+    assert seen["scrolled"] >= (5 if width == 360 else 1)
+    assert seen["blocks"] == (2 if width == 360 else 0)  # read without scrolling, but for those of a long name
+    assert seen["names"] < 180  # what stays in view leaves room for the rest
+    assert seen["text"] >= 9
+    assert seen["columns"] == columns

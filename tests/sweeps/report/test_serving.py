@@ -1,0 +1,110 @@
+"""The block that serving benchmarks print, and the summary by concurrency: numbers, units, layout."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+from swept import swept
+
+from specbatch.sweeps.report.serving import (
+    BLOCK,
+    SUMMARY,
+    WIDTH,
+    block,
+    blocks_markdown,
+    serving_rows,
+    summary_markdown,
+    summary_rows,
+    summary_tables,
+)
+
+RECORDS = [
+    swept(name, concurrency, repeat) for concurrency in (1, 4) for name in ("baseline", "v2") for repeat in (1, 2, 3)
+]
+
+
+def row_of(rows, name, concurrency):
+    return next(row for row in rows if (row["configuration"], row["max_concurrency"]) == (name, concurrency))
+
+
+def value(text, title):
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{title}:"))
+    return line.partition(":")[2].strip()
+
+
+def test_a_row_holds_medians_over_repeats_in_the_units_of_its_titles():
+    row = row_of(serving_rows(RECORDS), "v2", 4)
+    found = [
+        one.metrics for one in RECORDS if one.workload["configuration"] == "v2" and one.workload["concurrency"] == 4
+    ]
+    assert row["repeats"] == 3
+    assert row["output_throughput"] == median(one["output_throughput"] for one in found)
+    assert row["accept_length"] == median(one["accept_length"] for one in found)
+    for part, name in (("mean", "ttft"), ("p99", "tpot"), ("max", "itl"), ("p90", "e2e")):
+        expected = 1000 * median(one[f"{part}_{name}_s"] for one in found)
+        assert row[f"{part}_{name}_ms"] == pytest.approx(expected)
+
+
+def test_concurrency_is_the_mean_number_of_unfinished_requests():
+    made = swept("v2", 4)
+    row = serving_rows([made])[0]
+    together = sum(request["e2e_s"] for request in made.requests)
+    assert row["mean_concurrency"] == pytest.approx(together / made.metrics["duration_s"])
+
+
+def test_the_block_reads_as_others_print_it():
+    row = row_of(serving_rows(RECORDS), "v2", 4)
+    text = block(row)
+    lines = text.splitlines()
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    assert lines[-1] == "=" * WIDTH
+    assert "---------------Time to First Token----------------" in lines
+    assert all(line.index(":") < 40 for line in lines if ":" in line)
+    assert value(text, "Successful requests") == "8"
+    assert value(text, "Traffic request rate (req/s)") == "inf"
+    assert value(text, "Max request concurrency") == "4"
+    assert value(text, "P99 TTFT (ms)") == f"{row['p99_ttft_ms']:.2f}"
+    assert value(text, "Mean ITL (ms)") == f"{row['mean_itl_ms']:.2f}"
+    assert value(text, "Accept length") == f"{row['accept_length']:.2f}"
+    titles = [line.title for lines in BLOCK.values() for line in lines]
+    assert len(titles) == len(set(titles)) == sum(f"{title}:" in text for title in titles)
+
+
+def test_what_was_not_measured_is_a_dash_and_none():
+    made = swept("v1")
+    made.metrics |= {"mean_tpot_s": None, "mean_e2e_s": None}
+    row = serving_rows([made])[0]
+    assert row["mean_tpot_ms"] is row["mean_concurrency"] is None
+    assert value(block(row), "Mean TPOT (ms)") == "-"
+    assert value(block(row), "Concurrency") == "-"
+
+
+def test_arrivals_and_simulation_are_said():
+    text = block(serving_rows([swept("v1", simulate=2.4, request_rate=10.5)])[0])
+    assert value(text, "Traffic request rate (req/s)") == "10.5"
+    assert value(text, "SIMULATED accept length") == "2.4"
+    assert "SIMULATED" not in block(serving_rows([swept("v1")])[0])
+
+
+def test_the_summary_has_a_table_for_each_configuration():
+    rows = serving_rows(RECORDS)
+    assert [(row["configuration"], row["max_concurrency"]) for row in summary_rows(rows)] == [
+        ("baseline", 1), ("baseline", 4), ("v2", 1), ("v2", 4),
+    ]  # fmt: skip
+    tables = summary_tables(rows)
+    assert list(tables) == ["baseline", "v2"]
+    titles, body = tables["v2"]
+    assert titles == ["max_concurrency", *SUMMARY]
+    assert [cells[0] for cells in body] == ["1", "4"]
+    cell = body[1][titles.index("median_tpot_ms")]
+    assert cell == f"{row_of(rows, 'v2', 4)['median_tpot_ms']:.3f}"
+    text = summary_markdown(rows)
+    assert text.count("### ") == 2
+    assert f" {cell} " in text
+
+
+def test_blocks_stand_under_their_names():
+    text = blocks_markdown(serving_rows(RECORDS))
+    assert text.count("```") == 8
+    assert "### v2 at concurrency 4\n\n```\n====" in text

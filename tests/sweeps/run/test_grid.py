@@ -1,0 +1,180 @@
+"""Configurations by name and by file, the points of a folder, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specbatch.cli.measure import _engines
+from specbatch.cli.options import EngineOptions
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.records.metrics import RunRecord
+from specbatch.records.points import PLAN, check_plan, plan_of, points, save, unfinished
+from specbatch.sweeps.run.grid import by_model, named, read_grid
+from specbatch.sweeps.run.runner import SweepOptions
+from specbatch.sweeps.run.workloads import Workload
+
+TOML = """
+[baseline]
+spec = "off"
+[eagle]
+algorithm = "eagle3"
+draft = "head"
+draft-tokens = [1, 3]
+kv_dtype = ["auto", "fp8"]
+"""
+YAML = """
+baseline: {spec: off}
+eagle: {algorithm: eagle3, draft: head, draft-tokens: [1, 3], kv_dtype: [auto, fp8]}
+"""
+OPTIONS = SweepOptions((1, 2), 2, Workload(input_len=4, output_len=3))
+
+
+@pytest.mark.parametrize(("suffix", "text"), [(".toml", TOML), (".yaml", YAML), (".yml", YAML)])
+def test_lists_are_multiplied_out(tmp_path: Path, suffix: str, text: str) -> None:
+    path = tmp_path / f"grid{suffix}"
+    path.write_text(text)
+    found = read_grid(path)
+    assert list(found) == ["baseline"] + [
+        f"eagle draft-tokens={n} kv_dtype={kind}" for n in (1, 3) for kind in ("auto", "fp8")
+    ]
+    assert found["eagle draft-tokens=3 kv_dtype=fp8"] == {
+        "algorithm": "eagle3", "draft": "head", "draft_tokens": 3, "kv_dtype": "fp8"
+    }  # fmt: skip
+
+
+def test_a_file_counts_in_place_of_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text(TOML)
+    asked = EngineOptions(device="cpu", seed=7, draft_tokens="5", page_size=8)
+    found = _engines(asked, str(path), concurrency=3, prefix_cache=False)
+    assert found["baseline"].speculation.algorithm == "none"
+    config = found["eagle draft-tokens=1 kv_dtype=fp8"]
+    assert (config.speculation.draft_tokens, config.kv_dtype) == (1, "fp8")
+    assert {(one.seed, one.page_size, one.max_running) for one in found.values()} == {(7, 8, 3)}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no configurations"),
+        ("x = 3", "write a table of options"),
+        ("[a", "not TOML"),
+        ('[a]\nspecs = "v1"', "a: specs': use options of an engine"),
+        ('[a]\npage_size = "big"', "a: page_size='big'\": this is not a value of that option"),
+        ("[a]\nfloat8_activations = 'no'", "float8_activations='no'\": use true or false"),
+        ("[a]\nprefix-cache = 3", "prefix_cache=3': use true or false"),
+        ("[a]\npage_size = 8\npage-size = 16", "a.page-size': is spelled twice"),
+        ("[a]\npage_size = []", "or a list of them"),
+        ("[a.b]\nc = 3", "or a list of them"),
+        ("[a]\npage_size = [8, 8]", "names each value once"),
+        ('["a/b"]\nspec = "v1"', "name is that of a folder"),
+        ('["a|b"]\nspec = "v1"', "without / and |"),
+        ('[a]\ndraft = ["heads/a/b", "heads/a_b"]', "a draft=heads/a/b has a folder of that name, too"),
+        ('["a spec=v1"]\nspec = "v2"\n[a]\nspec = ["v1", "v2"]', "a spec=v1 has a folder of that name, too"),
+        (f'[a]\ndraft = ["{"x" * 255}", "y"]', "too long for a folder's name"),
+        ('[a]\nspec = "v3"', "spec='v3'"),
+    ],
+)
+def test_refused_files(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text(text)
+    with pytest.raises(SpecbatchError) as refused:
+        _engines(EngineOptions(device="cpu"), str(path))
+    assert says in str(refused.value)
+
+
+def test_true_and_false_are_yamls_only_booleans(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("a: {prefix_cache: true}\nb: {prefix_cache: False}\nno: {spec: off, ngram-max: 3, draft: yes}")
+    assert read_grid(path) == {
+        "a": {"prefix_cache": True}, "b": {"prefix_cache": False}, "no": {"spec": "off", "ngram_max": 3, "draft": "yes"}
+    }  # fmt: skip
+
+
+def test_a_missing_file_and_bad_yaml(tmp_path: Path) -> None:
+    with pytest.raises(SpecbatchError, match="cannot be read"):
+        read_grid(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(SpecbatchError, match="not YAML"):
+        read_grid(tmp_path / "bad.yaml")
+
+
+def test_models_are_told_apart() -> None:
+    toy = EngineConfig(model="toy", load_format="dummy")
+    drafting = replace(toy, speculation=Speculation("ngram"))
+    assert by_model({"a": toy, "b": drafting}) == {"toy": {"a": toy, "b": drafting}}
+    others = {"a": toy, "c": replace(toy, model="x/toy"), "d": replace(toy, seed=1)}
+    assert [list(found) for found in by_model(others).values()] == [["a"], ["c"], ["d"]]
+    assert list(by_model(others)) == ["toy-1", "toy-2", "toy-3"]
+
+
+def test_each_model_of_a_list_has_its_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    both = 'model = ["toy", "x/other"]\nload-format = ["dummy", "auto"]'
+    path.write_text(f'[baseline]\nspec = "off"\n{both}\n[v2]\n{both}\nspec = "v2"\ndraft-tokens = [1, 3]\n')
+    found = by_model(_engines(EngineOptions(device="cpu"), str(path)))
+    names = ["baseline", "v2 draft-tokens=1", "v2 draft-tokens=3"]
+    assert [list(ours) for ours in found.values()] == [names] * 4
+    assert {one.model for one in found["other-3"].values()} == {"x/other"}
+
+
+def record() -> RunRecord:
+    return RunRecord({}, {}, {}, {}, [], {})
+
+
+def test_what_is_left_of_a_folder(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "out"  # its parent is looked at, too
+    tmp_path.mkdir()
+    configs = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v2"))
+    every = list(points(configs, OPTIONS))
+    assert [(p.configuration, p.concurrency, p.repeat) for p in every[:5]] == [
+        ("baseline", 1, 1), ("v2", 1, 1), ("baseline", 1, 2), ("v2", 1, 2), ("baseline", 2, 1)
+    ]  # fmt: skip
+    plan = plan_of(configs, OPTIONS)
+    check_plan(tmp_path, plan)
+    assert not (tmp_path / PLAN).exists()  # nothing has finished
+    save(tmp_path, plan, every[1], record())
+    assert [point for point in every if point.is_finished(tmp_path)] == [every[1]]
+    where = json.loads((tmp_path / "v2/c1/r1/record.json").read_text())["workload"]
+    assert where == {"configuration": "v2", "place": 1, "concurrency": 1, "repeat": 1}
+    check_plan(tmp_path, plan)
+    left = [point for point in every if point != every[1]]
+    assert unfinished(tmp_path) == unfinished(tmp_path.parent) == left
+    assert unfinished(tmp_path / "v2") == [point for point in left if point.configuration == "v2"]
+    assert unfinished(tmp_path / "v2/c1") == [every[3]]
+    assert unfinished(tmp_path / "v2/c1/r1") == unfinished(tmp_path / "out.jsonl") == []
+    (tmp_path / "other").mkdir()
+    save(tmp_path / "other", plan_of(configs, replace(OPTIONS, repeats=1)), every[0], record())
+    assert len(unfinished(tmp_path)) == 7 + 3  # the sweeps of two models
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"repeats": 3}, r"repeats \(2 there, 3 now\)"),
+        ({"workload": Workload(input_len=5, output_len=3)}, r"input_len \(4 there, 5 now\)"),
+        ({"concurrency": (1,)}, r"concurrency \(\[1, 2\] there, \[1\] now\)"),
+    ],
+)
+def test_the_folder_of_another_sweep(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    configs = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v2"))
+    save(tmp_path, plan_of(configs, OPTIONS), next(points(configs, OPTIONS)), record())
+    with pytest.raises(SpecbatchError, match=says):
+        check_plan(tmp_path, plan_of(configs, replace(OPTIONS, **change)))  # type: ignore[arg-type]
+    fewer = {"v2": configs["v2"]}
+    with pytest.raises(SpecbatchError, match=r"configurations \(baseline, v2 there, v2 now\)"):
+        check_plan(tmp_path, plan_of(fewer, OPTIONS))
+    other = configs | {"v2": replace(configs["v2"], page_size=32)}
+    with pytest.raises(SpecbatchError, match=r"page_size \(16 there, 32 now\)"):
+        check_plan(tmp_path, plan_of(other, OPTIONS))
+    every = {name: replace(config, page_size=32) for name, config in configs.items()}
+    with pytest.raises(SpecbatchError, match=r"another page_size \(16 there, 32 now\);"):  # said once
+        check_plan(tmp_path, plan_of(every, OPTIONS))
+    (tmp_path / PLAN).write_text("{")
+    with pytest.raises(SpecbatchError, match="cannot be read"):
+        check_plan(tmp_path, plan_of(configs, OPTIONS))

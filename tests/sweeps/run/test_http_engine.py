@@ -1,0 +1,318 @@
+"""A server in the place of an engine: clocks, counts, arrivals and failures, against a real one on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import types
+from contextlib import ExitStack
+
+import pytest
+from openai_server import Script, serving
+
+from specbatch.core.request import SamplingParams
+from specbatch.errors import SpecbatchError
+from specbatch.sweeps.run import http_engine
+from specbatch.sweeps.run.http_answer import Answer
+from specbatch.sweeps.run.http_engine import HttpEngine, Server
+from specbatch.sweeps.run.server_counters import accepted, counters_of
+
+BYTES = types.SimpleNamespace(
+    name="bytes",
+    vocab_size=256,
+    eos_ids=frozenset(),
+    bos_id=1,
+    decode=lambda ids, skip_special_tokens=True: bytes(ids).decode(),
+)
+LATE = 1.0  # seconds that a busy machine may add; what is no bound from above is held against other times
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(monkeypatch):
+    def opened(name, log=None):
+        if name != "org/toy":
+            raise SpecbatchError(f"no {name}")
+        return BYTES
+
+    monkeypatch.setattr("specbatch.weights.open_tokenizer", opened)
+
+
+@pytest.fixture
+def serve():
+    """`serve(Script(...))` starts a server and gives an engine of it."""
+    with ExitStack() as stack:
+
+        def start(script: Script, **settings: object) -> HttpEngine:
+            return HttpEngine(Server(stack.enter_context(serving(script)), **settings))
+
+        yield start
+
+
+def run(engine, prompts=((5, 6, 7),), tokens=4, concurrency=1, arrivals=None, **params):
+    """The completions and the record of a window."""
+    each = tokens if isinstance(tokens, list) else [tokens] * len(prompts)
+    wanted = [SamplingParams(max_new_tokens=count, **params) for count in each]
+    engine.reset_record()
+    found = engine.generate([list(p) for p in prompts], wanted, concurrency=concurrency, arrivals=arrivals)
+    return found, engine.record(concurrency=concurrency)
+
+
+@pytest.mark.parametrize("usage", ["every", "last"])
+def test_times_of_one_request(serve, usage):
+    engine = serve(Script(first_s=0.2, gap_s=0.05, usage=usage))
+    start = time.perf_counter()
+    (done,), record = run(engine, tokens=5)
+    wall, metrics = time.perf_counter() - start, done.metrics
+    assert metrics.ttft_s >= 0.2, "what comes first is an empty piece"
+    assert metrics.tpot_s >= 0.05 * 0.7, "the first piece may be read late"
+    assert 0.4 <= metrics.e2e_s <= wall
+    assert metrics.e2e_s == pytest.approx(metrics.ttft_s + 4 * metrics.tpot_s)
+    assert (metrics.prompt_tokens, metrics.output_tokens, done.text, done.finish_reason) == (3, 5, "abc a", "length")
+    assert record.metrics["output_throughput"] == pytest.approx(5 / record.metrics["duration_s"])
+    assert 0.4 <= record.metrics["duration_s"] <= wall
+    assert (record.metrics["requests"], record.metrics["input_tokens"]) == (1, 3)
+    if usage == "every":
+        assert len(metrics.itl_s) == 4
+        assert sum(metrics.itl_s) == pytest.approx(metrics.e2e_s - metrics.ttft_s)
+        assert record.metrics["peak_output_throughput"] == 5
+    else:  # which piece held how many tokens nobody said
+        assert metrics.itl_s == []
+        assert record.metrics["mean_itl_s"] is record.metrics["peak_output_throughput"] is None
+
+
+def test_pieces_of_several_tokens_share_their_gap(serve):
+    (done,), _ = run(serve(Script(gap_s=0.06, piece=3)), tokens=7)
+    gaps = done.metrics.itl_s
+    assert len(gaps) == 4  # the first piece has none
+    assert gaps[0] == gaps[1] == gaps[2] >= 0.02 * 0.5
+    assert gaps[3] == pytest.approx(6 * done.metrics.tpot_s - 3 * gaps[0])
+
+
+@pytest.mark.parametrize("usage", ["every", "last"])
+def test_an_end_token_without_text_counts_when_it_comes(serve, usage):
+    (done,), _ = run(serve(Script(first_s=0.01, gap_s=0.1, tokens=3, end=True, usage=usage)), tokens=9)
+    assert (done.metrics.output_tokens, done.finish_reason, done.text) == (3, "stop", "ab")
+    assert done.metrics.tpot_s >= 0.1 * 0.7, "the last token came 0.2 s behind the first of three"
+    assert len(done.metrics.itl_s) == (2 if usage == "every" else 0)
+
+
+def test_gaps_are_not_known_where_some_pieces_are_uncounted():
+    answer = Answer(0, [5], 1.0)
+    for now, text, counted in ((2.0, "a", 1), (3.0, "b", None), (4.0, "c", 3), (5.0, "", None)):
+        usage = {"usage": {"completion_tokens": counted}} if counted else {}
+        answer.take({"choices": [{"text": text, "finish_reason": None if text else "stop"}], **usage}, now)
+    answer.take({"choices": [], "usage": {"completion_tokens": 4}}, 6.0)
+    answer.check()
+    metrics = answer.completion().metrics
+    assert (metrics.ttft_s, metrics.tpot_s, metrics.itl_s) == (1.0, pytest.approx(2 / 3), [])
+
+
+def test_what_is_sent(serve):
+    script = Script()
+    run(serve(script), [[1, 72, 105]], temperature=0.0, ignore_eos=True, stop=("x", "y"), skip_special_tokens=False)
+    run(serve(script, send="text"), [[1, 72, 105]])
+    ids, text = script.bodies
+    assert ids["prompt"] == [1, 72, 105]
+    assert text["prompt"] == "Hi"  # the server adds its own first token
+    assert (ids["model"], ids["max_tokens"], ids["temperature"], ids["ignore_eos"]) == ("org/toy", 4, 0.0, True)
+    assert (ids["stop"], ids["skip_special_tokens"], ids["stream"]) == (["x", "y"], False, True)
+    assert "stop" not in text
+    assert "Authorization" not in script.headers[0]
+
+
+def test_a_closed_loop_keeps_as_many_unfinished_as_asked(serve):
+    script = Script(first_s=0.1)
+    found, record = run(serve(script), [[n + 5] for n in range(9)], [1 + n for n in range(9)], concurrency=3)
+    assert script.most_running == 3
+    assert [item.index for item in found] == list(range(9))
+    assert [item.metrics.output_tokens for item in found] == [1 + n for n in range(9)]
+    assert sorted(body["prompt"] for body in script.bodies) == [[n + 5] for n in range(9)]
+    assert all(item.metrics.queue_s < 0.1 for item in found), "submitted when another one has ended"
+    assert record.metrics["per_user_throughput"] == pytest.approx(record.metrics["output_throughput"] / 3)
+
+
+def test_prompts_arrive_by_the_clock_and_wait_for_a_place_on_it(serve):
+    script = Script(first_s=0.3)
+    arrivals = [0.0, 0.0, 0.1, 0.9]
+    found, record = run(serve(script), [[n] for n in range(5, 9)], 1, concurrency=2, arrivals=arrivals)
+    start = script.came[0]
+    came = [when - start for when in sorted(script.came)]
+    assert came[1] < 0.3
+    assert 0.3 - 0.1 <= came[2] < 0.3 + LATE, "when a place was free"
+    assert 0.9 - 0.1 <= came[3] < 0.9 + LATE, "when it arrived"
+    late = found[2].metrics
+    assert 0.2 - 0.1 <= late.queue_s < 0.2 + LATE
+    assert late.ttft_s >= late.queue_s + 0.3
+    assert found[3].metrics.queue_s < 0.5
+    assert record.metrics["duration_s"] >= 1.2
+
+
+def test_errors_are_counted_by_what_was_said_and_lose_nothing(serve):
+    script = Script(
+        fails=lambda number: {
+            1: {"status": 503, "message": "overloaded,\n try later"},
+            3: {"status": 503, "message": "overloaded,\n try later"},
+            4: {"after": 3},
+            5: {"after": 2, "says": 'data: {"error": {"message": "out of pages"}}\n\n'},
+            6: {"after": 1, "says": "data: {nonsense\n\n"},
+            7: {"after": 1, "says": 'data: {"choices": ["?"]}\n\n'},
+            8: {"after": 1, "says": 'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n\n'},
+        }.get(number)
+    )
+    seen = []
+    engine = serve(script)
+    engine.reset_record()
+    found = engine.generate(
+        [[n + 5] for n in range(10)], [SamplingParams(max_new_tokens=4)] * 10, concurrency=1, on_completion=seen.append
+    )
+    record = engine.record(concurrency=1)
+    assert [item.finish_reason == "abort" for item in found] == [n in (1, 3, 4, 5, 6, 7, 8) for n in range(10)]
+    assert record.counters["errors"] == {
+        "HTTP 503: overloaded, try later": 2,
+        "the stream ended before its answer did": 1,
+        "the stream broke off: out of pages": 1,
+        "the stream holds what is not JSON": 1,
+        "the stream holds a piece that is none of a completion": 1,
+        "the server ended the answer: abort": 1,
+    }
+    assert (record.metrics["requests"], record.metrics["output_tokens"]) == (3, 12)
+    assert len(record.requests) == len(seen) == 10
+    engine.reset_record()
+    assert engine.record().counters["errors"] == {}
+
+
+def test_a_server_that_falls_silent_or_counts_nothing(serve, monkeypatch):
+    monkeypatch.setattr(http_engine, "SILENCE_S", 0.1)
+    _, record = run(serve(Script(first_s=0.5)))
+    assert record.counters["errors"] == {"no word from the server for too long": 1}
+    (done,), record = run(serve(Script(usage="never")))
+    assert (done.finish_reason, done.text, record.metrics["requests"]) == ("abort", "abc ", 0)
+    assert list(record.counters["errors"]) == [
+        "the stream says nothing of usage (stream_options.include_usage), so no token can be counted"
+    ]
+
+
+def test_a_server_that_goes_away(serve):
+    script = Script()
+    with serving(script) as url:
+        engine = HttpEngine(Server(url))
+    found, record = run(engine, [[5], [6]])
+    assert [item.finish_reason for item in found] == ["abort", "abort"]
+    ((error, count),) = record.counters["errors"].items()
+    assert error.startswith("ClientConnectorError: Cannot connect")
+    assert count == 2
+    assert record.metrics["requests"] == 0
+
+
+def test_accept_length_of_vllm_is_of_the_window_alone(serve):
+    def metrics(script: Script) -> str:
+        runs = 100 + len(script.bodies)
+        rows = {"drafts_total": 10 * runs, "draft_tokens_total": 30 * runs, "accepted_tokens_total": 12 * runs}
+        head = "# HELP vllm:spec_decode_num_drafts_total Number of drafts.\n"
+        shown = [f'vllm:spec_decode_num_{name}{{engine="{n}",x="a b}}"}} {v}' for name, v in rows.items() for n in "01"]
+        return head + "\n".join([*shown, 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9', ""])
+
+    _, record = run(serve(Script(metrics=metrics)), [[5], [6]])
+    assert record.metrics["accept_length"] == pytest.approx(2.2)
+    assert record.metrics["accept_rate"] == pytest.approx(0.4)
+    assert (record.metrics["verify_steps"], record.metrics["drafted_tokens"]) == (40, 120)  # of two engines
+    assert record.counters["accept_length_source"] == "vLLM's counters"
+
+
+def test_accept_length_of_sglang_leaves_first_tokens_out(serve):
+    def metrics(script: Script) -> str:
+        verifies = 1000 + script.answered // 3
+        return f'sglang:spec_accept_length{{m="x"}} 9.9\nsglang:spec_verify_calls_total{{m="x"}} {verifies}.0\n'
+
+    _, record = run(serve(Script(metrics=metrics)), [[5], [6]], 9)
+    assert record.metrics["accept_length"] == pytest.approx(16 / 6)
+    assert record.counters["accept_length_source"].startswith("SGLang")
+
+
+def test_without_counters_the_reason_is_kept(serve):
+    _, record = run(serve(Script()))
+    assert record.metrics["accept_length"] is None
+    assert "/metrics shows no counter of drafts" in record.counters["no_accept_length"]
+    _, record = run(serve(Script(metrics=lambda script: "vllm:spec_decode_num_drafts_total 7\n")))
+    assert record.metrics["accept_length"] is None
+    assert "nothing was drafted" in record.counters["no_accept_length"]
+    assert accepted({}, counters_of("vllm:spec_decode_num_drafts 0\n"), [])[0] == {}
+
+
+def test_the_prefix_cache_is_emptied_where_that_can_be_done(serve):
+    for path in ("/flush_cache", "/reset_prefix_cache", None):
+        script = Script(empties=path)
+        engine = serve(script)
+        assert engine.config.prefix_cache
+        engine.forget_prefixes()
+        _, record = run(engine)
+        said = f"emptied by {path}" if path else "NOT EMPTIED"
+        assert said in record.config["prefix_cache"]
+        assert script.emptied == ([0] if path else [])
+
+
+def test_what_the_record_holds(serve):
+    engine = serve(Script())
+    _, record = run(engine)
+    assert engine.model == record.config["model"] == "org/toy"
+    assert record.config["server"].startswith("server at http://127.0.0.1:")
+    assert record.caps["max_model_len"] == 512
+    assert (record.config["tokenizer"], record.config["speculation"]["algorithm"]) == ("bytes", "none")
+
+
+def test_a_server_with_several_models_is_asked_for_one(serve):
+    models = [{"id": "a"}, {"id": "b", "root": "org/toy"}]
+    with pytest.raises(SpecbatchError, match=r"model=None: the server at .* has a, b; name one"):
+        serve(Script(models=models))
+    with pytest.raises(SpecbatchError, match=r"model='c': .* has a, b"):
+        serve(Script(models=models), model="c")
+    engine = serve(Script(models=models), model="b")
+    assert (engine.model, engine.tokenizer) == ("b", BYTES)
+    with pytest.raises(SpecbatchError, match=r"tokenizer=None: that of the server's model a cannot be had .*no a"):
+        serve(Script(models=models), model="a")
+
+
+def test_what_is_no_server_is_refused():
+    for url in ("", "localhost:8000", "ftp://x", "http://", "http://h:x"):
+        with pytest.raises(SpecbatchError, match=r"base_url='.*': give the server's address"):
+            Server(url)
+    assert Server("http://h:1/v1/").base_url == Server("http://h:1").base_url == "http://h:1"
+    with pytest.raises(SpecbatchError, match="send='words': use one of ids, text"):
+        Server("http://h:1", send="words")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(SpecbatchError, match=r"no answer from /v1/models \(ClientConnectorError.*is the server up"):
+        HttpEngine(Server(f"http://127.0.0.1:{port}"))
+    with serving(Script(models=["?"])) as url, pytest.raises(SpecbatchError, match="is not OpenAI's list"):
+        HttpEngine(Server(url))
+
+
+def test_a_key_is_sent_and_never_kept(serve, monkeypatch):
+    with pytest.raises(SpecbatchError, match="api_key_env='SECRET': no such environment variable"):
+        Server("http://h:1", api_key_env="SECRET")
+    monkeypatch.setenv("SECRET", "hush-hush")
+    script = Script()
+    _, record = run(serve(script, api_key_env="SECRET"))
+    assert script.headers[0]["Authorization"] == "Bearer hush-hush"
+    assert "hush" not in record.summary()
+
+
+def test_an_interruption_ends_at_once(serve):
+    engine = serve(Script(first_s=0.05, gap_s=0.05))
+    seen = []
+
+    def stop(completion):
+        seen.append(completion)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    engine.reset_record()
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(
+            [[5]] * 4, [SamplingParams(max_new_tokens=n) for n in (1, 99, 99, 99)], concurrency=4, on_completion=stop
+        )
+    assert len(seen) == 1
+    assert time.perf_counter() - start < 2

@@ -1,0 +1,249 @@
+"""Prompts are seeded, of fixed length, and the same for every configuration."""
+
+from __future__ import annotations
+
+import json
+import types
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from specbatch.errors import SpecbatchError
+from specbatch.jobs.prompts import read_prompts
+from specbatch.sweeps.run.runner import SweepOptions
+from specbatch.sweeps.run.workloads import Workload, lines_of, sha256_of
+
+TOKENIZER = types.SimpleNamespace(
+    vocab_size=50,
+    eos_ids=frozenset({3, 4}),
+    bos_id=5,
+    encode=lambda text, add_special_tokens=True: list(text.encode()),
+)
+
+
+def test_random_prompts_have_their_length_and_no_end_tokens():
+    prompts = Workload(input_len=200).prompts(TOKENIZER, 6)
+    assert [len(prompt) for prompt in prompts] == [200] * 6
+    assert {token for prompt in prompts for token in prompt} == set(range(50)) - {3, 4, 5}
+
+
+def test_a_larger_point_starts_with_the_prompts_of_a_smaller_one():
+    workload = Workload(input_len=9)
+    assert workload.prompts(TOKENIZER, 7)[:3] == workload.prompts(TOKENIZER, 3)
+
+
+def test_the_seed_chooses_the_prompts():
+    one, again, other = (Workload(seed=seed).prompts(TOKENIZER, 2) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+    assert one[0] != one[1]
+
+
+def test_a_point_has_some_prompts_per_request_and_at_least_four():
+    workload = Workload(prompts_per_concurrency=2)
+    assert [workload.count(concurrency) for concurrency in (1, 2, 8)] == [4, 4, 16]
+
+
+def test_questions_of_a_file_start_over_when_they_run_out(tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "2"}\n')
+    workload = Workload(dataset="gsm8k", data=tmp_path / "q.jsonl", output_len=5)
+    prompts = workload.prompts(TOKENIZER, 3)
+    assert bytes(prompts[0]).decode() == "Question: a\nAnswer:"
+    assert prompts[2] == prompts[0]
+    assert workload.describe(prompts)["distinct_prompts"] == 2
+    assert not workload.params(1)[0].ignore_eos
+    assert Workload(output_len=5).params(1)[0].ignore_eos
+
+
+def test_the_hash_tells_prompts_apart():
+    workload = Workload()
+    hashes = {workload.describe(prompts)["prompts_sha256"] for prompts in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}
+    assert len(hashes) == 3
+
+
+def test_prompts_of_a_group_share_their_beginning_and_come_in_shuffled_order():
+    workload = Workload(dataset="gsp", groups=5, group_prompts=4, shared_len=30, input_len=7)
+    assert workload.count(1) == workload.count(9) == 20
+    prompts = workload.prompts(TOKENIZER, 20)
+    groups = [tuple(prompt[:30]) for prompt in prompts]
+    assert {len(prompt) for prompt in prompts} == {37} == {workload.max_model_len - workload.output_len}
+    assert sorted(groups.count(group) for group in set(groups)) == [4] * 5
+    assert len({tuple(prompt[30:]) for prompt in prompts}) == 20
+    assert groups != sorted(groups, key=groups.index), "shuffled"
+    assert prompts == workload.prompts(TOKENIZER, 20)
+
+
+def test_more_at_once_than_prompts_are_refused():
+    few = {"dataset": "gsp", "groups": 2, "group_prompts": 3, "shared_len": 8}
+    with pytest.raises(SpecbatchError, match="concurrency=7: there are 6 prompts; use at most 6, or more groups"):
+        SweepOptions((1, 7), workload=Workload(**few))
+    SweepOptions((1, 6), workload=Workload(**few))
+    SweepOptions((7,), workload=Workload(**few, request_rate=2.0))  # where it is the most that are worked on
+
+
+def test_settings_of_groups_are_refused_where_there_are_none():
+    for name, value in (("groups", 3), ("group_prompts", 2), ("shared_len", 9)):
+        with pytest.raises(SpecbatchError, match=f"{name}={value}: goes with --dataset gsp"):
+            Workload(**{name: value})
+
+
+def test_arrivals_are_seeded_and_keep_to_their_rate():
+    one, again, other = (Workload(request_rate=10, seed=seed).arrivals(4000) for seed in (1, 1, 2))
+    assert one == again != other
+    assert one[0] == 0.0
+    gaps = [after - before for before, after in pairwise(one)]
+    assert min(gaps) > 0
+    mean = sum(gaps) / len(gaps)
+    assert 0.095 < mean < 0.105
+    spread = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert 0.9 < spread / mean**2 < 1.1, "exponential: its spread is its mean"
+    assert Workload().arrivals(5) is None
+
+
+def test_lengths_of_a_range_are_drawn_and_the_prompts_of_one_length_stay_what_they_were():
+    workload = Workload(input_len=(5, 40), output_len=(2, 9), seed=3)
+    prompts, params = workload.prompts(TOKENIZER, 400), workload.params(400)
+    lengths, outputs = [len(prompt) for prompt in prompts], [wanted.max_new_tokens for wanted in params]
+    assert (set(lengths), set(outputs)) == (set(range(5, 41)), set(range(2, 10)))
+    assert 20 < sum(lengths) / 400 < 25
+    assert all(wanted.ignore_eos for wanted in params)
+    assert workload.prompts(TOKENIZER, 7) == prompts[:7]
+    assert workload.params(7) == params[:7]
+    assert Workload(input_len=(5, 40), seed=4).prompts(TOKENIZER, 7) != prompts[:7]
+    assert workload.max_model_len == 49
+    said = workload.describe(prompts)
+    assert (said["input_len"], said["input_range"], said["output_range"]) == (None, [5, 40], [2, 9])
+    assert lines_of(said)["workload"] == "random, 5 to 40 input tokens each, output exactly 2 to 9, greedy, seed 3"
+    exact = Workload(input_len=6, output_len=4).describe([[1]])
+    assert (exact["input_len"], exact["input_range"], exact["output_len"], exact["output_range"]) == (6, None, 4, None)
+    assert sha256_of(Workload(input_len=9).prompts(TOKENIZER, 2)) == (
+        "e66d96a0fd1b674b1646bbe7e63444b5b818c3bd32feb6254636227c9708c321"
+    ), "records of earlier versions hold it"
+
+
+def test_groups_have_system_prompts_of_drawn_lengths():
+    workload = Workload(dataset="gsp", groups=6, group_prompts=3, shared_len=(10, 60), input_len=(1, 4))
+    prompts = workload.prompts(TOKENIZER, 18)
+    longest = {}  # beginnings in common, by their first tokens
+    for one in prompts:
+        same = [prompt for prompt in prompts if prompt[:10] == one[:10]]
+        assert len(same) == 3
+        longest[tuple(one[:10])] = sum(len(set(column)) == 1 for column in zip(*same, strict=False))
+    assert len(longest) == 6
+    assert min(longest.values()) >= 10
+    assert len(set(longest.values())) > 2
+    assert workload.input_range == (11, 64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"input_len": (9, 3)}, "input_len='9-3': the fewest come first; use 3-9"),
+        ({"output_len": (0, 3)}, "output_len=0: use a whole number of at least 1"),
+        ({"burst": 4}, "burst=4: give a request rate"),
+        ({"burst": -1}, "burst=-1: use a whole number"),
+        ({"burst": 0, "request_rate": 5.0}, "request_rate=5.0: all prompts arrive at once"),
+        ({"chat_template": True}, "chat_template=True: random prompts are no text"),
+        ({"dataset": "gsp", "thinking": False}, "thinking=False: gsp prompts are no text"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, said):
+    with pytest.raises(SpecbatchError) as found:
+        Workload(**settings)
+    assert said in str(found.value)
+
+
+def test_bursts_arrive_together_at_the_same_mean_rate():
+    one = Workload(request_rate=10, burst=8, seed=5).arrivals(8000)
+    starts = one[::8]
+    assert all(one[place] == one[place // 8 * 8] for place in range(8000))
+    assert starts == sorted(set(starts))
+    assert 0.9 < starts[-1] / 800 < 1.1
+    assert len(Workload(request_rate=10, burst=8).arrivals(11)) == 11
+    assert (
+        Workload(request_rate=10, burst=8).arrivals(11)[8:] == [Workload(request_rate=10, burst=8).arrivals(9)[8]] * 3
+    )
+
+
+def test_all_at_once():
+    workload = Workload(burst=0)
+    assert workload.arrivals(5) == [0.0] * 5
+    assert lines_of(workload.describe([[1]]))["arrivals"].startswith("all prompts of a point at once")
+    assert "4 together" in lines_of(Workload(burst=4, request_rate=2).describe([[1]]))["arrivals"]
+
+
+def written(tmp_path, *rows):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "in.jsonl")
+
+
+class Chatty:
+    """Shows what the template was told."""
+
+    encode = staticmethod(lambda text, add_special_tokens=True: list(f"{'<s>' * add_special_tokens}{text}".encode()))
+
+    def apply_chat_template(self, messages, **switch):
+        return f"{switch or ''}" + "".join(f"[{message['role']}]{message['content']}" for message in messages)
+
+
+def texts(workload, count=2):
+    return [bytes(prompt).decode() for prompt in workload.prompts(Chatty(), count)]
+
+
+def test_texts_are_asked_as_they_stand_or_as_messages(tmp_path):
+    source = written(tmp_path, {"question": "6 x 7?"}, {"messages": [{"role": "user", "content": "Hi"}]})
+    assert texts(Workload(source)) == ["<s>Question: 6 x 7?\nAnswer:", "[user]Hi"]
+    assert texts(Workload(source, chat_template=True)) == ["[user]6 x 7?", "[user]Hi"]
+    assert texts(Workload(source, chat_template=False)) == ["<s>Question: 6 x 7?\nAnswer:", "<s>Hi"]
+    assert texts(Workload(source, chat_template=True, thinking=False))[0] == "{'enable_thinking': False}[user]6 x 7?"
+    shown = [work.params(1)[0].skip_special_tokens for work in (Workload(), Workload(source))]
+    assert shown == [True, False], "marks of a template are special tokens, too"
+    assert [Workload(source, chat_template=on).is_rendered for on in (None, True, False)] == [True, True, False]
+    said = lines_of(Workload(source, thinking=True).describe([[1]]))["workload"]
+    assert "text by the chat template, thinking on, output at most 128" in said
+
+
+def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
+    source = written(tmp_path, {"prompt": "a"})
+    for template in (None, False):
+        with pytest.raises(SpecbatchError, match=r"thinking=True: no prompt is rendered .* add --chat-template"):
+            Workload(source, thinking=True, chat_template=template)
+    with pytest.raises(SpecbatchError, match="line 1 holds token ids, which are no message"):
+        Workload(written(tmp_path, {"prompt_token_ids": [4]}), chat_template=True)
+    with pytest.raises(SpecbatchError, match="text ends by itself"):
+        Workload(source, output_len=(3, 4))
+
+
+def test_of_turns_the_first_is_asked(tmp_path):
+    source = written(tmp_path, {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]})
+    workload = Workload(source)
+    assert texts(workload, 1) == ["[user]Write."]
+    assert workload.rows[0].id == 81
+    assert texts(Workload(source, chat_template=False), 1) == ["<s>Write."]
+    for turns in (["a", 7], "text", [""]):
+        with pytest.raises(SpecbatchError, match="turns must be a list of strings"):
+            Workload(written(tmp_path, {"turns": turns}))
+    with pytest.raises(SpecbatchError, match=r"one of the keys prompt, prompt_token_ids, question, messages$"):
+        read_prompts(Path(written(tmp_path, {"turns": ["a"]})))  # generate would leave the others unanswered
+
+
+def test_a_task_brings_its_examples_and_what_ends_its_answers():
+    plain = Workload("lm-eval:one_digit_sums", output_len=5)
+    first, second = texts(plain)
+    assert first != second
+    assert first.count("=") == 6, "five examples"
+    assert plain.stop == plain.params(1)[0].stop != ()
+    chat = Workload("lm-eval:one_digit_sums", chat_template=True)
+    assert texts(chat)[0].count("[assistant]") == 5
+    assert chat.rows[0].value[-1]["role"] == "user"
+    assert len(plain.rows) > 20
+
+
+def test_a_task_reads_questions_from_a_file(tmp_path):
+    rows = [{"question": f"What is {n}?", "answer": f"It is #### {n}"} for n in range(8)]
+    workload = Workload("lm-eval:gsm8k", Path(written(tmp_path, *rows)))
+    first = texts(workload)[0]
+    assert first.endswith("Question: What is 0?\nAnswer:")
+    assert first.count("Question:") == 6
+    assert "Question:" in workload.stop

@@ -1,0 +1,113 @@
+"""Where hardly any first draft of an EAGLE-3 head is accepted, it is looked whether other feature layers are meant."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specbatch import Engine, EngineConfig, SamplingParams, Speculation
+from specbatch.drafters import layer_offset
+from specbatch.records import acceptance
+
+from .conftest import LAYERS
+
+LOOK = re.compile(r"of (\d+) first drafts are right ([\d.]+)% with ([\d,]+) as run, and by --aux-layers (.*)")
+
+
+@pytest.fixture
+def hungry(trained, tmp_path):
+    """A head that makes more of its features than it learned to, so that it drafts by the layers that it reads."""
+    folder = shutil.copytree(trained["eagle3"][0], tmp_path / "hungry")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"fc.weight": 30 * tensors["fc.weight"]}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def run(target_folder, trained, hungry, prompts_file, monkeypatch):
+    """Of an engine: what was said, and the record. As if a head that is right less than always were hardly ever."""
+    monkeypatch.setattr(acceptance, "LOW", 1.01)
+    monkeypatch.setattr(acceptance, "ENOUGH", 20)
+    prompts = [json.loads(line)["prompt_token_ids"] for line in prompts_file.read_text().splitlines()][:8]
+
+    def build(aux=None, tokens=30, algorithm="eagle3", runs=2, **more):
+        draft = str(hungry if algorithm == "eagle3" else trained[algorithm][0])
+        speculation = Speculation(algorithm, "v2", draft=draft, draft_tokens=1, aux_layers=aux)
+        config = EngineConfig(model=str(target_folder), device="cpu", page_size=4, speculation=speculation, **more)
+        said: list[str] = []
+        with Engine(config, log=said.append) as engine:
+            for _ in range(runs):
+                engine.generate(prompts, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
+            record = engine.record()
+            assert not engine._scheduler.unfinished
+        return [line for line in said if "low acceptance" in line or "feature layers:" in line], record
+
+    return build
+
+
+def shares(line):
+    drafted, own, layers, others = LOOK.search(line).groups()
+    beside = {part.split("% with ")[1].split(" ")[0]: float(part.split("%")[0]) for part in others.split("; ")}
+    return int(drafted), {layers: float(own)} | beside
+
+
+def test_shares_are_those_of_the_first_drafts_of_runs_with_these_layers(run):
+    """What is said of other layers is what an engine that reads them says of its own, and it accepts about as much."""
+    said = {}
+    for aux in ((2, 4, 6), (1, 3, 5), (3, 5, 7)):
+        (warning, look), record = run(aux, runs=1 if said else 2)  # once, though there may be two runs
+        assert "likely causes: feature layers" in warning
+        drafted, found = shares(look)
+        assert drafted == 8 * 29  # the first output is no draft
+        own = ",".join(map(str, aux))
+        assert next(iter(found)) == own
+        assert found[own] == pytest.approx(100 * record.metrics["first_draft_accept_rate"], abs=8)
+        said[own] = found
+    assert len({found[own] for own, found in said.items()}) == 3
+    for found in said.values():
+        assert all(share == said[layers][layers] for layers, share in found.items() if layers in said)
+    assert list(said["2,4,6"]) == ["2,4,6", "1,3,5", "3,5,7"]
+    assert list(said["1,3,5"]) == ["1,3,5", "2,4,6"]  # 0 is no boundary
+
+
+@pytest.mark.parametrize(
+    ("own", "beside", "chance"), [(5, 6, True), (0, 0, True), (0, 1, True), (10, 19, True), (10, 30, False)]
+)
+def test_a_share_that_may_be_chance_is_said_to_be_no_difference(monkeypatch, own, beside, chance):
+    found = iter([own, beside, 140])
+    monkeypatch.setattr(layer_offset, "_counts", lambda *_: [(next(found), 152)])
+    model = SimpleNamespace(aux=(1, 3), config=SimpleNamespace(depth=9), with_aux=lambda layers: None)
+    line = layer_offset.compare_layers(model, None, [])
+    assert (f"{beside / 152:.1%} with 1,3 (no difference: chance); " in line) == chance
+    assert line.count("chance") == chance
+
+
+def test_a_boundary_behind_the_last_layer_is_one(run):
+    _, look = run((2, 4, LAYERS))[0]
+    assert list(shares(look)[1]) == [f"2,4,{LAYERS}", f"1,3,{LAYERS - 1}"]
+
+
+@pytest.mark.parametrize(("aux", "longest"), [((1, 5, LAYERS), 2048), ((2, 4, 6), 3)])
+def test_nothing_to_compare_is_said(run, monkeypatch, aux, longest):
+    """Layers that can be moved to neither side; texts whose prompts are too long to look at."""
+    monkeypatch.setattr(layer_offset, "LONGEST", longest)
+    assert "nothing to compare" in run(aux, runs=1)[0][1]
+
+
+def test_heads_of_other_algorithms_have_nothing_to_compare(run):
+    lines, _ = run(algorithm="dflash", runs=1)
+    assert len(lines) == 1
+
+
+def test_no_memory_left_for_it_ends_nothing(run, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(layer_offset, "_counts", full)
+    assert "not compared" in run(runs=1)[0][1]
