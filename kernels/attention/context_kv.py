@@ -79,7 +79,7 @@ def write_context(
 ) -> None:
     """`write_context_ref`, in one kernel on a CUDA device."""
     if dispatch.runs_kernels(kv):
-        from specbatch.kernels.attention.paged_attention import context_kv_triton
+        from specbatch.kernels.attention import context_kv_triton
 
         context_kv_triton.write_context(kv, heads, keys, values, positions, slots)
     else:
@@ -98,7 +98,7 @@ def write_verified(
 ) -> None:
     """`write_verified_ref`, in one kernel on a CUDA device."""
     if dispatch.runs_kernels(kv):
-        from specbatch.kernels.attention.paged_attention import context_kv_triton
+        from specbatch.kernels.attention import context_kv_triton
 
         context_kv_triton.write_verified(kv, heads, keys, values, page_table, rows, lengths, accepted)
     else:

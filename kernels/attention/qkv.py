@@ -60,7 +60,7 @@ def split_heads(
     q and k are written to the memory of `out`, if given; v is a view of qkv.
     """
     if dispatch.runs_kernels(qkv):
-        from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+        from specbatch.kernels.elementwise import elementwise_triton
 
         q, k = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.kv))
         elementwise_triton.split_heads(qkv, heads, positions, slots, k_cache, v_cache, q, k)

@@ -17,7 +17,7 @@ def silu_product_ref(gate_up: torch.Tensor) -> torch.Tensor:
 def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_product_ref`, in one kernel on a CUDA device."""
     if dispatch.runs_kernels(gate_up):
-        from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+        from specbatch.kernels.elementwise import elementwise_triton
 
         return elementwise_triton.silu_product(gate_up)
     return silu_product_ref(gate_up)
@@ -31,7 +31,7 @@ def relu_square_ref(x: torch.Tensor) -> torch.Tensor:
 def relu_square(x: torch.Tensor) -> torch.Tensor:
     """`relu_square_ref` of x [T, I], contiguous, in one kernel on a CUDA device."""
     if dispatch.runs_kernels(x):
-        from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+        from specbatch.kernels.elementwise import elementwise_triton
 
         return elementwise_triton.relu_square(x)
     return relu_square_ref(x)

@@ -42,7 +42,7 @@ def rounded_ref(x: torch.Tensor) -> Rounded:
 def rounded(x: torch.Tensor) -> Rounded:
     """`rounded_ref`, in one kernel on a CUDA device."""
     if dispatch.runs_kernels(x):
-        from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+        from specbatch.kernels.elementwise import elementwise_triton
 
         return elementwise_triton.rounded(x)
     return rounded_ref(x)

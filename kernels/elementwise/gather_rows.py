@@ -21,7 +21,7 @@ def put_next_ref(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> 
 def rows_of_both(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`rows_of_both_ref`, in one launch on a CUDA device."""
     if dispatch.runs_kernels(rows):
-        from specbatch.kernels.elementwise.elementwise_triton import gather_rows_triton
+        from specbatch.kernels.elementwise import gather_rows_triton
 
         return gather_rows_triton.rows_of_both(a, b, rows)
     return rows_of_both_ref(a, b, rows)
@@ -30,7 +30,7 @@ def rows_of_both(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[
 def put_next(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> None:
     """`put_next_ref`, in one launch on a CUDA device."""
     if dispatch.runs_kernels(item):
-        from specbatch.kernels.elementwise.elementwise_triton import gather_rows_triton
+        from specbatch.kernels.elementwise import gather_rows_triton
 
         gather_rows_triton.put_next(ring, turn, item)
     else:

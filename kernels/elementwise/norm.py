@@ -22,7 +22,7 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm_ref` of x [T, H], in one kernel on a CUDA device."""
     if dispatch.runs_kernels(x):
-        from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+        from specbatch.kernels.elementwise import elementwise_triton
 
         return elementwise_triton.rms_norm(x, weight, eps)
     return rms_norm_ref(x, weight, eps)

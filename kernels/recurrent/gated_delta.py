@@ -186,7 +186,7 @@ def delta_prefill(
 ) -> torch.Tensor:
     """`delta_prefill_ref`, in three kernels on a CUDA device."""
     if dispatch.runs_kernels(qkv):
-        from specbatch.kernels.recurrent.state_replay import gated_delta_prefill_triton
+        from specbatch.kernels.recurrent import gated_delta_prefill_triton
 
         return gated_delta_prefill_triton.delta_prefill(qkv, z, b, a, heads, state, spans)
     return delta_prefill_ref(qkv, z, b, a, heads, state, spans)
@@ -204,7 +204,7 @@ def delta_verify(
 ) -> torch.Tensor:
     """`delta_verify_ref`, in two kernels on a CUDA device."""
     if dispatch.runs_kernels(qkv):
-        from specbatch.kernels.recurrent.state_replay import gated_delta_triton
+        from specbatch.kernels.recurrent import gated_delta_triton
 
         return gated_delta_triton.delta_verify(qkv, z, b, a, heads, state, pending, fold)
     return delta_verify_ref(qkv, z, b, a, heads, state, pending, fold)

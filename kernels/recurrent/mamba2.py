@@ -176,7 +176,7 @@ def ssd_prefill(
 ) -> torch.Tensor:
     """`ssd_prefill_ref`, in two kernels on a CUDA device. xbc, dt and z may be columns of wider rows."""
     if dispatch.runs_kernels(xbc):
-        from specbatch.kernels.recurrent.state_replay import mamba2_triton
+        from specbatch.kernels.recurrent import mamba2_triton
 
         return mamba2_triton.ssd_prefill(xbc, dt, z, heads, memory, spans)
     return ssd_prefill_ref(xbc, dt, z, heads, memory, spans)
@@ -187,7 +187,7 @@ def ssd_verify(
 ) -> torch.Tensor:
     """`ssd_verify_ref`, in two kernels on a CUDA device. xbc, dt and z may be columns of wider rows."""
     if dispatch.runs_kernels(xbc):
-        from specbatch.kernels.recurrent.state_replay import mamba2_triton
+        from specbatch.kernels.recurrent import mamba2_triton
 
         return mamba2_triton.ssd_verify(xbc, dt, z, heads, memory, fold)
     return ssd_verify_ref(xbc, dt, z, heads, memory, fold)

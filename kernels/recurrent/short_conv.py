@@ -114,7 +114,7 @@ def conv_prefill(
     """`conv_prefill_ref`, in one kernel on a CUDA device."""
     run = conv_prefill_ref
     if dispatch.runs_kernels(x):
-        from specbatch.kernels.recurrent.state_replay import short_conv_triton
+        from specbatch.kernels.recurrent import short_conv_triton
 
         run = short_conv_triton.conv_prefill
     return run(x, weight, bias, window, spans, activation=activation, before=before, after=after)
@@ -135,7 +135,7 @@ def conv_verify(
     """`conv_verify_ref`, in one kernel on a CUDA device."""
     run = conv_verify_ref
     if dispatch.runs_kernels(x):
-        from specbatch.kernels.recurrent.state_replay import short_conv_triton
+        from specbatch.kernels.recurrent import short_conv_triton
 
         run = short_conv_triton.conv_verify
     return run(x, weight, bias, window, pending, fold, activation=activation, before=before, after=after)

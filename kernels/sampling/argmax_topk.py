@@ -39,7 +39,7 @@ def likeliest(logits: torch.Tensor, ids: torch.Tensor | None = None, out: torch.
     """`likeliest_ref`, in two launches on a CUDA device. logits [R, V] or [B, n, V], whose rows may be apart in memory;
     out: where the tokens go, if given; for logits [R, V] they may be apart too."""
     if dispatch.runs_kernels(logits):
-        from specbatch.kernels.sampling.sampling import argmax_topk_triton
+        from specbatch.kernels.sampling import argmax_topk_triton
 
         return argmax_topk_triton.likeliest(logits, ids, out)
     tokens = likeliest_ref(logits, ids)
@@ -52,7 +52,7 @@ def likeliest_embedded(
     """The embedding of the likeliest token of each row of logits [R, V], from `embedding` [tokens, H]: [R, H]. The
     tokens themselves go to `out` int64 [R]. In two launches on a CUDA device."""
     if dispatch.runs_kernels(logits):
-        from specbatch.kernels.sampling.sampling import argmax_topk_triton
+        from specbatch.kernels.sampling import argmax_topk_triton
 
         return argmax_topk_triton.likeliest_embedded(logits, embedding, ids, out)
     return F.embedding(likeliest(logits, ids, out), embedding)
@@ -61,7 +61,7 @@ def likeliest_embedded(
 def top_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """`top_children_ref`, in two launches on a CUDA device."""
     if dispatch.runs_kernels(logits):
-        from specbatch.kernels.sampling.sampling import argmax_topk_triton
+        from specbatch.kernels.sampling import argmax_topk_triton
 
         return argmax_topk_triton.top_children(logits, topk, ids)
     return top_children_ref(logits, topk, ids)

@@ -7,7 +7,7 @@ import math
 import triton
 import triton.language as tl
 
-from specbatch.kernels.sampling.sampling import sampling
+from specbatch.kernels.sampling import sampling
 
 _GOLDEN, _MIX1, _MIX2 = (tl.constexpr(value) for value in (sampling.GOLDEN, sampling.MIX1, sampling.MIX2))
 _SIMULATED = tl.constexpr(sampling.offset_of(sampling.SIMULATED))

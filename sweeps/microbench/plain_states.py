@@ -1,7 +1,8 @@
 """Decode steps of recurrent layers that write their state at once: what a state costs that cannot go back.
 
 For comparison (`specbatch.sweeps.microbench.recurrent`), not for the engine: equations and norm are those of
-`gated_delta` and `mamba2`, and nothing is kept for a verify. Sizes must be powers of two, or multiples of 8 for the rows of Mamba2.
+`gated_delta` and `mamba2`, and nothing is kept for a verify. Sizes must be powers of two, or multiples of 8 for
+the rows of Mamba2.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Memory and traffic of recurrent states: `python -m specbatch.sweeps.microbench.state_sizes > results/states.md`.
 
 Of a verify of N rows some are rejected, and a state cannot forget them. Here the inputs of the rows wait until the next
-verify folds in those that were accepted (`specbatch.kernels.recurrent.state_replay`); the other way keeps the state, and the
-window of the convolution, behind each row and copies the right one back. Computed from the shapes' `StateShape`s; nothing is
-run.
+verify folds in those that were accepted (`specbatch.kernels.recurrent.state_replay`); the other way keeps the state,
+and the window of the convolution, after each row and copies the right one back. Computed from the shapes'
+`StateShape`s; nothing is run.
 """
 
 from __future__ import annotations

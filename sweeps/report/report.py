@@ -25,8 +25,8 @@ from specbatch.records import acceptance, metrics
 from specbatch.records.acceptance import LOW
 from specbatch.records.metrics import RunRecord, write_atomic
 from specbatch.records.points import Point, unfinished
+from specbatch.sweeps.report import plot_style
 from specbatch.sweeps.report.plots import Plot, draw
-from specbatch.sweeps.report.report import plot_style
 from specbatch.sweeps.report.serving import (
     Row,
     block,

@@ -21,7 +21,8 @@ from specbatch.draft_shape import DraftShape
 from specbatch.drafters import verification
 from specbatch.drafters.tree import expand
 from specbatch.drafters.verification import Proposal, Verdict, verify
-from specbatch.kernels.sampling.sampling import TARGET, tree
+from specbatch.kernels.sampling import tree
+from specbatch.kernels.sampling.sampling import TARGET
 from specbatch.kernels.sampling.tree import ancestors_of, depths_of
 
 Rule = Callable[..., Verdict]

@@ -73,8 +73,8 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """`build(shape, **settings)`; on a CPU weights stay float8, too."""
     engines: list[Engine] = []
-    for module in ("layers", "loader"):
-        monkeypatch.setattr(f"specbatch.models.{module}.keeps_float8", lambda device: True)
+    for module in ("models.layers", "runtime.loader"):
+        monkeypatch.setattr(f"specbatch.{module}.keeps_float8", lambda device: True)
 
     def build(
         shape: dict[str, Any],

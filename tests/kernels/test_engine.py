@@ -18,21 +18,20 @@ from specbatch.config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.runner import Runner
-from specbatch.kernels.attention.paged_attention import context_kv_triton, verify_attention
+from specbatch.kernels.attention import context_kv_triton, verify_attention
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
 from specbatch.kernels.drafting import draft_inputs_triton, ngram_triton, tree_draft_triton
 from specbatch.kernels.elementwise import elementwise_triton, gather_rows_triton
 from specbatch.kernels.gemm import skinny_gemm
 from specbatch.kernels.moe import experts_triton
-from specbatch.kernels.recurrent import gated_delta_prefill_triton
-from specbatch.kernels.recurrent.state_replay import (
+from specbatch.kernels.recurrent import (
+    gated_delta_prefill_triton,
     gated_delta_triton,
     mamba2_triton,
     short_conv_triton,
 )
-from specbatch.kernels.sampling import accept_triton, argmax_topk_triton, sample_triton
-from specbatch.kernels.sampling.sampling import tree_triton
+from specbatch.kernels.sampling import accept_triton, argmax_topk_triton, sample_triton, tree_triton
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
 

@@ -17,7 +17,7 @@ from crossed import crossed
 from specbatch.core.attention_metadata import Mask
 from specbatch.drafters import dflash
 from specbatch.drafters.dflash import DFlashDrafter
-from specbatch.kernels.attention.paged_attention import context_kv
+from specbatch.kernels.attention import context_kv
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.evals.gate.gate import policy as module
+from specbatch.evals.gate import policy as module
 from specbatch.evals.gate.policy import load_policy
 
 

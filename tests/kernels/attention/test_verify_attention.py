@@ -11,7 +11,7 @@ from crossed import crossed, slow_but
 from specbatch.kernels.attention.qkv import Heads
 from specbatch.kernels.attention.verify_attention import verify_attention, verify_attention_ref
 from specbatch.kernels.attention.verify_tiles import Tile
-from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.rope import rope_table
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]

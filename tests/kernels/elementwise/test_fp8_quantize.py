@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.elementwise.elementwise_triton import elementwise_triton
+from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded, rounded_ref
 
 DTYPES = [torch.float16, torch.bfloat16]

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specbatch.kernels.elementwise.elementwise_triton import gather_rows, gather_rows_triton
+from specbatch.kernels.elementwise import gather_rows, gather_rows_triton
 
 
 @pytest.mark.parametrize(("one", "other"), [((24,), (40,)), ((1500,), (8,)), ((30,), (2100,)), ((), ())])

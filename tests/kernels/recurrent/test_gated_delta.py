@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.recurrent import gated_delta, gated_delta_prefill_triton, gated_delta_triton
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
-from specbatch.kernels.recurrent.state_replay import Fold, gated_delta, gated_delta_prefill_triton, gated_delta_triton
+from specbatch.kernels.recurrent.state_replay import Fold
 
 TWINS = {
     "reference": (gated_delta.delta_prefill_ref, gated_delta.delta_verify_ref),

@@ -12,8 +12,9 @@ from crossed import slow_but
 
 from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
 from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.recurrent import mamba2
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
-from specbatch.kernels.recurrent.state_replay import Fold, mamba2
+from specbatch.kernels.recurrent.state_replay import Fold
 from specbatch.kernels.sampling.tree import ancestors_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
@@ -31,7 +32,7 @@ class Twin(NamedTuple):
 def twin(request: pytest.FixtureRequest) -> Twin:
     if request.param == "reference":
         return Twin(mamba2.ssd_prefill_ref, mamba2.ssd_verify_ref)
-    from specbatch.kernels.recurrent.state_replay import mamba2_triton
+    from specbatch.kernels.recurrent import mamba2_triton
 
     return Twin(mamba2_triton.ssd_prefill, mamba2_triton.ssd_verify)
 
@@ -218,7 +219,7 @@ def test_padding_rows_share_row_0(device: torch.device, twin: Twin) -> None:
 
 def test_spans_at_fixed_addresses(device: torch.device) -> None:
     """Spans that a pass does not fill touch nothing, row 0 neither."""
-    from specbatch.kernels.recurrent.state_replay import mamba2_triton
+    from specbatch.kernels.recurrent import mamba2_triton
 
     layer = Layer(device)
     layer.prefill(mamba2_triton.ssd_prefill, [(2, 0, 5), (1, 0, 40)], recorded=4)

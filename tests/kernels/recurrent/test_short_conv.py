@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.recurrent import short_conv, short_conv_triton
 from specbatch.kernels.recurrent.short_conv import MOST_TAPS
-from specbatch.kernels.recurrent.state_replay import Fold, short_conv, short_conv_triton
+from specbatch.kernels.recurrent.state_replay import Fold
 
 TWINS = {
     "reference": (short_conv.conv_prefill_ref, short_conv.conv_verify_ref),

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specbatch.kernels.sampling.sampling import argmax_topk, argmax_topk_triton
+from specbatch.kernels.sampling import argmax_topk, argmax_topk_triton
 
 
 def random(*shape: int, seed: int, device: torch.device) -> torch.Tensor:

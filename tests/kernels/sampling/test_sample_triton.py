@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 from specbatch.core.device_batch import Needs, Sampling
 from specbatch.drafters import verification
 from specbatch.drafters.verification import Proposal
+from specbatch.kernels.sampling import filtered_distribution as law_module
 from specbatch.kernels.sampling.filtered_distribution import law_of, probabilities
 from specbatch.kernels.sampling.sample_triton import draw, reject, sample
 from specbatch.kernels.sampling.sampling import DRAFT, TARGET, draw_ref, probabilities_ref, uniform_ref
-from specbatch.kernels.sampling.sampling import filtered_distribution as law_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of NumPy, in the interpreter
 # temperature, top-k, top-p, min-p

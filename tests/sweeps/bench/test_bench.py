@@ -18,7 +18,7 @@ from specbatch import Engine, SpecbatchError
 from specbatch.cli.app import app
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
-from specbatch.sweeps.bench.bench import bench
+from specbatch.sweeps.bench import bench
 from specbatch.sweeps.bench.machine import data_sheet_bandwidth, measure_machine, products_seconds
 from specbatch.sweeps.bench.plan import BenchOptions, Load, plan_engines
 from specbatch.sweeps.bench.tables import bounds_of, load_records, table, write_table

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from specbatch import Engine
 from specbatch.cli.app import app
 from specbatch.config import EngineConfig, Speculation
-from specbatch.engine.engine import builder
-from specbatch.sweeps.bench.bench import bench
+from specbatch.engine import builder
+from specbatch.sweeps.bench import bench
 from specbatch.sweeps.bench.plan import BenchOptions, plan_engines
 from specbatch.sweeps.bench.tables import write_table
 from specbatch.sweeps.run.grid import named

@@ -51,7 +51,7 @@ def test_a_byte_order_mark_and_blank_lines_are_nothing(tmp_path):
 
 
 def test_the_peers_of_the_repository_can_be_shown():
-    text = read_peers(Path(__file__).parents[2] / "results/h200/peers.csv")
+    text = read_peers(Path(__file__).parents[3] / "results/h200/peers.csv")
     rows = list(csv.DictReader(text.splitlines()))
     assert {(row["model"], row["dtype"], row["gpu"]) for row in rows} == {("qwen3-8b", "bfloat16", "H200")}
     assert {row["section"] for row in rows} == {"decode", "closed", "ttft"}

@@ -10,7 +10,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.sweeps.microbench.state_sizes import lines, sizes_of
 from specbatch.weights.shapes import SHAPES
 
-KEPT = Path(__file__).parents[2] / "results" / "states.md"
+KEPT = Path(__file__).parents[3] / "results" / "states.md"
 
 
 def test_states_of_nemotron_by_hand() -> None:

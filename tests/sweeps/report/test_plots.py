@@ -17,8 +17,8 @@ from matplotlib import rcParams
 from matplotlib.colors import to_hex, to_rgb
 from swept import DRAFTS, swept
 
+from specbatch.sweeps.report import plot_style, plots
 from specbatch.sweeps.report.plot_style import BLUE, GREEN, INK, KNOWN, PURPLE, VERMILLION, marks
-from specbatch.sweeps.report.report import plot_style, plots
 
 NAMES = ("baseline", "v1", "v2")
 RECORDS = [swept(name, concurrency, repeat) for concurrency in (1, 4, 9) for repeat in (1, 2) for name in NAMES]
