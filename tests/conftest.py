@@ -1,6 +1,14 @@
-"""A toy model: random, seeded, small enough that a naive reference decodes beside it."""
+"""Thread counts and fixtures of all tests: a toy model with a naive reference decoder, and engines over it."""
 
 from __future__ import annotations
+
+import os
+
+# One thread per process, child processes included, unless the user chose otherwise: toy models gain nothing from
+# threads, and the pools of several pytest workers wait for each other. BLAS libraries read these when they are loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
+os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 import gc
 import math
@@ -18,6 +26,8 @@ from hypothesis import HealthCheck, settings
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
 from specbatch.models.dflash import DFlashConfig
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 
 settings.register_profile(
     "specbatch",
