@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.evals.report import EvalReport
@@ -153,7 +154,7 @@ def _cells(report: EvalReport, lowest: EvalReport) -> dict[str, str]:
         for ours, theirs in zip(report.questions, lowest.questions, strict=True)
     )
     metrics, first = report.record.metrics, lowest.record.metrics
-    drafts = report.record.config["speculation"]["algorithm"] != "none"
+    drafts = report.record.config["speculation"]["algorithm"] != NO_SPECULATION
     cells["same answers"] = f"{same} of {len(report.questions)}"
     cells["accept length"] = f"{metrics['accept_length']:.2f}" if drafts else "nothing drafted"
     cells["accept rate"] = _number(metrics["accept_rate"], ".3f") if drafts else "nothing drafted"

@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.algorithms import NO_SPECULATION
 from specbatch.errors import refuse
 from specbatch.evals.likelihoods import said_of
 from specbatch.evals.report import Better, EvalReport, Score
@@ -95,7 +96,7 @@ class PreparedEval:
         if self.task.generates:
             return config
         algorithm = config.speculation.algorithm
-        if algorithm != "none":
+        if algorithm != NO_SPECULATION:
             works = f"task {self.task.name} ({self.task.kind}) scores given texts, of which nothing is drafted"
             raise refuse("algorithm", algorithm, f"{works}; use algorithm 'none' (--spec off), or a generating task")
         return replace(config, graphs=replace(config.graphs, decode="off"))

@@ -7,8 +7,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, Algorithm, algorithms_with
 from specbatch.draft_shape import AUTO, DraftShape, lengths_of, shape_of
-from specbatch.drafters import ALGORITHMS, DRAFTS, TAKERS
 from specbatch.errors import at_least, refuse
 
 SCHEDULES = ("v1", "v2")
@@ -52,7 +52,7 @@ class Speculation:
                   (at most draft_steps + 1; a row that drafts nothing accepts nothing). The output is no model's text.
     """
 
-    algorithm: str = "none"
+    algorithm: str = NO_SPECULATION
     schedule: str = "v2"
     draft: str | None = None
     draft_tokens: int | Literal["auto"] | None = None
@@ -70,10 +70,11 @@ class Speculation:
         _ = self.shape  # refused where it is impossible
         if self.draft is not None and not isinstance(self.draft, str):
             raise refuse("draft", self.draft, "name a folder, a hub id, a bundled model or self:skip=FIRST-LAST")
-        if self.algorithm in DRAFTS and not self.draft:
-            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} needs {DRAFTS[self.algorithm]}")
-        if self.algorithm not in DRAFTS and self.draft:
-            takers = ", ".join(map(repr, DRAFTS))
+        needed = self.entry.draft
+        if needed is not None and not self.draft:
+            raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} needs {needed}")
+        if needed is None and self.draft:
+            takers = ", ".join(repr(name) for name, entry in ALGORITHMS.items() if entry.draft is not None)
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft; those that do: {takers}")
         self._check_heads()
         at_least("ngram_min", self.ngram_min, 1)
@@ -85,13 +86,18 @@ class Speculation:
         self._check_simulation()
 
     def __str__(self) -> str:
-        if self.algorithm == "none":
+        if self.algorithm == NO_SPECULATION:
             return f"nothing drafted, schedule {self.schedule}"
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"
         most = "up to " if self.is_auto else ""
         return f"{self.algorithm}{draft}, {most}{self.shape}, schedule {self.schedule}{note}"
+
+    @property
+    def entry(self) -> Algorithm:
+        """The registry's entry of the algorithm."""
+        return ALGORITHMS[self.algorithm]
 
     @property
     def shape(self) -> DraftShape:
@@ -105,7 +111,7 @@ class Speculation:
 
     @property
     def is_auto(self) -> bool:
-        return self.draft_tokens == AUTO and self.algorithm != "none"
+        return self.draft_tokens == AUTO and self.algorithm != NO_SPECULATION
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -115,16 +121,17 @@ class Speculation:
     @property
     def drafted(self) -> int:
         """Tokens drafted per verify, or the most of them; 0 for the baseline."""
-        return 0 if self.algorithm == "none" else self.shape.tokens
+        return 0 if self.algorithm == NO_SPECULATION else self.shape.tokens
 
     @property
     def depth(self) -> int:
         """Drafts that a verify can accept: of a chain all, of a tree one for each step."""
-        return 0 if self.algorithm == "none" else self.shape.steps
+        return 0 if self.algorithm == NO_SPECULATION else self.shape.steps
 
     def _check_heads(self) -> None:
-        for setting, takers in TAKERS.items():
-            if getattr(self, setting) is not None and self.algorithm not in takers:
+        for setting in ("aux_layers", "draft_rope_theta"):
+            if getattr(self, setting) is not None and setting not in self.entry.settings:
+                takers = algorithms_with(setting)
                 works = f"algorithm {self.algorithm!r} has no such setting, only {', '.join(map(repr, takers))}"
                 raise refuse(setting, getattr(self, setting), works)
         layers, theta = self.aux_layers, self.draft_rope_theta
@@ -141,7 +148,7 @@ class Speculation:
         mean = self.simulate_accept_length
         if mean is None:
             return
-        if self.algorithm == "none":
+        if self.algorithm == NO_SPECULATION:
             raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
         number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
         most = self.shape.steps + 1
@@ -225,7 +232,8 @@ class EngineConfig:
             raise refuse("graphs", self.graphs, "give a Graphs, such as Graphs(decode='whole')")
         if not isinstance(self.speculation, Speculation):
             raise refuse("speculation", self.speculation, "give a Speculation, such as Speculation(algorithm='ngram')")
-        if self.draft_attention_backend != "auto" and self.speculation.algorithm != "standalone":
+        takes = self.speculation.entry.settings
+        if self.draft_attention_backend != "auto" and "draft_attention_backend" not in takes:
             raise refuse("draft_attention_backend", self.draft_attention_backend, "no model drafts; leave it out")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")

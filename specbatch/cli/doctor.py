@@ -7,7 +7,7 @@ import socket
 from importlib.util import find_spec
 from typing import Any
 
-from specbatch.drafters import ALGORITHMS
+from specbatch.algorithms import ALGORITHMS
 from specbatch.records.metrics import hardware, versions
 
 HUB = ("huggingface.co", 443)
@@ -34,8 +34,8 @@ def examine() -> dict[str, Any]:
             _feature("bfloat16 on the GPU", _no_bfloat16(), "the checkpoint's own type"),
             _feature("CUDA graphs", None if cuda else _no_gpu(), "--decode-graph whole, --prefill-graph piecewise"),
             *(
-                _feature(f"algorithm {name}", _no_module(target), f"--algorithm {name}")
-                for name, target in ALGORITHMS.items()
+                _feature(f"algorithm {name}", _no_module(algorithm.module), f"--algorithm {name}")
+                for name, algorithm in ALGORITHMS.items()
             ),
             *(
                 _feature(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from typer import Option
 
+from specbatch.algorithms import ALGORITHMS
 from specbatch.config import (
     ATTENTION_BACKENDS,
     DECODE_GRAPHS,
@@ -22,7 +23,6 @@ from specbatch.config import (
     Graphs,
     Speculation,
 )
-from specbatch.drafters import ALGORITHMS
 from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")

@@ -16,7 +16,6 @@ from specbatch import weights
 from specbatch.config import EngineConfig, Graphs
 from specbatch.core.async_copy import on_device
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.drafters import ALGORITHMS
 from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.engine.draft_length import DraftLength, announced
 from specbatch.engine.prefill import PromptPass
@@ -97,7 +96,7 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
         raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
     say(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
-    draft: DraftPlan = import_module(ALGORITHMS[config.speculation.algorithm]).plan(target, config, say)
+    draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, say)
     if draft.drafted is not None:
         asked = config.speculation
         if asked.is_auto:  # then this is the most

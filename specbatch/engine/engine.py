@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specbatch.algorithms import causes_of_low_acceptance
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.embedded_prompt import EmbeddedPrompt
@@ -25,7 +26,7 @@ from specbatch.memory.state_cache import StateCounters
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress import Report
-from specbatch.records.acceptance import Watch, suspects
+from specbatch.records.acceptance import Watch
 from specbatch.records.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
 
 Prompt = str | list[int] | EmbeddedPrompt
@@ -88,7 +89,7 @@ class Engine:
         self._trusted = True
         speculation = config.speculation
         judged = speculation.drafted and speculation.simulate_accept_length is None
-        causes = suspects(speculation.algorithm, config.load_format)
+        causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
         self._watch = Watch(causes, log, parts.drafter.second_look) if judged else None
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
 LOW = 0.2  # of the first drafts accepted
 ENOUGH = 200  # verifies with a draft, before anything is said of it
-# What little acceptance likely comes from: of a draft that was trained for its target, and where that says too much.
-_TRAINED = (
-    "feature layers counted by the other convention (--aux-layers), another rope theta (--draft-rope-theta), a "
-    "thinking mode or chat template that the draft was not trained on, a draft made for another target"
-)
-_SUSPECTS = {
-    "ngram": "the output repeats little of what came before it; --ngram-min 3 or more drafts less often and better",
-    "standalone": "draft and target are no pair (another family or fine-tune, too many layers skipped), another rope "
-    "theta, a thinking mode or chat template that only one of them was trained on",
-}
 TITLES = (
     "verifies",
     "reached draft 1, 2, ... (%)",
@@ -144,13 +134,6 @@ def summed(lists: Iterable[list[int]]) -> list[int]:
 
 def _percents(counts: list[int], of: list[int]) -> str:
     return " ".join(f"{100 * count / whole:.0f}" if whole else "-" for count, whole in zip(counts, of, strict=True))
-
-
-def suspects(algorithm: str, load_format: str) -> str:
-    """The likely causes of low acceptance, for a person to try one after the other."""
-    if load_format == "dummy":
-        return "the weights are random (--load-format dummy), for which --simulate-accept-length was made"
-    return _SUSPECTS.get(algorithm, _TRAINED)
 
 
 class Watch:

@@ -13,7 +13,8 @@ import io
 import math
 from pathlib import Path
 
-from specbatch.draft_shape import PUBLISHED, shape_of
+from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
+from specbatch.draft_shape import shape_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.metrics import RunRecord
 from specbatch.sweeps.report.summaries import drafts, run_on, simulated, speculation_of
@@ -54,8 +55,8 @@ def _wrong(header: list[str], cells: list[str]) -> str | None:
     if any(row.get(column) for column in _DRAFTING):
         if not all(row.get(column) for column in _DRAFTING):
             return f"of {', '.join(_DRAFTING)} give all, or none for plain decoding"
-        if row["algorithm"] not in PUBLISHED or row["algorithm"] == "none":
-            return f"algorithm {row['algorithm']!r} drafts nothing here; use one of {', '.join(PUBLISHED)}"
+        if row["algorithm"] not in ALGORITHMS or row["algorithm"] == NO_SPECULATION:
+            return f"algorithm {row['algorithm']!r} drafts nothing here; use one of {', '.join(ALGORITHMS)}"
         kinds |= dict.fromkeys(_SHAPE, int) | {"accept_length": float}
     for column, kind in kinds.items():
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.page_pool import pages_for, reach_of
@@ -139,7 +140,7 @@ def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = No
     device = find_device(base.device)
     on_cuda = device.type == "cuda"
     decode = options.decode_graph or usual_graphs(device).decode
-    drafting, most = base.speculation.algorithm != "none", None
+    drafting, most = base.speculation.algorithm != NO_SPECULATION, None
     if drafting:  # refused before anything is loaded; and a draft may say how many it drafts
         found = prepare(base, log or (lambda line: None))
         base, most = found.config, min(found.target.config.max_position, found.draft.config.max_position)

@@ -7,9 +7,9 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from specbatch.algorithms import NO_SPECULATION, causes_of_low_acceptance
 from specbatch.config import Speculation
 from specbatch.draft_shape import AUTO
-from specbatch.records.acceptance import suspects
 from specbatch.records.metrics import RunRecord
 
 BREAK_EVEN = (
@@ -65,7 +65,7 @@ def with_spread(values: tuple[float | None, float | None, float | None], decimal
 
 
 def drafts(record: RunRecord) -> bool:
-    return bool(record.config["speculation"]["algorithm"] != "none")
+    return bool(record.config["speculation"]["algorithm"] != NO_SPECULATION)
 
 
 def speculation_of(record: RunRecord) -> Speculation:
@@ -108,7 +108,9 @@ def losses(points: Iterable[tuple[str, float | None, float | None, RunRecord]]) 
         return None
     places = "; ".join(f"{where} (accept length {mean:.2f}, {needed:.2f} needed)" for where, mean, needed, _ in below)
     real = [record.config for *_, record in below if simulated(record) is None]
-    causes = dict.fromkeys(suspects(config["speculation"]["algorithm"], config["load_format"]) for config in real)
+    causes = dict.fromkeys(
+        causes_of_low_acceptance(config["speculation"]["algorithm"], config["load_format"]) for config in real
+    )
     expected = f"; if more was to be accepted, likely causes: {'; '.join(causes)}" if causes else ""
     return f"low acceptance: below break-even: {places}\n  fewer drafts or requests at once need less of it{expected}"
 

@@ -22,6 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import refuse
 from specbatch.records.points import folder_name
@@ -39,7 +40,7 @@ def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
 # name -> what it makes of the engine asked for. The baseline drafts nothing, under schedule v2.
 CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
     "baseline": lambda asked: replace(
-        asked, speculation=Speculation(algorithm="none", schedule="v2"), draft_attention_backend="auto"
+        asked, speculation=Speculation(algorithm=NO_SPECULATION, schedule="v2"), draft_attention_backend="auto"
     ),
     "v1": lambda asked: _scheduled(asked, "v1"),
     "v2": lambda asked: _scheduled(asked, "v2"),
@@ -60,9 +61,11 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
     if base.graphs.prefill == "piecewise" and {"v2", "v2+piecewise"} <= set(listed):
         works = "v2 and v2+piecewise would be the same; leave it out, or one of them"
         raise refuse("prefill_graph", "piecewise", works)
-    if base.speculation.algorithm == "none" and set(listed) - {"baseline"}:
+    if base.speculation.algorithm == NO_SPECULATION and set(listed) - {"baseline"}:
         raise refuse(
-            "algorithm", "none", "only the configuration baseline drafts nothing; use ngram, or another with its draft"
+            "algorithm",
+            NO_SPECULATION,
+            "only the configuration baseline drafts nothing; use ngram, or another with its draft",
         )
     return {name: CONFIGURATIONS[name](base) for name in listed}
 

@@ -201,7 +201,7 @@ def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | No
     """Refuse a draft that does not fit, before an engine that drafts nothing has loaded the target in vain."""
     from specbatch.engine.builder import prepare
 
-    drafting = (config for config in configs if config.speculation.algorithm not in ("none", "ngram"))
+    drafting = (config for config in configs if config.speculation.entry.loads_draft)
     if (config := next(drafting, None)) is not None:
         prepare(config, log or (lambda line: None))
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.drafters import ALGORITHMS
-from specbatch.records.acceptance import TITLES, Acceptance, Watch, cells, suspects, table
+from specbatch.records.acceptance import TITLES, Acceptance, Watch, cells, table
 
 
 @st.composite
@@ -123,16 +122,6 @@ def test_it_warns_once_there_is_enough_to_go_by(requests: list[tuple[int, int]],
     if said:
         assert "likely causes: the moon" in said[0]
         assert said[0].count("\n") == 1
-
-
-def test_causes_are_those_of_the_way_of_drafting() -> None:
-    trained = suspects("a drafter of tomorrow", "auto")
-    for cause in ("convention", "rope theta", "thinking mode", "another target"):
-        assert cause in trained
-    assert "rope theta" in suspects("standalone", "auto")
-    assert "convention" not in suspects("standalone", "auto")
-    assert "theta" not in suspects("ngram", "auto")
-    assert all("random" in suspects(name, "dummy") for name in ALGORITHMS)
 
 
 LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)

@@ -1,0 +1,105 @@
+"""The registry of drafting algorithms: one `Algorithm` per value of `Speculation.algorithm`.
+
+To add an algorithm, write a module in `specbatch/drafters` with `plan(target, config, log) -> DraftPlan` and add an
+entry here. Configuration, command line, checks and reports read their facts from the entry. Nothing is imported until
+an engine uses the algorithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NO_SPECULATION = "none"  # the baseline
+
+_LOW_ACCEPTANCE_OF_TRAINED_DRAFTS = (
+    "feature layers counted by the other convention (--aux-layers), another rope theta (--draft-rope-theta), a "
+    "thinking mode or chat template that the draft was not trained on, a draft made for another target"
+)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What the rest of the program must know of a drafting algorithm.
+
+    module          the module with its `plan` function
+    default_tokens  length of the drafted chain when no shape is configured, as published: SGLang drafts 3 tokens with a
+                    model or head, vLLM's prompt lookup examples 4, DFLASH a block of 16 with the root
+    tree            how a tree gets its candidates: "expanded" gives each of `topk` nodes of a step `topk` children,
+                    "merged" joins `topk` continuations of `steps` tokens, None means that only chains are drafted
+    draft           what the setting `draft` must name; None if the algorithm takes no draft
+    settings        settings that only some algorithms take
+    loads_draft     whether weights beside the target's are loaded, so that they must fit the target
+    low_acceptance  likely causes of a low acceptance rate, for the warning
+    """
+
+    module: str
+    default_tokens: int
+    tree: Literal["expanded", "merged"] | None = "expanded"
+    draft: str | None = None
+    settings: tuple[str, ...] = ()
+    loads_draft: bool = True
+    low_acceptance: str = _LOW_ACCEPTANCE_OF_TRAINED_DRAFTS
+
+    def candidates(self, steps: int, topk: int) -> int:
+        """Nodes that a tree of this shape is chosen from."""
+        return steps * topk if self.tree == "merged" else topk + (steps - 1) * topk * topk
+
+
+_MTP = Algorithm("specbatch.drafters.mtp", default_tokens=3)
+
+ALGORITHMS: dict[str, Algorithm] = {
+    # The shape is that of n-gram lookup, so that both verify the same number of rows in a comparison.
+    NO_SPECULATION: Algorithm("specbatch.drafters.base", default_tokens=4, loads_draft=False),
+    "ngram": Algorithm(
+        "specbatch.drafters.ngram",
+        default_tokens=4,
+        tree="merged",
+        loads_draft=False,
+        low_acceptance=(
+            "the output repeats little of what came before it; --ngram-min 3 or more drafts less often and better"
+        ),
+    ),
+    "standalone": Algorithm(
+        "specbatch.drafters.draft_model",
+        default_tokens=3,
+        draft="a draft model or 'self:skip=FIRST-LAST'",
+        settings=("draft_attention_backend",),
+        low_acceptance=(
+            "draft and target are no pair (another family or fine-tune, too many layers skipped), another rope "
+            "theta, a thinking mode or chat template that only one of them was trained on"
+        ),
+    ),
+    "eagle": Algorithm(
+        "specbatch.drafters.eagle",
+        default_tokens=3,
+        draft="an EAGLE head (folder or hub id)",
+        settings=("draft_rope_theta",),
+    ),
+    "eagle3": Algorithm(
+        "specbatch.drafters.eagle3",
+        default_tokens=3,
+        draft="an EAGLE-3 head (folder or hub id)",
+        settings=("aux_layers", "draft_rope_theta"),
+    ),
+    "mtp": _MTP,
+    "nextn": _MTP,  # SGLang's name for it
+    "dflash": Algorithm(
+        "specbatch.drafters.dflash",
+        default_tokens=15,
+        tree=None,
+        draft="a draft that was made for the model (folder or hub id)",
+    ),
+}
+
+
+def algorithms_with(setting: str) -> tuple[str, ...]:
+    """Names of the algorithms that take `setting`."""
+    return tuple(name for name, algorithm in ALGORITHMS.items() if setting in algorithm.settings)
+
+
+def causes_of_low_acceptance(name: str, load_format: str) -> str:
+    """Likely causes of a low acceptance rate with algorithm `name`, in the order to check them."""
+    if load_format == "dummy":
+        return "the weights are random (--load-format dummy), for which --simulate-accept-length was made"
+    return ALGORITHMS[name].low_acceptance
