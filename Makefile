@@ -1,7 +1,10 @@
 # make demo   set up, fetch the bundled model, answer sums and compare configurations: a few minutes on two cores
 # make test   set up, check style and types, run the quick tests: under five minutes
 # make test-all  the same with all tests
+#
+# Packages are installed in the versions of constraints.txt; `make test CONSTRAINTS=` installs the newest ones instead.
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
@@ -27,7 +30,7 @@ check: $(INSTALLED)
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)/typed .
 	cd $(VENV)/typed && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p specbatch
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[test]'
 	touch $@
