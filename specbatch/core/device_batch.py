@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from specbatch.core.async_copy import upload
-from specbatch.core.attention_metadata import chain
+from specbatch.core.attention_metadata import positions_from
 from specbatch.core.request import Request
 from specbatch.kernels import dispatch
 from specbatch.kernels.elementwise.gather_rows import rows_of_both
@@ -180,12 +180,12 @@ class DeviceBatch:
         tokens = torch.cat([self.tokens[rows, lengths][:, None], drafts], 1)
         if ancestors is not None:
             return tokens.flatten(), (lengths[:, None] + depths_of(ancestors)).flatten()
-        return tokens.flatten(), chain(lengths, tokens.shape[1]).flatten()
+        return tokens.flatten(), positions_from(lengths, tokens.shape[1]).flatten()
 
     def commit(self, rows: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor) -> None:
         """Write tokens [B, N] behind the roots of rows [B] and add accepted [B] + 1 to their lengths."""
         lengths = self.lengths[rows]
         # All N tokens are written; those beyond the new length are overwritten before anything looks at them.
-        self.tokens[rows[:, None], chain(lengths + 1, tokens.shape[1])] = tokens
+        self.tokens[rows[:, None], positions_from(lengths + 1, tokens.shape[1])] = tokens
         # Row 0 is for padding and stays as it is.
         self.lengths[rows] = torch.where(rows > 0, lengths + accepted + 1, lengths)

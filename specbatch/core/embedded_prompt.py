@@ -55,17 +55,17 @@ class EmbeddedPrompt:
         return EmbeddedPrompt(tokens, {start: values.detach() for start, values in parts.items()})
 
 
-class Given(NamedTuple):
-    """Of a pass: rows [n, hidden_size] in place of the embeddings of its tokens at `places` int64 [n]."""
+class EmbeddingOverrides(NamedTuple):
+    """Embeddings [n, hidden_size] that replace those of a pass's tokens at `places` int64 [n]."""
 
     places: torch.Tensor
-    rows: torch.Tensor
+    values: torch.Tensor
 
 
-def embed(tokens: torch.Tensor, embedding: torch.Tensor, given: Given | None = None) -> torch.Tensor:
+def embed(tokens: torch.Tensor, embedding: torch.Tensor, overrides: EmbeddingOverrides | None = None) -> torch.Tensor:
     """tokens int64 [T], embedding [V, hidden_size] -> [T, hidden_size]."""
     x = F.embedding(tokens, embedding)
-    return x if given is None else x.index_copy_(0, *given)
+    return x if overrides is None else x.index_copy_(0, *overrides)
 
 
 def _misfit(index: int, value: object, works: str) -> SpecbatchError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specbatch.core.attention_metadata import Mask, Prefill, Verify
+from specbatch.core.attention_metadata import DecodeMetadata, Mask, PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch, Sampling
 from specbatch.core.request import Completion
 from specbatch.drafters.verification import Proposal
@@ -39,18 +39,18 @@ class Step:
     bound: int
     sampling: Sampling
 
-    def verify(
+    def decode_metadata(
         self,
         lengths: torch.Tensor,
         rows: int,
         ancestors: torch.Tensor | None = None,
         first: int = 0,
         masks: tuple[Mask, ...] | None = None,
-    ) -> Verify:
+    ) -> DecodeMetadata:
         """The shape of a pass of `rows` tokens per device row behind `lengths` [B]: a chain, or with words of
         `ancestors` [B, rows] a tree, of which `first` nodes are in the cache already; `masks`: see `Verify`."""
         table, size = self.batch.page_table, self.page_size
-        return Verify(table, self.rows, lengths, rows, size, self.bound, ancestors, first, masks)
+        return DecodeMetadata(table, self.rows, lengths, rows, size, self.bound, ancestors, first, masks)
 
 
 class Drafter(Protocol):
@@ -64,8 +64,8 @@ class Drafter(Protocol):
 
     second_look: SecondLook | None
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
-        """Take in prompt positions (tokens in batch.tokens[shape.rows, shape.positions])."""
+    def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
+        """Take in prompt positions (tokens in batch.tokens[metadata.slots, metadata.positions])."""
 
     def propose(self, step: Step) -> Proposal:
         """Draft `step.count` tokens behind each row's root. With none, keep what later drafts need."""
@@ -81,7 +81,7 @@ class Drafter(Protocol):
     def shorten(self, step: Step) -> None:
         """Called before an iteration that drafts fewer tokens than the one before it, with its rows."""
 
-    def catch_up(self, batch: DeviceBatch, shape: Prefill) -> None:
+    def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         """Take in positions that were committed by iterations without drafts (see `DraftPlan.rests`)."""
 
 
@@ -120,7 +120,7 @@ class NoDraft:
 
     second_look: SecondLook | None = None
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
+    def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         pass
 
     def propose(self, step: Step) -> Proposal:
@@ -132,7 +132,7 @@ class NoDraft:
     def shorten(self, step: Step) -> None:
         pass
 
-    def catch_up(self, batch: DeviceBatch, shape: Prefill) -> None:
+    def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         pass
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch import weights
-from specbatch.core.attention_metadata import Prefill, chain
+from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.drafters.verification import Proposal
@@ -38,8 +38,8 @@ class DFlashDrafter(NoDraft):
         self._cache = cache
         self._count = count
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
-        write_context(self._context(features), self._model.heads, *self._stores, shape.positions, shape.slots)
+    def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
+        write_context(self._context(features), self._model.heads, *self._stores, metadata.positions, metadata.kv_slots)
 
     def propose(self, step: Step) -> Proposal:
         if not step.count:
@@ -47,8 +47,8 @@ class DFlashDrafter(NoDraft):
         model, count = self._model, self._count
         masks = step.rows.new_full((len(step.rows), count), model.config.mask_token)
         tokens, positions = step.batch.stage(step.rows, step.lengths, masks, None)
-        shape = step.verify(step.lengths, count + 1, masks=model.config.masks)
-        hidden = model.block.forward(tokens, positions, shape.on(self._cache)).last
+        metadata = step.decode_metadata(step.lengths, count + 1, masks=model.config.masks)
+        hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
         # Row i stands for the token at its own position: the first, the root, is known.
         logits = self._logits(hidden.unflatten(0, (-1, count + 1)), step.count)
         drafted = step.batch.everywhere(step.count, step.rows)
@@ -62,7 +62,7 @@ class DFlashDrafter(NoDraft):
 
     def _draw(self, step: Step, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
         """Each draft from the law of its own row: given the context they are independent of each other."""
-        tokens, laws = step.sampling.draw(logits, chain(step.lengths + 1, step.count), DRAFT)
+        tokens, laws = step.sampling.draw(logits, positions_from(step.lengths + 1, step.count), DRAFT)
         ids, total = self._model.ids, self._model.config.vocab_size
         if ids is None:
             return Proposal(tokens, drafted, laws)

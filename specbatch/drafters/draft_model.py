@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch import weights
-from specbatch.core.attention_metadata import Prefill, chain
+from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
@@ -44,24 +44,24 @@ class Standalone(NoDraft):
         self._cache = cache
         self._vocabulary = vocabulary  # of the target; the draft's may be padded further
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
-        self.catch_up(batch, shape)
+    def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
+        self.catch_up(batch, metadata)
 
-    def catch_up(self, batch: DeviceBatch, shape: Prefill) -> None:
-        tokens = batch.tokens[shape.rows, shape.positions]
-        self._forward(self._known(tokens), shape, rows=shape.last[:0])  # for its keys and values alone
+    def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
+        tokens = batch.tokens[metadata.slots, metadata.positions]
+        self._forward(self._known(tokens), metadata, rows=metadata.last[:0])  # for its keys and values alone
 
     def propose(self, step: Step) -> Proposal:
         if not step.count:
             return nothing(step)
         batch = step.batch
         start, rows = step.lengths - 1, 2
-        positions = chain(start, rows)
+        positions = positions_from(start, rows)
         tokens = batch.tokens[step.rows[:, None], positions].flatten()
         drafts = step.rows.new_empty(len(step.rows), step.count)
         laws = []
         for index in range(step.count):
-            context = step.verify(start, rows).on(self._cache)
+            context = step.decode_metadata(start, rows).bind(self._cache)
             features = self._model.forward(self._known(tokens), positions.flatten(), context)
             newest = features.last.view(len(step.rows), rows, -1)[:, -1]
             logits = self._fit(self._model.logits(newest))
@@ -102,17 +102,17 @@ class StandaloneTree(Standalone):
         # Of each device row: the newest tokens without keys, the root among them. A padding row has one.
         self._new = torch.ones(device_rows, dtype=torch.int64, device=model.device)
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
-        super().prefill(batch, shape, features)
-        self._new.index_fill_(0, shape.rows, 1)
+    def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
+        super().prefill(batch, metadata, features)
+        self._new.index_fill_(0, metadata.slots, 1)
 
     def propose(self, step: Step) -> Proposal:
         model, lengths = self._model, step.lengths
         new = self._new[step.rows]
         start, count = lengths + 1 - new, self._shape.steps + 1
-        positions = chain(start, count)
+        positions = positions_from(start, count)
         tokens = self._known(step.batch.tokens[step.rows[:, None], positions])
-        context = step.verify(start, count).on(self._cache)
+        context = step.decode_metadata(start, count).bind(self._cache)
         hidden = model.forward(tokens.flatten(), positions.flatten(), context).last.unflatten(0, (-1, count))
         newest = (new - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
         logits = self._fit(model.logits(hidden.gather(1, newest)[:, 0]))
@@ -120,7 +120,7 @@ class StandaloneTree(Standalone):
         def run(beams: Beams) -> torch.Tensor:
             width = beams.tokens.shape[1]
             positions = (lengths + beams.depth).repeat_interleave(width)
-            context = step.verify(lengths, width, beams.ancestors, beams.first).on(self._cache)
+            context = step.decode_metadata(lengths, width, beams.ancestors, beams.first).bind(self._cache)
             features = model.forward(self._known(beams.tokens).flatten(), positions, context)
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 

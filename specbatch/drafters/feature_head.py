@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbatch.core.attention_metadata import Prefill, Verify
+from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch, Sampling
-from specbatch.core.embedded_prompt import Given
+from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
 from specbatch.drafters.tree import Beams, expand
@@ -46,13 +46,13 @@ class Pairs:
         self._head = head
         self._cache = cache
 
-    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, shape: Prefill) -> None:
+    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, metadata: PrefillMetadata) -> None:
         """tokens int64 [T] behind the features taken [T, width] of the pass's tokens."""
         self.counters.fall_back("off")
-        self._write(tokens, taken, shape.positions, shape.slots, self._given(shape))
+        self._write(tokens, taken, metadata.positions, metadata.kv_slots, self._overrides(metadata))
 
-    def _given(self, shape: Prefill) -> Given | None:
-        return shape.given(self._head.embedding, ahead=1)
+    def _overrides(self, metadata: PrefillMetadata) -> EmbeddingOverrides | None:
+        return metadata.embedding_overrides(self._head.embedding, ahead=1)
 
     def _write(
         self,
@@ -60,10 +60,10 @@ class Pairs:
         taken: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        given: Given | None = None,
+        overrides: EmbeddingOverrides | None = None,
     ) -> None:
         head, cache = self._head, self._cache
-        _, qkv = head.enter(head.embed(tokens, given), head.project(taken))
+        _, qkv = head.enter(head.embed(tokens, overrides), head.project(taken))
         split_heads(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
 
 
@@ -95,15 +95,15 @@ class PairGraphs(Pairs):
             self._graphs[bucket] = self._recorder.record(program)
             yield
 
-    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, shape: Prefill) -> None:
-        given = self._given(shape)
-        if given is not None:
+    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, metadata: PrefillMetadata) -> None:
+        overrides = self._overrides(metadata)
+        if overrides is not None:
             self.counters.fall_back("embeddings")
-            self._write(tokens, taken, shape.positions, shape.slots, given)
+            self._write(tokens, taken, metadata.positions, metadata.kv_slots, overrides)
             return
         count = len(tokens)
         bucket = bucket_of(self._buckets, count)
-        for static, here in zip(self._places, (tokens, shape.positions, shape.slots), strict=True):
+        for static, here in zip(self._places, (tokens, metadata.positions, metadata.kv_slots), strict=True):
             static[:count].copy_(here)
         self._taken[:count].copy_(taken)
         self._places[2, count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
@@ -132,12 +132,12 @@ class FeatureChain(NoDraft):
         self._waiting = torch.zeros(slots + 1, count + 1, head.config.hidden_size, dtype=like.dtype, device=like.device)
         self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
 
-    def prefill(self, batch: DeviceBatch, shape: Prefill, features: Features) -> None:
+    def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         taken = self._head.take(features)
         # Behind a prompt's last token stands whatever was there; that pair waits, too, and is written again.
-        self._pairs(batch.tokens[shape.rows, shape.positions + 1], taken, shape)
-        rows = shape.rows[shape.last]
-        self._waiting[rows, 0] = self._head.project(taken[shape.last])
+        self._pairs(batch.tokens[metadata.slots, metadata.positions + 1], taken, metadata)
+        rows = metadata.slots[metadata.last]
+        self._waiting[rows, 0] = self._head.project(taken[metadata.last])
         self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
 
     def propose(self, step: Step) -> Proposal:
@@ -152,7 +152,7 @@ class FeatureChain(NoDraft):
             laws += [] if law is None else [law]
             if index + 1 < step.count:
                 place = places[index + 1]
-                hidden = self._run(step.verify(place, 1), embedded, hidden, place)
+                hidden = self._run(step.decode_metadata(place, 1), embedded, hidden, place)
         drafted = step.batch.everywhere(step.count, step.rows)
         return Proposal(drafts, drafted, torch.cat(laws, 1) if laws else None)
 
@@ -186,7 +186,9 @@ class FeatureChain(NoDraft):
         and the places from its own on, int64 [n, B]."""
         most = min(step.count + 1, self._waiting.shape[1])
         due = self._due(step, most)
-        return self._run(step.verify(due.start, most), due.embedded, due.hidden, due.positions, due.newest), due.places
+        return self._run(
+            step.decode_metadata(due.start, most), due.embedded, due.hidden, due.positions, due.newest
+        ), due.places
 
     def _write(self, step: Step, most: int = 1) -> None:
         """Write the pairs that have waited, up to `most` of a row, and compute nothing else."""
@@ -204,7 +206,7 @@ class FeatureChain(NoDraft):
 
     def _run(
         self,
-        shape: Verify,
+        metadata: DecodeMetadata,
         embedded: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
@@ -213,7 +215,7 @@ class FeatureChain(NoDraft):
         """Pairs of `shape` through the layer: the hidden states [n, hidden_size] of `rows`, or of all."""
         head = self._head
         x, qkv = head.enter(embedded, hidden)
-        attended = shape.on(self._cache).attend(0, qkv, head.heads, positions)
+        attended = metadata.bind(self._cache).attend(0, qkv, head.heads, positions)
         if rows is not None:
             x, attended = rows_of_both(x, attended, rows)
         return head.leave(x, attended)
@@ -237,7 +239,7 @@ class FeatureTree(FeatureChain):
             nonlocal before
             width = beams.tokens.shape[1]
             pairs = beam_pairs(beams.tokens, beams.origin, before, root, beams.depth, head.embedding)
-            hidden = self._run(step.verify(root, width, beams.ancestors, beams.first), *pairs)
+            hidden = self._run(step.decode_metadata(root, width, beams.ancestors, beams.first), *pairs)
             before = hidden.unflatten(0, (-1, width))
             logits: torch.Tensor = head.logits(hidden).unflatten(0, (-1, width))
             return logits

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from specbatch.core.async_copy import upload
-from specbatch.core.attention_metadata import Prefill, Span, in_passes
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
 from specbatch.core.device_batch import DeviceBatch, Needs
 from specbatch.drafters.base import Drafter
 from specbatch.drafters.verification import is_sound, logprobs_of
@@ -51,14 +51,14 @@ class PromptPass:
         most = batch.width - 1
         count = min(count, most)
         start = min(prefix, most - count)
-        self._run(batch, [Span(0, start, start + count)], [0] * ends, Needs())
+        self._run(batch, [PromptChunk(0, start, start + count)], [0] * ends, Needs())
         batch.lengths[0] = 1  # as it was
 
     def __call__(self, batch: DeviceBatch, plan: PrefillPlan) -> Result | None:
         """Compute the chunks of a plan. For those that complete a prompt: int64 [B, 2] of first token and sound, and
         float32 [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
         chunks = plan.chunks
-        spans = [Span(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks]
+        spans = [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks]
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
         if self._states is not None:
             self._states.load(plan.loads)
@@ -67,24 +67,24 @@ class PromptPass:
             self._states.save(plan.saves)
         return result
 
-    def catch_up(self, batch: DeviceBatch, spans: list[Span], chunk: int) -> None:
+    def catch_up(self, batch: DeviceBatch, spans: list[PromptChunk], chunk: int) -> None:
         """Let the drafter take in positions that iterations without drafts have committed, up to `chunk` a pass."""
-        for part in in_passes(spans, chunk):
+        for part in split_into_passes(spans, chunk):
             with dispatch.activations(float8=self._float8):
-                self._drafter.catch_up(batch, Prefill(batch.page_table, part, self._page_size))
+                self._drafter.catch_up(batch, PrefillMetadata(batch.page_table, part, self._page_size))
 
-    def _run(self, batch: DeviceBatch, spans: list[Span], ending: list[int], needs: Needs) -> Result | None:
+    def _run(self, batch: DeviceBatch, spans: list[PromptChunk], ending: list[int], needs: Needs) -> Result | None:
         """ending: the spans whose prompts are then complete."""
-        shape = Prefill(batch.page_table, spans, self._page_size)
+        metadata = PrefillMetadata(batch.page_table, spans, self._page_size)
         ends = upload(ending, batch.device)
-        last = shape.last[ends]
-        tokens = batch.tokens[shape.rows, shape.positions]
+        last = metadata.last[ends]
+        tokens = batch.tokens[metadata.slots, metadata.positions]
         with dispatch.activations(float8=self._float8):
-            features = self._forward(tokens, shape, None if self._every else last)
-            self._drafter.prefill(batch, shape, features)
+            features = self._forward(tokens, metadata, None if self._every else last)
+            self._drafter.prefill(batch, metadata, features)
         if not ending:
             return None
-        _, lengths, rows, _ = shape.spans.table[:, ends]
+        _, lengths, rows, _ = metadata.spans.table[:, ends]
         sampling = batch.sampling(rows, needs)
         logits = self._model.logits(features.last[last] if self._every else features.last)[:, None]
         if self.watch is not None:

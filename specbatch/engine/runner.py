@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specbatch.core.async_copy import Lap, Ticket, seconds_of, upload
-from specbatch.core.attention_metadata import Span
+from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.device_batch import DeviceBatch, Needs
 from specbatch.core.request import Request
 from specbatch.drafters.base import Step
@@ -211,7 +211,7 @@ class Runner:
         lengths.times = rising(measured)
         if self._rests:
             count = min(self._chunk, self._batch.width - 1)
-            spans = [Span(0, 0, count)]
+            spans = [PromptChunk(0, 0, count)]
             lengths.catch_up_s = time_it(partial(self._prompt_pass.catch_up, self._batch, spans, self._chunk))
         return lengths.times
 
@@ -240,7 +240,7 @@ class Runner:
                 if request.behind is None:  # the newest committed token may be without keys, too
                     request.behind = max(request.committed - 1, 0)
             return False
-        spans: list[Span] = []
+        spans: list[PromptChunk] = []
         budget = self._chunk
         # Each result in flight leaves a token, and no more where nothing was drafted. The draft runs the newest itself.
         missing = [
@@ -255,7 +255,7 @@ class Runner:
             assert request.behind is not None
             assert request.slot is not None
             if count > 0:
-                spans.append(Span(request.slot, request.behind, request.behind + count))
+                spans.append(PromptChunk(request.slot, request.behind, request.behind + count))
             request.behind = None
         self._prompt_pass.catch_up(self._batch, spans, self._chunk)
         return bool(spans)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from specbatch.core.async_copy import Ticket, upload
-from specbatch.core.attention_metadata import Prefill, Span, in_passes
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels import dispatch
@@ -202,12 +202,12 @@ class Scorer:
         owners: list[int] = []
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         device = self._batch.device
-        for part in in_passes(self._place(group), self._chunk):
-            shape = Prefill(self._batch.page_table, part, self._plan.page_size)
+        for part in split_into_passes(self._place(group), self._chunk):
+            metadata = PrefillMetadata(self._batch.page_table, part, self._plan.page_size)
             tokens = [token for span in part for token in group[span.slot - 1].text.tokens[span.start : span.end]]
             read: list[int] = []  # rows of the pass whose logits are wanted
             asked: list[tuple[int, int]] = []  # which of these is read for which token
-            for span, offset in zip(part, shape.spans.offsets, strict=False):
+            for span, offset in zip(part, metadata.spans.offsets, strict=False):
                 text = group[span.slot - 1].text
                 for position in range(max(span.start, text.first), span.end):
                     asked += [(len(read), pairs[index][1][position - text.first]) for index in text.members]
@@ -215,12 +215,12 @@ class Scorer:
                     read.append(offset + position - span.start)
             rows = upload(read, device)
             with dispatch.activations(float8=self._float8):
-                last = self._forward(upload(tokens, device), shape, None if self._every else rows).last
+                last = self._forward(upload(tokens, device), metadata, None if self._every else rows).last
             found += self._read_off(last[rows] if self._every else last, asked)
         logprobs, greedy = (torch.cat(values) for values in zip(*found, strict=True))
         return owners, Ticket(logprobs, greedy, stream=self._stream)
 
-    def _place(self, group: list[_Placed]) -> list[Span]:
+    def _place(self, group: list[_Placed]) -> list[PromptChunk]:
         """What is to be computed of the texts on device rows 1, 2, ..., with the pool's pages in order."""
         table = np.zeros((len(group), self._batch.page_table.shape[1]), np.int64)
         taken = 1  # page 0 is for padding
@@ -230,7 +230,7 @@ class Scorer:
             table[row, shared : shared + own] = np.arange(taken, taken + own)
             taken += own
         self._batch.page_table[1 : 1 + len(group)] = upload(table, self._batch.device)
-        return [Span(row, begin, len(text.tokens)) for row, (text, begin) in enumerate(group, start=1)]
+        return [PromptChunk(row, begin, len(text.tokens)) for row, (text, begin) in enumerate(group, start=1)]
 
     def _read_off(
         self, hidden: torch.Tensor, asked: list[tuple[int, int]]

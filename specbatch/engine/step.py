@@ -53,8 +53,8 @@ class Iteration:
         rows = proposal.tokens.shape[1] + 1
         tokens, positions = batch.stage(step.rows, lengths, proposal.tokens, proposal.ancestors)
 
-        shape = step.verify(lengths, rows, proposal.ancestors)
-        features = self._model.forward(tokens, positions, shape.on(self._cache))
+        metadata = step.decode_metadata(lengths, rows, proposal.ancestors)
+        features = self._model.forward(tokens, positions, metadata.bind(self._cache))
         logits = self._model.logits(features.last).unflatten(0, (-1, rows))
 
         places = positions.view(-1, rows)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specbatch.core.attention_metadata import Context
-from specbatch.core.embedded_prompt import Given, embed
+from specbatch.core.attention_metadata import AttentionContext
+from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
@@ -120,31 +120,33 @@ class Decoder:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: Context,
+        context: AttentionContext,
         rows: torch.Tensor | None = None,
-        given: Given | None = None,
+        overrides: EmbeddingOverrides | None = None,
     ) -> Features:
         """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last features are wanted, in their order;
         None is all. Auxiliary features are those of all tokens. given: embeddings of some of the tokens."""
         assert rows is None or not self.config.ends_in(self.aux), "auxiliary features are those of all tokens"
-        x, projected = self.enter(tokens, given=given)
+        x, projected = self.enter(tokens, overrides=overrides)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
         last = len(self.layers) - 1
         for index in range(last):
             x, projected = self.advance(index, x, self.mix(index, context, projected, positions), aux=aux)
         return Features(self.finish(x, self.mix(last, context, projected, positions), rows, aux), aux)
 
-    def mix(self, index: int, context: Context, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, index: int, context: AttentionContext, projected: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """What layer `index` gets out of the context for what it has projected."""
         return self.layers[index].mixer.mix(context, self.places[index], projected, positions)
 
     # A forward pass in pieces, cut where layers look at the context: what lies between needs none.
 
     def enter(
-        self, tokens: torch.Tensor, out: torch.Tensor | None = None, given: Given | None = None
+        self, tokens: torch.Tensor, out: torch.Tensor | None = None, overrides: EmbeddingOverrides | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """tokens [T] -> residual stream [T, hidden_size] and what the first layer projects (in `out`, if given)."""
-        x = embed(tokens, self.embedding, given)
+        x = embed(tokens, self.embedding, overrides)
         return x, self.layers[0].mixer.project(x, out=out)
 
     def advance(

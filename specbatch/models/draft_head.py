@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specbatch.core.embedded_prompt import Given, embed
+from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import Heads
 from specbatch.kernels.gemm.fp8_linear import linear
@@ -80,8 +80,8 @@ class DraftHead:
         """hidden [T, hidden_size] -> [T, V], or [T, Vd] of `vocabulary`."""
         return self._head(hidden)
 
-    def embed(self, tokens: torch.Tensor, given: Given | None = None) -> torch.Tensor:
-        return embed(tokens, self.embedding, given)
+    def embed(self, tokens: torch.Tensor, overrides: EmbeddingOverrides | None = None) -> torch.Tensor:
+        return embed(tokens, self.embedding, overrides)
 
 
 class LlamaHead(DraftHead):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from specbatch.core.attention_metadata import RecurrentOp
 from specbatch.kernels.attention.qkv import Heads, split_heads_ref
 from specbatch.kernels.attention.ragged_batch import Spans
 from specbatch.memory.recurrent_state import States, state_types
 from specbatch.models.decoder import Decoder
-from specbatch.models.layers import Recurrent
 
 
 class Whole:
@@ -30,5 +30,5 @@ class Whole:
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
-    def recur(self, layer: int, projected: torch.Tensor, mixer: Recurrent) -> torch.Tensor:
+    def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
         return mixer.prompt(projected, self._state, self._spans)

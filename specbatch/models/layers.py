@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
+from specbatch.core.attention_metadata import AttentionContext, RecurrentOp
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import Heads
 from specbatch.kernels.gemm.fp8_linear import linear
@@ -20,11 +21,6 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight, below, holds_nan, keeps_float8
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import PLAIN, SCALES
-
-if TYPE_CHECKING:
-    from specbatch.core.attention_metadata import Context
-    from specbatch.kernels.attention.ragged_batch import Spans
-    from specbatch.kernels.recurrent.state_replay import Fold
 
 Tensors = dict[str, torch.Tensor]
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] of rope
@@ -46,7 +42,9 @@ class Mixer(Protocol):
         """Residual stream x [T, hidden_size] -> [T, width], in `out` if given."""
         ...
 
-    def mix(self, context: Context, place: int, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, context: AttentionContext, place: int, projected: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """[T, width] -> [T, mixed]. place: which one of its kind the layer is."""
         ...
 
@@ -55,16 +53,8 @@ class Mixer(Protocol):
         ...
 
 
-class Recurrent(Mixer, Protocol):
-    """A mixer whose context is a state of fixed size: named tensors with one line per device row."""
-
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
-        """A prompt pass; leaves the state behind the last token of every span."""
-        ...
-
-    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
-        """A verify; leaves the state that it began with (see `kernels.recurrent`)."""
-        ...
+class Recurrent(Mixer, RecurrentOp, Protocol):
+    """A mixer with a state of fixed size in place of keys and values."""
 
 
 class Mlp(Protocol):
@@ -94,7 +84,9 @@ class Attention:
     def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.qkv(x, norm=self.norm, out=out)
 
-    def mix(self, context: Context, place: int, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, context: AttentionContext, place: int, projected: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         return context.attend(place, projected, self.heads, positions)
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from specbatch.models.config_values import count_of
 from specbatch.models.layers import Tensors
 
 if TYPE_CHECKING:
-    from specbatch.core.attention_metadata import Context
+    from specbatch.core.attention_metadata import AttentionContext
     from specbatch.kernels.attention.ragged_batch import Spans
     from specbatch.kernels.recurrent.state_replay import Fold
 
@@ -42,7 +42,9 @@ class Recurrence:
     def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.inputs(x, norm=self.norm, out=out)
 
-    def mix(self, context: Context, place: int, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, context: AttentionContext, place: int, projected: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         return context.recur(place, projected, self)
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 import torch
 
-from specbatch.core.attention_metadata import Prefill
+from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.kernels.attention.qkv import split_heads
 from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
 from specbatch.memory.kv_cache import KVCache
@@ -34,7 +34,7 @@ class PromptWork(Protocol):
 class Forward(PromptWork, Protocol):
     """Fills the model's cache with the keys and values of a prompt pass."""
 
-    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+    def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
         """tokens int64 [T]; rows int64 [n]: those whose last features are wanted, None is all."""
         ...
 
@@ -47,11 +47,11 @@ class EagerForward:
         self._model = model
         self._cache = cache
 
-    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+    def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
         self.counters.fall_back("off")
-        self._cache.begin(shape.spans.table[2, :-1])
-        given = shape.given(self._model.embedding)
-        return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows, given)
+        self._cache.begin(metadata.spans.table[2, :-1])
+        overrides = metadata.embedding_overrides(self._model.embedding)
+        return self._model.forward(tokens, metadata.positions, metadata.bind(self._cache), rows, overrides)
 
 
 def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, every: bool, aux: int = 0) -> int:
@@ -114,17 +114,21 @@ class PiecewiseGraphs:
                 self._wholes[bucket] = self._recorder.record(whole)
             yield
 
-    def __call__(self, tokens: torch.Tensor, shape: Prefill, rows: torch.Tensor | None = None) -> Features:
+    def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
         """As `Decoder.forward`. The result may lie in memory that the next call writes to."""
         assert (rows is None) == self._every, "which rows are wanted is recorded"
-        count, spans = len(tokens), shape.spans
+        count, spans = len(tokens), metadata.spans
         self._cache.begin(spans.table[2, :-1])
-        given = shape.given(self._model.embedding)
-        if given is not None:  # recorded is what looks up every token
+        overrides = metadata.embedding_overrides(self._model.embedding)
+        if overrides is not None:  # recorded is what looks up every token
             self.counters.fall_back("embeddings")
-            return self._model.forward(tokens, shape.positions, shape.on(self._cache), rows, given)
+            return self._model.forward(tokens, metadata.positions, metadata.bind(self._cache), rows, overrides)
         bucket = bucket_of(self._buckets, count)
-        for static, here in ((self._tokens, tokens), (self._positions, shape.positions), (self._slots, shape.slots)):
+        for static, here in (
+            (self._tokens, tokens),
+            (self._positions, metadata.positions),
+            (self._slots, metadata.kv_slots),
+        ):
             static[:count].copy_(here)
         self._slots[count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
         if bucket in self._wholes and spans.fresh and len(spans.counts) <= SHORT_SPANS:

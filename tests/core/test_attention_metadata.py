@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from specbatch.core.attention_metadata import Prefill, Span, Verify
+from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.attention.qkv import Heads
 from specbatch.memory.kv_cache import KVCache
@@ -61,15 +61,15 @@ class Bench:
     def numbers(self, tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, DIM, generator=self.generator)
 
-    def run(self, shape: Prefill | Verify, parts: list[tuple[int, int, int]]) -> None:
+    def run(self, metadata: PrefillMetadata | DecodeMetadata, parts: list[tuple[int, int, int]]) -> None:
         """Attend in every layer and compare; parts (row, start, count) lie one behind the other among the tokens."""
         total = sum(count for _, _, count in parts)
-        if isinstance(shape, Prefill):
+        if isinstance(metadata, PrefillMetadata):
             places = [at for _, start, count in parts for at in range(start, start + count)]
-            assert shape.positions.tolist() == places
+            assert metadata.positions.tolist() == places
         for layer in range(LAYERS):
             q, k, v = (self.numbers(total, heads) for heads in (self.heads, self.kv_heads, self.kv_heads))
-            out = self.through(shape, layer, q, k, v)
+            out = self.through(metadata, layer, q, k, v)
             assert out.shape == (total, self.heads * DIM)
             at = 0
             for row, start, count in parts:
@@ -85,13 +85,13 @@ class Bench:
                     at += 1
 
     def through(
-        self, shape: Prefill | Verify, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, metadata: PrefillMetadata | DecodeMetadata, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """One layer's attention, with a rotation by nothing: what goes in is what is compared."""
         still = torch.ones(600, DIM), torch.zeros(600, DIM)
         heads = Heads(self.heads, self.kv_heads, DIM, None, None, 1e-5, *still)
         qkv = torch.cat([q, k, v], 1).flatten(1)
-        return shape.on(self.cache).attend(layer, qkv, heads, torch.zeros(len(qkv), dtype=torch.int64))
+        return metadata.bind(self.cache).attend(layer, qkv, heads, torch.zeros(len(qkv), dtype=torch.int64))
 
     def attend(self, row: int, layer: int, seen: int, q: torch.Tensor) -> torch.Tensor:
         k, v = self.k[row][layer][:seen].double(), self.v[row][layer][:seen].double()
@@ -100,15 +100,15 @@ class Bench:
         scores = torch.stack([k[:, head // group] @ q[head].double() for head in range(self.heads)]) / math.sqrt(DIM)
         return torch.stack([scores[head].softmax(0) @ v[:, head // group] for head in range(self.heads)]).flatten()
 
-    def prefill(self, spans: list[Span]) -> Prefill:
-        shape = Prefill(self.table, spans, self.page_size)
-        self.run(shape, [(span.slot, span.start, span.end - span.start) for span in spans])
-        return shape
+    def prefill(self, spans: list[PromptChunk]) -> PrefillMetadata:
+        metadata = PrefillMetadata(self.table, spans, self.page_size)
+        self.run(metadata, [(span.slot, span.start, span.end - span.start) for span in spans])
+        return metadata
 
     def verify(self, rows: list[int], lengths: list[int], count: int, spare_pages: int = 0) -> None:
         bound = max(lengths) + count + spare_pages * self.page_size
-        shape = Verify(self.table, torch.tensor(rows), torch.tensor(lengths), count, self.page_size, bound)
-        self.run(shape, [(row, length, count) for row, length in zip(rows, lengths, strict=True)])
+        metadata = DecodeMetadata(self.table, torch.tensor(rows), torch.tensor(lengths), count, self.page_size, bound)
+        self.run(metadata, [(row, length, count) for row, length in zip(rows, lengths, strict=True)])
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 3), (2, 4)])
@@ -119,11 +119,13 @@ def test_a_life_of_chunks_and_verifies(page_size: int, kv_heads: int, group: int
     randomness = random.Random(page_size)
     prompts, done = {1: 17, 2: 1, 3: 16, 4: 9}, dict.fromkeys(range(1, 5), 0)
     while open_rows := [row for row in (3, 1, 4, 2) if done[row] < prompts[row]]:
-        spans = [Span(row, done[row], min(prompts[row], done[row] + randomness.randint(1, 7))) for row in open_rows]
-        shape = bench.prefill(spans)
+        spans = [
+            PromptChunk(row, done[row], min(prompts[row], done[row] + randomness.randint(1, 7))) for row in open_rows
+        ]
+        metadata = bench.prefill(spans)
         counts = torch.tensor([span.end - span.start for span in spans])
-        assert shape.last.tolist() == (counts.cumsum(0) - 1).tolist()
-        assert shape.rows.tolist() == torch.tensor([span.slot for span in spans]).repeat_interleave(counts).tolist()
+        assert metadata.last.tolist() == (counts.cumsum(0) - 1).tolist()
+        assert metadata.slots.tolist() == torch.tensor([span.slot for span in spans]).repeat_interleave(counts).tolist()
         done = done | {span.slot: span.end for span in spans}
     for count in (1, 4, 2, 5, 1, 4):
         rows = randomness.sample(range(1, 5), randomness.randint(1, 4))
@@ -136,10 +138,10 @@ def test_a_sequence_may_read_pages_that_another_one_fills_in_the_same_pass() -> 
     bench = Bench(2, 16, 4, 2, 2)
     bench.table[2, :2] = bench.table[1, :2]
     for reader_first in (False, True):
-        spans = [Span(1, 0, 11), Span(2, 8, 13)]
-        shape = Prefill(bench.table, spans[::-1] if reader_first else spans, 4)
+        spans = [PromptChunk(1, 0, 11), PromptChunk(2, 8, 13)]
+        metadata = PrefillMetadata(bench.table, spans[::-1] if reader_first else spans, 4)
         q, k, v = bench.numbers(16, 4), bench.numbers(16, 2), bench.numbers(16, 2)
-        out = bench.through(shape, 0, q, k, v)
+        out = bench.through(metadata, 0, q, k, v)
         owner, reader = (slice(5, 16), slice(0, 5)) if reader_first else (slice(0, 11), slice(11, 16))
         bench.k[2][0] = torch.cat([k[owner][:8], k[reader]])
         bench.v[2][0] = torch.cat([v[owner][:8], v[reader]])
@@ -150,12 +152,12 @@ def test_a_sequence_may_read_pages_that_another_one_fills_in_the_same_pass() -> 
 
 def test_padding_rows_write_to_page_0_only() -> None:
     bench = Bench(2, 16, 4, 2, 1)
-    bench.prefill([Span(1, 0, 6), Span(2, 0, 3)])
+    bench.prefill([PromptChunk(1, 0, 6), PromptChunk(2, 0, 3)])
     before = [item.clone() for item in (*bench.cache.k, *bench.cache.v)]
     lengths = torch.tensor([0, 6, 0])
-    shape = Verify(bench.table, torch.tensor([0, 1, 0]), lengths, 3, 4, 12)
+    metadata = DecodeMetadata(bench.table, torch.tensor([0, 1, 0]), lengths, 3, 4, 12)
     for layer in range(LAYERS):
-        bench.through(shape, layer, bench.numbers(9, 2), bench.numbers(9, 2), bench.numbers(9, 2))
+        bench.through(metadata, layer, bench.numbers(9, 2), bench.numbers(9, 2), bench.numbers(9, 2))
     mine = {(int(bench.table[1, at // 4]), at % 4) for at in (6, 7, 8)}
     for old, new in zip(before, (*bench.cache.k, *bench.cache.v), strict=True):
         changed = {(page, offset) for page, offset in (old != new).flatten(2).any(-1).nonzero().tolist() if page}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.device_batch import DeviceBatch, Needs, Sampling
 from specbatch.drafters.base import Drafter, Step
 from specbatch.kernels.attention.prefill_backends import prefill_backend
@@ -88,17 +88,17 @@ class Bench:
         ends = [len(text) - 1 for text in self.texts]
         for start in range(0, max(ends), chunk):
             spans = [
-                Span(row, start, min(start + chunk, end))
+                PromptChunk(row, start, min(start + chunk, end))
                 for row, end in zip(self.rows.tolist(), ends, strict=True)
                 if start < end
             ]
-            shape = Prefill(self.batch.page_table, spans, PAGE)
-            features = Features(torch.empty(len(shape.positions), 0), None)
+            metadata = PrefillMetadata(self.batch.page_table, spans, PAGE)
+            features = Features(torch.empty(len(metadata.positions), 0), None)
             if target is not None:
                 model, cache = target
-                tokens = self.batch.tokens[shape.rows, shape.positions]
-                features = model.forward(tokens, shape.positions, shape.on(cache))
-            drafter.prefill(self.batch, shape, features)
+                tokens = self.batch.tokens[metadata.slots, metadata.positions]
+                features = model.forward(tokens, metadata.positions, metadata.bind(cache))
+            drafter.prefill(self.batch, metadata, features)
 
     def step(self, drafts: int, *, spare: int = 0, **sampling: Any) -> Step:
         """One iteration over all rows. `spare`: how far the bound lies above what this iteration can reach."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.draft_model import Standalone, parse_skip
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.prefill_backends import prefill_backend
@@ -33,8 +33,8 @@ def from_scratch(model: Decoder, text: list[int]) -> torch.Tensor:
         torch.device("cpu"),
         prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
     )
-    shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
-    return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache)).last[-1:])[0]
+    metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
+    return model.logits(model.forward(torch.tensor(text), metadata.positions, metadata.bind(cache)).last[-1:])[0]
 
 
 def greedy_chain(model: Decoder, text: list[int], count: int) -> list[int]:
@@ -90,8 +90,8 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
                 torch.device("cpu"),
                 prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
             )
-            shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
-            model.forward(torch.tensor(text), shape.positions, shape.on(fresh))
+            metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
+            model.forward(torch.tensor(text), metadata.positions, metadata.bind(fresh))
             places = torch.arange(len(text))
             pages = here.batch.page_table[row, places // 4]
             for ours, theirs in zip(cache.k + cache.v, fresh.k + fresh.v, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from crossed import crossed
 
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.draft_model import StandaloneTree
 from specbatch.drafters.tree import expand
@@ -29,8 +29,8 @@ def from_scratch(model: Decoder, text: list[int]) -> tuple[torch.Tensor, KVCache
     """Logits [V] behind a text, with nothing kept from before; and the keys it leaves, in page 1."""
     backend = prefill_backend("torch", torch.device("cpu"), torch.float32, 16)
     cache = KVCache(model.config, len(model.layers), 1, len(text), torch.float32, torch.device("cpu"), backend)
-    shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
-    return model.logits(model.forward(torch.tensor(text), shape.positions, shape.on(cache)).last[-1:])[0], cache
+    metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
+    return model.logits(model.forward(torch.tensor(text), metadata.positions, metadata.bind(cache)).last[-1:])[0], cache
 
 
 def wanted_tree(model: Decoder, text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:

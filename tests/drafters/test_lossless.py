@@ -95,9 +95,9 @@ def target_law(bench: Any, target: Decoder, temperature: float) -> torch.Tensor:
     seen: list[torch.Tensor] = []
 
     class Reader(NoDraft):
-        def prefill(self, batch: Any, shape: Any, features: Any) -> None:
-            tokens = batch.tokens[shape.rows, shape.positions]
-            seen.append(target.logits(target.forward(tokens, shape.positions, shape.on(cache)).last))
+        def prefill(self, batch: Any, metadata: Any, features: Any) -> None:
+            tokens = batch.tokens[metadata.slots, metadata.positions]
+            seen.append(target.logits(target.forward(tokens, metadata.positions, metadata.bind(cache)).last))
 
     cache = here.cache_for(target)
     here.prefill(Reader())

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.engine.engine import Engine
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
@@ -211,9 +211,11 @@ class Hybrids:
         for _ in range(LONGEST):
             states = States(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
             kv = KVCache(config, model.attention_layers, len(texts), 64, torch.float64, cpu, attention, states)
-            shape = Prefill(table, [Span(row + 1, 0, len(text)) for row, text in enumerate(texts)], 64)
+            metadata = PrefillMetadata(
+                table, [PromptChunk(row + 1, 0, len(text)) for row, text in enumerate(texts)], 64
+            )
             tokens = torch.tensor([token for text in texts for token in text])
-            hidden = model.forward(tokens, shape.positions, shape.on(kv), shape.last).last
+            hidden = model.forward(tokens, metadata.positions, metadata.bind(kv), metadata.last).last
             best = model.logits(hidden).topk(2)
             clear &= best.values[:, 0] - best.values[:, 1] > 0.005
             for text, token in zip(texts, best.indices[:, 0].tolist(), strict=True):

@@ -9,7 +9,7 @@ import torch
 from hybrid_targets import HYBRIDS, MTP, SIZES, Hybrids
 from peak_memory import as_on_a_device, peak_of
 
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.planner import MemoryPlan, plan_memory
@@ -38,9 +38,9 @@ def test_a_prompt_takes_what_is_planned(
     model = Decoder(config, lambda name: torch.zeros(shapes[name]), dtype=dtype, device=CPU, max_positions=TOKENS)
     states = States(config.state_shapes, max(model.recurrent_layers, 1), 2, 1, state_types(dtype, "fp32"), CPU)
     cache = KVCache(config, model.attention_layers, TOKENS // 4 + 2, 4, dtype, CPU, _Triton(), states)
-    shape = Prefill(torch.zeros(2, TOKENS // 4, dtype=torch.int64), [Span(1, 0, TOKENS)], 4)
+    metadata = PrefillMetadata(torch.zeros(2, TOKENS // 4, dtype=torch.int64), [PromptChunk(1, 0, TOKENS)], 4)
     tokens = torch.zeros(TOKENS, dtype=torch.int64)
-    taken = peak_of(lambda: model.forward(tokens, shape.positions, shape.on(cache), shape.last))
+    taken = peak_of(lambda: model.forward(tokens, metadata.positions, metadata.bind(cache), metadata.last))
     assert taken <= TOKENS * token_bytes(config, dtype) <= 1.25 * taken
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters import mtp
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.prefill_backends import prefill_backend
@@ -161,11 +161,11 @@ def logits(model: Decoder, count: int = 23) -> torch.Tensor:
         states = States(config.state_shapes, model.recurrent_layers, 2, 1, types, device)
     backend = prefill_backend("torch", device, torch.float32, config.head_dim)
     cache = KVCache(config, model.attention_layers, 8, 4, torch.float32, device, backend, states)
-    shape = Prefill(torch.arange(16, device=device).view(2, 8) % 9, [Span(1, 0, count)], 4)
+    metadata = PrefillMetadata(torch.arange(16, device=device).view(2, 8) % 9, [PromptChunk(1, 0, count)], 4)
     tokens = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
     tokens = tokens.to(device)
     with torch.inference_mode():
-        return model.logits(model.forward(tokens, shape.positions, shape.on(cache)).last)
+        return model.logits(model.forward(tokens, metadata.positions, metadata.bind(cache)).last)
 
 
 def products(model: Decoder) -> set[type]:

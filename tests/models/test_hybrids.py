@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
-from specbatch.core.attention_metadata import Prefill, Span, Verify, chain
+from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.sampling.tree import ancestors_of, depths_of
 from specbatch.memory.kv_cache import KVCache
@@ -149,16 +149,18 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert error < 3e-4, f"relative error {error:.2e}"
 
 
-def prompt(ours: Decoder, cache: KVCache, table: torch.Tensor, spans: list[Span], tokens: torch.Tensor) -> torch.Tensor:
-    shape = Prefill(table, spans, PAGE)
-    cache.begin(shape.spans.table[2, :-1])
-    return ours.logits(ours.forward(tokens, shape.positions, shape.on(cache)).last)
+def prompt(
+    ours: Decoder, cache: KVCache, table: torch.Tensor, spans: list[PromptChunk], tokens: torch.Tensor
+) -> torch.Tensor:
+    metadata = PrefillMetadata(table, spans, PAGE)
+    cache.begin(metadata.spans.table[2, :-1])
+    return ours.logits(ours.forward(tokens, metadata.positions, metadata.bind(cache)).last)
 
 
 def test_prefill_of_several_sequences(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
     batch = sequences(41, 1, 9)
-    spans = [Span(slot, 0, len(item)) for slot, item in zip((3, 1, 5), batch, strict=True)]
+    spans = [PromptChunk(slot, 0, len(item)) for slot, item in zip((3, 1, 5), batch, strict=True)]
     logits = prompt(ours, memory_of(ours), page_table(41), spans, torch.cat(batch))
     for part, item in zip(logits.split([41, 1, 9]), batch, strict=True):
         close(part, expected(theirs, item))
@@ -186,7 +188,7 @@ def test_chunked_prefill(pair: tuple[Any, Decoder], chunk: int) -> None:
     table, cache, parts = page_table(22), memory_of(ours), []
     for start in range(0, 22, chunk):
         end = min(start + chunk, 22)
-        parts.append(prompt(ours, cache, table, [Span(2, start, end)], tokens[start:end]))
+        parts.append(prompt(ours, cache, table, [PromptChunk(2, start, end)], tokens[start:end]))
     close(torch.cat(parts), expected(theirs, tokens))
 
 
@@ -197,7 +199,7 @@ def test_verifies_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> Non
     batch = sequences(40, 33, 25)
     table, cache, slots = page_table(40 + ROWS), memory_of(ours), torch.tensor([4, 1, 2, 0])
     heads = [9, 2, 5]
-    spans = [Span(slot, 0, head) for slot, head in zip((4, 1, 2), heads, strict=True)]
+    spans = [PromptChunk(slot, 0, head) for slot, head in zip((4, 1, 2), heads, strict=True)]
     prompt(ours, cache, table, spans, torch.cat([item[:head] for item, head in zip(batch, heads, strict=True)]))
     lengths, generator = torch.tensor([*heads, 1]), torch.Generator().manual_seed(rows)
     wanted = [expected(theirs, item) for item in batch]
@@ -208,8 +210,8 @@ def test_verifies_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> Non
             there = item[lengths[index] : lengths[index] + accepted[index] + 1]
             accepted[index] = len(there) - 1
             tokens[index, : len(there)] = there
-        verify = Verify(table, slots, lengths, rows, PAGE)
-        hidden = ours.forward(tokens.flatten(), chain(lengths, rows).flatten(), verify.on(cache)).last
+        verify = DecodeMetadata(table, slots, lengths, rows, PAGE)
+        hidden = ours.forward(tokens.flatten(), positions_from(lengths, rows).flatten(), verify.bind(cache)).last
         logits = ours.logits(hidden).view(4, rows, -1)
         for index in range(3):
             start, count = int(lengths[index]), int(accepted[index]) + 1
@@ -225,7 +227,7 @@ def test_verifies_of_trees(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
     (text,) = sequences(8)
     table, cache, slots = page_table(40), memory_of(ours), torch.tensor([3])
-    prompt(ours, cache, table, [Span(3, 0, 8)], text)
+    prompt(ours, cache, table, [PromptChunk(3, 0, 8)], text)
     known, generator = text.tolist(), torch.Generator().manual_seed(1)
     parents = torch.tensor([[0, 0, 1, 1, 3]])  # of nodes 1..5
     words = ancestors_of(parents, 4)
@@ -233,8 +235,8 @@ def test_verifies_of_trees(pair: tuple[Any, Decoder]) -> None:
         lengths = torch.tensor([len(known)])
         tokens = torch.randint(0, VOCABULARY, (6,), generator=generator)
         positions = (lengths[:, None] + depths_of(words)).flatten()
-        verify = Verify(table, slots, lengths, 6, PAGE, ancestors=words)
-        logits = ours.logits(ours.forward(tokens, positions, verify.on(cache)).last)
+        verify = DecodeMetadata(table, slots, lengths, 6, PAGE, ancestors=words)
+        logits = ours.logits(ours.forward(tokens, positions, verify.bind(cache)).last)
         for node in range(6):
             seen = [tokens[other].item() for other in range(6) if int(words[0, node]) >> other & 1]
             close(logits[node], expected(theirs, torch.tensor(known + seen))[-1])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from specbatch.core.attention_metadata import Prefill, Span, Verify, chain
+from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -104,8 +104,8 @@ def test_prefill_of_several_sequences(pair: tuple[Any, Decoder, KVCache]) -> Non
     theirs, ours, cache = pair
     batch = sequences(21, 1, 9)
     table = page_table([21, 1, 9])
-    shape = Prefill(table, [Span(i, 0, len(item)) for i, item in enumerate(batch)], PAGE)
-    logits = ours.logits(ours.forward(torch.cat(batch), shape.positions, shape.on(cache)).last)
+    metadata = PrefillMetadata(table, [PromptChunk(i, 0, len(item)) for i, item in enumerate(batch)], PAGE)
+    logits = ours.logits(ours.forward(torch.cat(batch), metadata.positions, metadata.bind(cache)).last)
     for part, item in zip(logits.split([21, 1, 9]), batch, strict=True):
         close(part, expected(theirs, item))
 
@@ -117,8 +117,10 @@ def test_chunked_prefill(pair: tuple[Any, Decoder, KVCache], chunk: int) -> None
     table = page_table([21])
     parts = []
     for start in range(0, 21, chunk):
-        shape = Prefill(table, [Span(0, start, min(start + chunk, 21))], PAGE)
-        parts.append(ours.logits(ours.forward(tokens[start : start + chunk], shape.positions, shape.on(cache)).last))
+        metadata = PrefillMetadata(table, [PromptChunk(0, start, min(start + chunk, 21))], PAGE)
+        parts.append(
+            ours.logits(ours.forward(tokens[start : start + chunk], metadata.positions, metadata.bind(cache)).last)
+        )
     close(torch.cat(parts), expected(theirs, tokens))
 
 
@@ -128,14 +130,14 @@ def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Decoder, KVCa
     batch = sequences(26, 21, 13)
     table = page_table([26 + rows] * 3)
     heads = [len(item) - 10 for item in batch]
-    shape = Prefill(table, [Span(i, 0, head) for i, head in enumerate(heads)], PAGE)
+    metadata = PrefillMetadata(table, [PromptChunk(i, 0, head) for i, head in enumerate(heads)], PAGE)
     prompt = torch.cat([item[:head] for item, head in zip(batch, heads, strict=True)])
-    ours.forward(prompt, shape.positions, shape.on(cache))
+    ours.forward(prompt, metadata.positions, metadata.bind(cache))
     lengths = torch.tensor(heads)
     for _ in range(10 // rows):
         tokens = torch.stack([item[n : n + rows] for item, n in zip(batch, lengths.tolist(), strict=True)])
-        verify = Verify(table, torch.arange(3), lengths, rows, PAGE)
-        hidden = ours.forward(tokens.flatten(), chain(lengths, rows).flatten(), verify.on(cache)).last
+        verify = DecodeMetadata(table, torch.arange(3), lengths, rows, PAGE)
+        hidden = ours.forward(tokens.flatten(), positions_from(lengths, rows).flatten(), verify.bind(cache)).last
         logits = ours.logits(hidden).view(3, rows, -1)
         for index, item in enumerate(batch):
             n = int(lengths[index])
@@ -147,13 +149,13 @@ def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Decoder, KVCache]) -> N
     theirs, ours, cache = pair
     (tokens,) = sequences(14)
     table = page_table([20])
-    shape = Prefill(table, [Span(0, 0, 8)], PAGE)
-    ours.forward(tokens[:8], shape.positions, shape.on(cache))
+    metadata = PrefillMetadata(table, [PromptChunk(0, 0, 8)], PAGE)
+    ours.forward(tokens[:8], metadata.positions, metadata.bind(cache))
     wrong = torch.cat([tokens[8:9], (tokens[9:13] + 1) % 131])
-    verify = Verify(table, torch.tensor([0]), torch.tensor([8]), 5, PAGE)
-    ours.forward(wrong, torch.arange(8, 13), verify.on(cache))
-    verify = Verify(table, torch.tensor([0]), torch.tensor([9]), 5, PAGE)
-    logits = ours.logits(ours.forward(tokens[9:14], torch.arange(9, 14), verify.on(cache)).last)
+    verify = DecodeMetadata(table, torch.tensor([0]), torch.tensor([8]), 5, PAGE)
+    ours.forward(wrong, torch.arange(8, 13), verify.bind(cache))
+    verify = DecodeMetadata(table, torch.tensor([0]), torch.tensor([9]), 5, PAGE)
+    logits = ours.logits(ours.forward(tokens[9:14], torch.arange(9, 14), verify.bind(cache)).last)
     close(logits, expected(theirs, tokens)[9:])
 
 
@@ -162,8 +164,8 @@ def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tu
     view = ours.without({1})
     assert view.layers == (ours.layers[0], ours.layers[2])
     (tokens,) = sequences(9)
-    shape = Prefill(page_table([9]), [Span(0, 0, 9)], PAGE)
-    logits = view.logits(view.forward(tokens, shape.positions, shape.on(cache)).last)
+    metadata = PrefillMetadata(page_table([9]), [PromptChunk(0, 0, 9)], PAGE)
+    logits = view.logits(view.forward(tokens, metadata.positions, metadata.bind(cache)).last)
     kept = [theirs.model.layers[0], theirs.model.layers[2]]
     before = theirs.model.layers
     theirs.model.layers = torch.nn.ModuleList(kept)
@@ -178,17 +180,20 @@ def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tu
 def test_auxiliary_features_are_the_residual_stream_behind_their_layers(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     (tokens,) = sequences(9)
-    shape = Prefill(page_table([9]), [Span(0, 0, 9)], PAGE)
+    metadata = PrefillMetadata(page_table([9]), [PromptChunk(0, 0, 9)], PAGE)
     with torch.no_grad():
         states = theirs(tokens[None], output_hidden_states=True).hidden_states
-    assert ours.forward(tokens, shape.positions, shape.on(cache)).aux is None
-    last, aux = ours.with_aux((1, 0)).forward(tokens, shape.positions, shape.on(cache))
+    assert ours.forward(tokens, metadata.positions, metadata.bind(cache)).aux is None
+    last, aux = ours.with_aux((1, 0)).forward(tokens, metadata.positions, metadata.bind(cache))
     assert aux is not None
     close(last, states[-1][0])  # theirs is behind the final norm, too
     close(aux, torch.cat([states[2][0], states[1][0]], -1))
-    some, rows = ours.with_aux((1, 0)).forward(tokens, shape.positions, shape.on(cache), torch.tensor([8, 3])), [8, 3]
+    some, rows = (
+        ours.with_aux((1, 0)).forward(tokens, metadata.positions, metadata.bind(cache), torch.tensor([8, 3])),
+        [8, 3],
+    )
     close(some.last, last[rows])
     assert some.aux is not None
     close(some.aux, aux)
     with pytest.raises(AssertionError, match="of all tokens"):
-        ours.with_aux((0, 2)).forward(tokens, shape.positions, shape.on(cache), torch.tensor([8]))
+        ours.with_aux((0, 2)).forward(tokens, metadata.positions, metadata.bind(cache), torch.tensor([8]))

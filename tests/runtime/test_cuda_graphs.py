@@ -18,7 +18,7 @@ from crossed import crossed
 from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.core.async_copy import Lap
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.prefill import PromptPass
 from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, token_buckets
@@ -247,7 +247,7 @@ def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
 
     ended: list[int] = []
 
-    def spied(self: PromptPass, batch: Any, spans: list[Span], ending: list[int], *rest: Any) -> Any:
+    def spied(self: PromptPass, batch: Any, spans: list[PromptChunk], ending: list[int], *rest: Any) -> Any:
         seen.extend((span.start, span.end) for span in spans)
         ended.append(len(ending))
         return run(self, batch, spans, ending, *rest)
@@ -311,18 +311,18 @@ def test_features_of_pieces_are_those_of_a_whole_pass(
         pass
     batch.page_table[1, :12] = torch.arange(1, 13)
     for tokens_count in (48, count):
-        shape = Prefill(batch.page_table, [Span(1, 0, tokens_count)], page_size)
+        metadata = PrefillMetadata(batch.page_table, [PromptChunk(1, 0, tokens_count)], page_size)
         tokens = torch.arange(3, 3 + tokens_count) % 37
         rows = torch.tensor([tokens_count - 1, 0])
-        replayed = pieces(tokens, shape, None if every else rows)
-        whole = model.forward(tokens, shape.positions, shape.on(cache))
+        replayed = pieces(tokens, metadata, None if every else rows)
+        whole = model.forward(tokens, metadata.positions, metadata.bind(cache))
         wanted = whole.last if every else whole.last[rows]
         torch.testing.assert_close(replayed.last, wanted, rtol=0, atol=1e-5)
         assert (replayed.aux is None) == (whole.aux is None)
         if replayed.aux is not None:
             torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
         if not every:
-            assert pieces(tokens, shape, rows[:0]).last.shape == (0, model.config.hidden_size)
+            assert pieces(tokens, metadata, rows[:0]).last.shape == (0, model.config.hidden_size)
 
 
 @pytest.mark.parametrize(("every", "aux"), [(False, ()), (True, ()), (True, (2, 0))])

@@ -109,9 +109,9 @@ class Life:
         drafter, rows = self.drafter, self.here.rows.tolist()
 
         class Fed:
-            def prefill(_, batch: Any, shape: Any, features: Features) -> None:
-                places = [rows.index(row) for row in shape.rows.tolist()]
-                drafter.prefill(batch, shape, Features(features.last, self.features[places, shape.positions]))
+            def prefill(_, batch: Any, metadata: Any, features: Features) -> None:
+                places = [rows.index(row) for row in metadata.slots.tolist()]
+                drafter.prefill(batch, metadata, Features(features.last, self.features[places, metadata.positions]))
 
         self.here.prefill(Fed(), chunk)
 

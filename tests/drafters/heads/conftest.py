@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters import eagle, eagle3, mtp
 from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.drafters.verification import Proposal
@@ -328,20 +328,22 @@ class Run:
         here.batch.tokens[here.rows, torch.tensor(ends)] = (roots + 1) % self.target.config.vocab_size
         for start in range(0, max(ends), chunk):
             spans = [
-                Span(row, start, min(start + chunk, end))
+                PromptChunk(row, start, min(start + chunk, end))
                 for row, end in zip(here.rows.tolist(), ends, strict=True)
                 if start < end
             ]
-            shape = Prefill(here.batch.page_table, spans, 4)
-            tokens = here.batch.tokens[shape.rows, shape.positions]
-            self.drafter.prefill(here.batch, shape, self.target.forward(tokens, shape.positions, shape.on(self.cache)))
+            metadata = PrefillMetadata(here.batch.page_table, spans, 4)
+            tokens = here.batch.tokens[metadata.slots, metadata.positions]
+            self.drafter.prefill(
+                here.batch, metadata, self.target.forward(tokens, metadata.positions, metadata.bind(self.cache))
+            )
         here.batch.tokens[here.rows, torch.tensor(ends)] = roots
 
     def verify(self, step: Any, proposal: Proposal, accepted: list[int], bonus: list[int]) -> None:
         here = self.here
         tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens, None)
-        shape = step.verify(step.lengths, self.count + 1)
-        features = self.target.forward(tokens, positions, shape.on(self.cache))
+        metadata = step.decode_metadata(step.lengths, self.count + 1)
+        features = self.target.forward(tokens, positions, metadata.bind(self.cache))
         here.commit(proposal.tokens, accepted, bonus)
         self.drafter.absorb(step, features, torch.tensor(accepted), None)
 
@@ -350,8 +352,8 @@ def features_of(target: Decoder, text: list[int]) -> Features:
     """Of every token, by the target alone."""
     attention = prefill_backend("torch", CPU, torch.float32, 16)
     cache = KVCache(target.config, len(target.layers), 1, len(text), torch.float32, CPU, attention)
-    shape = Prefill(torch.ones(1, 1, dtype=torch.int64), [Span(0, 0, len(text))], len(text))
-    return target.forward(torch.tensor(text), shape.positions, shape.on(cache))
+    metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
+    return target.forward(torch.tensor(text), metadata.positions, metadata.bind(cache))
 
 
 class Kit:

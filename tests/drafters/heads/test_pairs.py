@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.core.attention_metadata import Prefill, Span
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.feature_head import PairGraphs, Pairs
 
 
@@ -36,12 +36,14 @@ def test_a_recorded_pass_writes_what_a_plain_one_does(kit: Any, write: Any, benc
     generator = torch.Generator().manual_seed(1)
     # Long, then short ones: what is left from before must not come again.
     for spans in ([(0, 0, 25), (1, 0, 12)], [(2, 0, 5)], [(2, 5, 6), (0, 25, 28)], [(1, 12, 45)]):
-        shape = Prefill(here.batch.page_table, [Span(rows[row], start, end) for row, start, end in spans], 4)
-        count = len(shape.positions)
+        metadata = PrefillMetadata(
+            here.batch.page_table, [PromptChunk(rows[row], start, end) for row, start, end in spans], 4
+        )
+        count = len(metadata.positions)
         tokens = torch.randint(0, 13, (count,), generator=generator)
         taken = torch.randn(count, head.width, generator=generator)
-        pairs(tokens, taken, shape)
-        graphs(tokens, taken, shape)
+        pairs(tokens, taken, metadata)
+        graphs(tokens, taken, metadata)
         for ours, theirs in ((recorded.k[0], plain.k[0]), (recorded.v[0], plain.v[0])):
             torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)  # page 0 belongs to nobody
             ours.zero_()  # as if the pages were another's now

@@ -79,8 +79,8 @@ def test_the_likeliest_nodes_are_drafted_whatever_was_accepted_before(
 def verify(run: Any, step: Any, proposal: Any, path: torch.Tensor, accepted: list[int], bonus: list[int]) -> None:
     here, rows = run.here, path.shape[1]
     tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens, proposal.ancestors)
-    shape = step.verify(step.lengths, rows, proposal.ancestors)
-    features = run.target.forward(tokens, positions, shape.on(run.cache))
+    metadata = step.decode_metadata(step.lengths, rows, proposal.ancestors)
+    features = run.target.forward(tokens, positions, metadata.bind(run.cache))
     counts = torch.tensor(accepted)
     run.cache.commit(here.batch.page_table, step.rows, step.lengths, counts, path)
     here.commit(proposal.tokens.gather(1, path[:, 1:] - 1), accepted, bonus)
