@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -50,6 +51,18 @@ def _hasten_the_interpreter() -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def assert_same(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Bit equality on a CUDA device. Triton's interpreter multiplies matrices with numpy, whose BLAS may add in another
+    order for another number of rows, processor or number of threads: there, equality up to a tolerance."""
+
+    def check(y: torch.Tensor, expected: torch.Tensor) -> None:
+        exact = {"rtol": 0, "atol": 0} if device.type == "cuda" else {"rtol": 2e-3, "atol": 2e-5}
+        torch.testing.assert_close(y, expected, **exact, equal_nan=True)
+
+    return check
 
 
 if not torch.cuda.is_available() and find_spec("triton"):
