@@ -216,7 +216,7 @@ def _read_backend(folder: Path) -> Any:
             return Backend.from_file(str(path))
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
     except Exception as error:  # both libraries raise plain Exception and much else for a bad file
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise refuse("tokenizer", str(folder), f"it cannot be read ({lines[0]}); {works}") from None
