@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
+from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, PreparedEval, Progress, prepare
 from specbatch.memory.planner import Place
-from specbatch.records.metrics import write_atomic
 from specbatch.sweeps.run.grid import named
 from specbatch.sweeps.run.runner import check_draft, load_engine
 

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
-from specbatch.engine.draft_length import steps_text
-from specbatch.records import acceptance
-from specbatch.records.metrics import RunRecord, write_atomic
+from specbatch.records.markdown import acceptance_table, draft_length_lines
+from specbatch.records.run_record import RunRecord
 
 Better = Literal["higher", "lower"]
 
@@ -114,8 +114,8 @@ class EvalReport:
             for rows in (scores, [self._speed()])
         ]
         if self.generates:
-            parts.append(acceptance.table({(): [self.record.counters]}))
-            parts.append("\n".join(steps_text([self.record.counters], self.record.caps)))
+            parts.append(acceptance_table({(): [self.record.counters]}))
+            parts.append("\n".join(draft_length_lines([self.record.counters], self.record.caps)))
         return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
 
     def _speed(self) -> dict[str, str | int]:

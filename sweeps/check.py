@@ -22,15 +22,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.engine.draft_length import steps_text
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.prompts import Prompt, read_prompts
 from specbatch.memory.planner import Place
 from specbatch.progress import Report
-from specbatch.records import acceptance
-from specbatch.records.metrics import RunRecord, write_atomic
+from specbatch.records.markdown import acceptance_table, draft_length_lines
+from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.summaries import drafts, heading, replay_notes, run_on
 from specbatch.sweeps.run.runner import check_draft, load_engine
 from specbatch.sweeps.run.workloads import Workload, sha256_of
@@ -142,8 +142,8 @@ class CheckReport:
             numbers = ("equal", "plain", "checked", "margin", "gap", "verdict")
             body = [[_name(item), *(_shown(getattr(item, name)) for name in numbers)] for item in parted]
             parts.append(tabulate(body, headers=headers, tablefmt="github", disable_numparse=True))
-        parts.append(acceptance.table({(): [record.counters]}))
-        parts.append("\n".join(steps_text([record.counters], record.caps)))
+        parts.append(acceptance_table({(): [record.counters]}))
+        parts.append("\n".join(draft_length_lines([record.counters], record.caps)))
         parts.append("\n".join(f"* {note}" for note in self._notes()))
         return "\n\n".join(part.rstrip("\n") for part in parts if part)
 

@@ -21,11 +21,16 @@ from typing import Any
 
 from specbatch.errors import SpecbatchError
 from specbatch.records.intervals import CONFIDENCE, Interval, interval
-from specbatch.records.judged_metrics import MEASURES, Better
 from specbatch.records.mcnemar import changes, is_binary, load_answers
+from specbatch.records.metrics import METRICS, Better
 from specbatch.records.runs import Measured, Run, Where, differences, load_run, match
 from specbatch.sweeps.report.summaries import replay_notes
 
+COMPARED = (
+    *("output_throughput", "accept_length", "accept_rate", "mean_ttft_s", "median_ttft_s", "p99_ttft_s"),
+    *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "mean_e2e_s", "p99_e2e_s", "step_s", "step_time_s"),
+    *("device_idle_share", "host_waits_per_step", "graph_coverage"),
+)
 BETTER, WORSE, SAME, UNJUDGED = "better", "regression", "no difference shown", "not judged"
 SHOWN = 10  # answers that are not the same
 NOT_IN_TURNS = {BETTER: "better, not in turns", WORSE: "worse, not in turns", SAME: SAME}
@@ -126,14 +131,12 @@ def compare(before: Path, after: Path) -> Comparison:
 
 
 def _numbers(place: Where, before: Measured, after: Measured) -> Iterator[Row]:
-    for name, measure in MEASURES.items():
-        old, new = before.value(name), after.value(name)
-        if old is None and new is None:
+    for metric in (METRICS[key] for key in COMPARED):
+        old, new = before.value(metric.key), after.value(metric.key)
+        if metric.better is None or (old is None and new is None):
             continue
-        found = interval(name, measure, before, after)
-        yield _row(
-            place, measure.title, measure.unit, measure.better, (old, new), found, measure.factor, measure.decimals
-        )
+        found = interval(metric, before, after)
+        yield _row(place, metric.title, metric.unit, metric.better, (old, new), found, metric.scale, metric.decimals)
 
 
 def _answers(place: Where, before: Measured, after: Measured) -> Iterator[Row]:
@@ -187,7 +190,7 @@ def _cells(row: Row) -> list[str]:
     gain = "-" if row.gain_percent is None else f"{row.gain_percent:+.1f}%"
     ends = "-" if row.low is None or row.high is None else f"{row.low:{sign}} to {row.high:{sign}}"
     return [
-        f"{row.metric} ({row.unit})" if row.unit else row.metric,
+        row.metric if row.metric.endswith(row.unit) else f"{row.metric} ({row.unit})",
         *("-" if value is None else f"{value:.{row.decimals}f}" for value in (row.before, row.after)),
         "-" if row.delta is None else f"{row.delta:{sign}}",
         gain if row.verdict == BETTER else f"{gain} ({row.verdict})",

@@ -15,8 +15,8 @@ from typing import Any
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.gate.policy import Accuracy, Bound, Policy, load_policy
 from specbatch.evals.report import EvalReport
-from specbatch.records.judged_metrics import MEASURES
 from specbatch.records.mcnemar import Changes, changes, detectable_drop, load_answers, pick_score
+from specbatch.records.metrics import METRICS
 from specbatch.records.runs import Measured, Pairs, load_run, match
 from specbatch.sweeps.report.summaries import graphs_of, simulated
 
@@ -145,7 +145,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
 
 def _refuse_other_device(policy: Policy, pairs: Pairs) -> None:
     timed = [
-        name for name, bound in policy.bounds.items() if bound.worsens_at_most is not None and MEASURES[name].clock
+        name for name, bound in policy.bounds.items() if bound.worsens_at_most is not None and METRICS[name].is_time
     ]
     for before, after in pairs.both.values():
         devices = [point.records[0].processor for point in (before, after)]
@@ -180,8 +180,7 @@ def _graphs(point: str, found: Measured) -> Iterator[Check]:
 
 
 def _bounds(name: str, bound: Bound, point: str, after: Measured, before: Measured | None) -> Iterator[Check]:
-    measure = MEASURES[name]
-    higher = measure.better == "higher"
+    higher = METRICS[name].better == "higher"
     value = after.value(name)
     old = None if before is None else before.value(name)
     absolute = bound.at_least if higher else bound.at_most

@@ -15,7 +15,7 @@
     output_throughput = { worsens_at_most = 0.05 }
 
 worsens_at_most is a share of the baseline's number, in the direction that is worse for the metric
-(`specbatch.records.judged_metrics`).
+(`specbatch.records.metrics`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.records.judged_metrics import MEASURES
+from specbatch.records.metrics import METRICS
 
+BOUNDED = [key for key, metric in METRICS.items() if metric.better is not None]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Probability = Annotated[float, Field(gt=0, lt=1)]
 
@@ -79,14 +80,14 @@ class Policy(_Rules):
     @classmethod
     def _known(cls, bounds: dict[str, Bound]) -> dict[str, Bound]:
         for name, bound in bounds.items():
-            if name not in MEASURES:
-                near = get_close_matches(name, MEASURES, n=3)
-                meant = f"did you mean {', '.join(near)}?" if near else f"use some of {', '.join(MEASURES)}"
+            if name not in BOUNDED:
+                near = get_close_matches(name, BOUNDED, n=5)
+                meant = f"did you mean {', '.join(near)}?" if near else f"use some of {', '.join(BOUNDED)}"
                 raise ValueError(f"no metric is called {name}; {meant}")
-            higher = MEASURES[name].better == "higher"
+            higher = METRICS[name].better == "higher"
             if (bound.at_most if higher else bound.at_least) is not None:
                 wrong, right = ("at_most", "at_least") if higher else ("at_least", "at_most")
-                raise ValueError(f"of {name} {MEASURES[name].better} is better; use {right} in place of {wrong}")
+                raise ValueError(f"of {name} {METRICS[name].better} is better; use {right} in place of {wrong}")
         return bounds
 
     @model_validator(mode="after")

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+from specbatch.atomic_file import write_atomic
 from specbatch.evals.gate.gate import Check, GateResult
-from specbatch.records.metrics import write_atomic
 
 NAMED = 20  # questions whose verdict changed, by number
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
-from specbatch.records.metrics import hardware, versions
+from specbatch.records.environment import hardware, versions
 
 HUB = ("huggingface.co", 443)
 

@@ -80,9 +80,9 @@ def generate(
 
     Rows keep the order of the input; the index of each is the place of its line or row there, from 0.
     """
+    from specbatch.atomic_file import write_atomic
     from specbatch.core.request import SamplingParams
     from specbatch.jobs.batch_job import BatchJob, summary
-    from specbatch.records.metrics import write_atomic
 
     params = SamplingParams(
         temperature=temperature,

@@ -39,7 +39,7 @@ def compare(
     """
     import json
 
-    from specbatch.records.metrics import write_atomic
+    from specbatch.atomic_file import write_atomic
     from specbatch.sweeps.compare import compare as run
 
     with nullcontext() if output is None else fresh_folder(output, "compare") as folder:

@@ -340,8 +340,8 @@ def trace_steps(
 
     Open trace.json in chrome://tracing or ui.perfetto.dev.
     """
+    from specbatch.atomic_file import write_atomic
     from specbatch.engine.trace import text, trace
-    from specbatch.records.metrics import write_atomic
     from specbatch.sweeps.run.workloads import Workload
 
     for name, value in (("steps", steps), ("batch", batch), ("input_len", input_len)):

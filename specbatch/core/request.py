@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from specbatch.core.acceptance import Acceptance
 from specbatch.errors import refuse
-from specbatch.records.acceptance import Acceptance
 
 if TYPE_CHECKING:
     import torch

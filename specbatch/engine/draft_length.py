@@ -13,11 +13,9 @@ which shows all acceptance at once, and the next best, whose time may not be wha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any
 
 from specbatch.draft_shape import AUTO
 
@@ -148,25 +146,6 @@ class DraftLength:
 
     def _time(self, bucket: int, length: int) -> float:
         return max(self.times[bucket][length] + self._drift.get(bucket, 0.0), 1e-9)
-
-
-def steps_text(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:
-    """What was drafted, from the counters of one or more runs of a configuration, and its caps: a line for each batch
-    bucket with a twentieth of the steps or more; none where nothing was to be chosen."""
-    steps: dict[str, Counter[str]] = {}
-    for counters in runs:
-        for bucket, found in counters.get("draft_lengths", {}).items():
-            steps.setdefault(bucket, Counter()).update(found)
-    total = sum(found.total() for found in steps.values())
-    lines = []
-    for bucket, found in sorted(steps.items(), key=lambda item: int(item[0])):
-        if 20 * found.total() < total:
-            continue
-        shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
-        times = caps["draft_length_s"][bucket]
-        took = ", ".join(f"{length}: {1000 * seconds:.2f}" for length, seconds in times.items())
-        lines.append(f"batch {bucket}: drafted {shares} of {found.total()} steps (ms at start with {took})")
-    return lines
 
 
 def announced(lengths: tuple[int, ...]) -> str:

@@ -26,8 +26,9 @@ from specbatch.memory.state_cache import StateCounters
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress import Report
-from specbatch.records.acceptance import Watch
-from specbatch.records.metrics import RunRecord, acceptance, device_numbers, emitted_histogram, summarize
+from specbatch.records.low_acceptance import LowAcceptanceWarning
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import device_metrics, emitted_histogram, summarize, total_acceptance
 
 Prompt = str | list[int] | EmbeddedPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -90,7 +91,7 @@ class Engine:
         speculation = config.speculation
         judged = speculation.drafted and speculation.simulate_accept_length is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
-        self._watch = Watch(causes, log, parts.drafter.second_look) if judged else None
+        self._watch = LowAcceptanceWarning(causes, log, parts.drafter.second_look) if judged else None
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
 
@@ -177,7 +178,7 @@ class Engine:
             if self._watch is not None:
                 with on_device(self.device):
                     ended = [item for item in self._completions if item.finish_reason != "abort"]
-                    self._watch.end([item for item in ended if not item.metrics.embedded_tokens])
+                    self._watch.finish([item for item in ended if not item.metrics.embedded_tokens])
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
             yield from self._take_events()  # what had ended by then is not lost
@@ -270,11 +271,11 @@ class Engine:
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
         counters = self._counters.as_dict()
         counters["emitted_histogram"] = emitted_histogram(self._completions)
-        counters["acceptance"] = acceptance(self._completions).as_counters()
+        counters["acceptance"] = total_acceptance(self._completions).as_counters()
         counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
         if self._scheduler.checkpoints is not None:
             counters["states"] = asdict(self._scheduler.checkpoints.counters)
-        metrics |= device_numbers(counters)
+        metrics |= device_metrics(counters)
         rows = [item.as_row() for item in self._completions]
         if self._tally.rows:
             counters["scoring"] = self._tally.numbers()
@@ -392,7 +393,7 @@ class Engine:
         self._active.pop(request.index, None)
         self._completions.append(completion)
         if self._watch is not None and completion.finish_reason != "abort":
-            self._watch.see(completion.metrics.acceptance)
+            self._watch.add(completion.metrics.acceptance)
         self._events.append(StreamEvent(request.index, tokens, completion))
 
     def _end(self, request: Request, reason: str) -> None:

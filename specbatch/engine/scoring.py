@@ -61,7 +61,7 @@ class Tally:
             self.rows.append({"index": len(self.rows), **counts, **likelihood._asdict()})
 
     def numbers(self) -> dict[str, float | None]:
-        """Of the rows; see `specbatch.records.metrics`."""
+        """Metrics of the rows; see `specbatch.records.metrics`."""
         scored = sum(row["scored_tokens"] for row in self.rows)
         total = scored + sum(row["prompt_tokens"] for row in self.rows)
         rate = 1 / self.seconds if self.seconds else math.nan

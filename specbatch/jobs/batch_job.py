@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
@@ -28,7 +29,6 @@ from specbatch.jobs.dataset import is_saved, read_rows, write_rows
 from specbatch.jobs.partial import PartialRows, row_seed
 from specbatch.jobs.prompts import BadLine, Prompt, scan_prompts, where
 from specbatch.progress import NotedReport, Speed
-from specbatch.records.metrics import write_atomic
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine

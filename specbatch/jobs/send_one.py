@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config import Speculation
 from specbatch.core.request import Completion, IncrementalText, SamplingParams
-from specbatch.engine.draft_length import steps_text
-from specbatch.records import acceptance
+from specbatch.records.markdown import acceptance_table, draft_length_lines
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
@@ -69,8 +68,8 @@ def table(result: dict[str, Any]) -> str:
     shown = tabulate([row], headers=list(HEADERS.values()), tablefmt="github", disable_numparse=True)
     speculation = Speculation(**result["record"]["config"]["speculation"])
     record = result["record"]
-    parts = [shown, acceptance.table({(): [record["counters"]]})]
-    parts.append("\n".join(steps_text([record["counters"]], record["caps"])))
+    parts = [shown, acceptance_table({(): [record["counters"]]})]
+    parts.append("\n".join(draft_length_lines([record["counters"]], record["caps"])))
     parts += [] if speculation.simulate_accept_length is None else [str(speculation)]
     return "\n\n".join(filter(None, parts))
 

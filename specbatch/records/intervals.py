@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.records.judged_metrics import Measure
-from specbatch.records.metrics import RunRecord
+from specbatch.records.metrics import Metric
+from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import Measured
 
 CONFIDENCE = 0.95
@@ -53,21 +53,21 @@ class Sample:
     indices: tuple[int, ...] | None
 
 
-def interval(name: str, measure: Measure, before: Measured, after: Measured) -> Interval:
-    """The interval of metric `name`."""
-    if before.value(name) is None or after.value(name) is None:
+def interval(metric: Metric, before: Measured, after: Measured) -> Interval:
+    """The interval of `metric`."""
+    if before.value(metric.key) is None or after.value(metric.key) is None:
         return Interval(None, None, "not measured")
-    if measure.clock and min(len(before.records), len(after.records)) > 1:
-        values = ([record.metrics[name] or 0.0 for record in point.records] for point in (before, after))
+    if metric.is_time and min(len(before.records), len(after.records)) > 1:
+        values = ([record.metrics[metric.key] or 0.0 for record in point.records] for point in (before, after))
         found = over_runs(*values, paired=before.rounds == after.rounds)
         return replace(found, in_turns=_in_turns(before, after))
-    if measure.rows is None:
+    if metric.per_request is None:
         return Interval(None, None, "needs two runs a side")
-    samples = [sample(measure.rows, point.records) for point in (before, after)]
+    samples = [sample(metric.per_request, point.records) for point in (before, after)]
     if samples[0] is None or samples[1] is None:
         return Interval(None, None, "no rows")
-    found = over_prompts(samples[0], samples[1], median=measure.median)
-    return replace(found, in_turns=not measure.clock)
+    found = over_prompts(samples[0], samples[1], median=metric.is_median)
+    return replace(found, in_turns=not metric.is_time)
 
 
 def over_runs(before: list[float], after: list[float], *, paired: bool = False) -> Interval:

@@ -1,304 +1,424 @@
-"""Every number's definition, and the record that tables and plots are made from.
+"""Metric registry: the name, unit, definition and direction of every number of a run.
 
-* accept length: tokens emitted per verify, bonus included = sum of emitted / sum of verifies over the run. The first
-  token (made by prefill), tokens trimmed past a stop and verifies that left nothing count in neither.
-* drafted: what a verify drafted (of a tree: all nodes), less the drafts cut off behind a stop or the length limit, of
-  which nobody can say whether they were right. All that follows counts the same drafts.
-* accept rate: correct drafts / drafted. Of chains it is the mean of the shares reached, weighed by how often each draft
-  was drafted.
-* draft j (the first is 1) of a verify is reached where it and all before it are accepted, and tried where all before it
-  are. Share reached: of the verifies that drafted it; share accepted where tried: of those that tried it, so that the
-  shares reached of equally long drafts are products of these. first_draft_accept_rate is draft 1's, where both are the
-  same.
-* accept length by context: of the verifies behind 2^k to 2^(k+1) - 1 tokens (prompt and output, the root included).
-* TTFT: first token ready on the host - request submitted; queue: the part of it before the request was admitted. With
-  arrivals by a clock, a request counts as submitted when it arrives, wherever it then waits.
-* TPOT: (last - first token) / (tokens - 1). ITL: gap between arrivals / tokens in the arrival, once per token.
-* E2E: last token - submitted. Times are seconds.
-* throughput: requests, input tokens, output tokens per second of the measured window (first submission to last
-  token); per user: output / concurrency; peak: output tokens in the fullest second after the first submission.
-* device step: time between the device's clocks before and behind an iteration; device idle share: gaps between
-  iterations that follow each other without a prefill, over gaps and iterations; where the device had run dry, the
-  launch call itself counts as busy. None without a CUDA device.
-* step time: from one iteration to the next, if no prefill lies between: device step and gap; without a CUDA device the
-  host's `iteration_s / iterations`.
-* step time at n rows: the same, of the iterations that ran n requests alone: their seconds / their number.
-* break-even: the accept length at which drafting is as fast as plain decoding = step time of the run that drafts / step
-  time of plain decoding at the same concurrency. Drafting pays above it, by accept length / break-even - 1.
-* launch lead: from the end of a launch to the result of the iteration before it, which is how far the host is ahead;
-  0 where that result was there already (a late launch). Iterations behind a prefill have none: the device was busy
-  with that. None where nothing overlaps (v1).
-* host waits per step: waits for a result with nothing launched behind it: 1 for v1, about 0 for v2.
-* graph coverage: replays / (replays + eager fallbacks), over the iterations and prompt passes for which graphs were
-  asked; None where none were.
-* draft_lengths (with draft_tokens="auto"): steps by batch bucket and tokens drafted; caps hold the seconds of an
-  iteration of each at start (`draft_length_s`), over rows for padding with next to no context.
-* scoring (of given texts, by `Engine.score`): scored tokens are those of continuations, input tokens those of contexts
-  too; requests, input tokens per second of the time spent scoring. A window in which nothing else ran has no others.
-* counters: `iteration_s / iterations` is the host's time to launch an iteration and to wait for its result.
+Tables, plots, `compare`, `gate` and the documentation take their titles, units and definitions from here. The numbers
+are computed in `specbatch.records.summarize`; a record stores them under `Metric.key`, times in seconds and shares
+from 0 to 1. Tables show them in `Metric.unit`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, Protocol
 
-from specbatch import __version__
-from specbatch.core.request import Completion
-from specbatch.records.acceptance import Acceptance
+Better = Literal["higher", "lower"]
 
-SCHEMA = 1
-_PERCENTILES = {
-    "ttft_s": (50, 90, 95, 99),
-    "tpot_s": (50, 90, 95, 99),
-    "itl_s": (50, 90, 95, 99),
-    "e2e_s": (50, 90, 99),
+
+class HasMetrics(Protocol):
+    """A run record, as far as metrics are read from it."""
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]: ...
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a run.
+
+    key             its name in `RunRecord.metrics`
+    title, unit     how tables call it
+    definition      one sentence
+    formula         how it is computed
+    better          which direction is an improvement; None: neither
+    scale           from the record's unit to `unit`
+    decimals        digits that tables show
+    column          its name in CSV and JSON; default: `key`
+    quantity        what the glossary calls it: "TTFT" of its mean, median and p99
+    per_request     (numerator, denominator) fields of a request's row, whose sums over the requests divide to this
+                    number; without a denominator the field is averaged over the requests that have it. None: no such
+                    fields (a rate of the whole run, a percentile)
+    is_median       the median over the requests of that field, not its mean
+    is_time         depends on the clock, so that it varies between repeats; other metrics follow from the prompts
+    """
+
+    key: str
+    title: str
+    unit: str
+    definition: str
+    formula: str
+    better: Better | None = None
+    scale: float = 1.0
+    decimals: int = 1
+    column: str = ""
+    quantity: str = ""
+    per_request: tuple[str, str | None] | None = None
+    is_median: bool = False
+    is_time: bool = True
+
+    @property
+    def heading(self) -> str:
+        """Column heading: the title with its unit."""
+        return self.title if not self.unit or self.title.endswith(self.unit) else f"{self.title} ({self.unit})"
+
+    def read(self, record: HasMetrics) -> float | None:
+        """The value in `unit`; None where it was not measured."""
+        value = record.metrics.get(self.key)
+        return None if value is None else self.scale * value
+
+    def over_repeats(self, records: Iterable[HasMetrics]) -> float | None:
+        """The median over repeats in `unit`, leaving out those that did not measure it; None without any."""
+        values = [value for record in records if (value := self.read(record)) is not None]
+        return median(values) if values else None
+
+    def text(self, value: float | None, decimals: int | None = None) -> str:
+        """A value in `unit` as tables show it: "-" where nothing was measured."""
+        if value is None or math.isnan(value):
+            return "-"
+        return f"{value:.{self.decimals if decimals is None else decimals}f}"
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A time per request or per token, of which a record holds mean, percentiles and maximum, in seconds."""
+
+    name: str
+    quantity: str
+    definition: str
+    formula: str
+    percentiles: tuple[int, ...]
+    decimals: int = 1
+    per_request: bool = True
+
+    @property
+    def metrics(self) -> list[Metric]:
+        parts = ["mean", *(percentile_name(percent) for percent in self.percentiles), "max"]
+        return [self._metric(part) for part in parts]
+
+    def _metric(self, part: str) -> Metric:
+        averaged = self.per_request and part in ("mean", "median")
+        return Metric(
+            key=f"{part}_{self.name}_s",
+            title=f"{part} {self.quantity}",
+            unit="ms",
+            definition=self.definition,
+            formula=self.formula,
+            better="lower",
+            scale=1e3,
+            decimals=self.decimals,
+            column=f"{part}_{self.name}_ms",
+            quantity=self.quantity,
+            per_request=(f"{self.name}_s", None) if averaged else None,
+            is_median=part == "median",
+        )
+
+
+def percentile_name(percent: int) -> str:
+    return "median" if percent == 50 else f"p{percent}"
+
+
+DISTRIBUTIONS = {
+    item.name: item
+    for item in (
+        Distribution(
+            "ttft",
+            "TTFT",
+            "Time to first token: from the submission of a request until its first token is on the host. With a "
+            "request rate, a request counts as submitted when it arrives.",
+            "first token - submission",
+            (50, 90, 95, 99),
+        ),
+        Distribution(
+            "queue",
+            "queue time",
+            "The part of TTFT that a request waits before it is admitted.",
+            "admission - submission",
+            (50, 99),
+        ),
+        Distribution(
+            "tpot",
+            "TPOT",
+            "Time per output token of a request, its first token left out.",
+            "(last token - first token) / (output tokens - 1)",
+            (50, 90, 95, 99),
+            decimals=2,
+        ),
+        Distribution(
+            "itl",
+            "ITL",
+            "Inter-token latency: the time between two arrivals of tokens, divided among the tokens of the second.",
+            "gap between arrivals / tokens in the arrival, counted once per token",
+            (50, 90, 95, 99),
+            decimals=2,
+            per_request=False,
+        ),
+        Distribution(
+            "e2e",
+            "E2E latency",
+            "From the submission of a request to its last token.",
+            "last token - submission",
+            (50, 90, 99),
+        ),
+    )
 }
 
 
-def percentile(values: list[float], percent: float) -> float:
-    """Linear interpolation between order statistics (numpy's default). `values` must not be empty."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def _throughput(key: str, title: str, what: str, column: str) -> Metric:
+    return Metric(
+        key,
+        title,
+        "req/s" if what == "Requests" else "tok/s",
+        f"{what} per second of the measured window, which runs from the first submission to the last token.",
+        f"{what.lower()} / duration",
+        better="higher",
+        column=column,
+    )
 
 
-def _spread(name: str, values: list[float]) -> dict[str, float | None]:
-    """mean_, median_, p90_ ... and max_ of `name`; None where nothing was measured."""
-    out: dict[str, float | None] = {f"mean_{name}": sum(values) / len(values) if values else None}
-    for percent in _PERCENTILES.get(name, (50, 99)):
-        label = "median" if percent == 50 else f"p{percent}"
-        out[f"{label}_{name}"] = percentile(values, percent) if values else None
-    out[f"max_{name}"] = max(values) if values else None
-    return out
+def _count(key: str, title: str, definition: str, formula: str = "sum over requests", unit: str = "tokens") -> Metric:
+    return Metric(key, title, unit, definition, formula, decimals=0, is_time=False)
 
 
-def summarize(
-    completions: Iterable[Completion], duration_s: float, concurrency: int | None = None
-) -> dict[str, float | None]:
-    """All numbers of a run of finished requests over a window of `duration_s`; aborted requests count nowhere."""
-    done = [item for item in completions if item.finish_reason != "abort"]
-    rows = [item.metrics for item in done]
-    verifies = sum(row.verify_steps for row in rows)
-    emitted = sum(row.emitted for row in rows)
-    drafted = sum(row.drafted for row in rows)
-    first_drafts, first_right = acceptance(done).first
-    outputs = sum(row.output_tokens for row in rows)
-    inputs = sum(row.prompt_tokens for row in rows)
-    window = duration_s if duration_s > 0 else None
+_ALL = (
+    _count("requests", "requests", "Requests that finished; aborted ones count in no metric.", "count", ""),
+    Metric(
+        "duration_s", "duration", "s", "Length of the measured window.", "last token - first submission", decimals=2
+    ),
+    _count("input_tokens", "input tokens", "Prompt tokens of the finished requests."),
+    _count("cached_tokens", "cached tokens", "Prompt tokens that came from the prefix cache."),
+    _count("output_tokens", "output tokens", "Tokens generated by the finished requests."),
+    _count("scored_tokens", "scored tokens", "Continuation tokens whose likelihood was computed (scoring tasks)."),
+    _throughput("request_throughput", "requests/s", "Requests", "requests_s"),
+    _throughput("input_throughput", "input tok/s", "Input tokens", "input_tok_s"),
+    _throughput("output_throughput", "output tok/s", "Output tokens", "output_tok_s"),
+    _throughput("total_throughput", "total tok/s", "Input and output tokens", "total_tok_s"),
+    Metric(
+        "per_user_throughput",
+        "per-user tok/s",
+        "tok/s",
+        "Output throughput divided among the concurrent requests.",
+        "output throughput / concurrency",
+        better="higher",
+        column="per_user_tok_s",
+    ),
+    Metric(
+        "peak_output_throughput",
+        "peak output tok/s",
+        "tok/s",
+        "Output tokens in the busiest second, counted from the first submission.",
+        "max over seconds",
+        better="higher",
+        column="peak_output_tok_s",
+    ),
+    Metric(
+        "accept_length",
+        "accept length",
+        "",
+        "Tokens emitted per verify, bonus token included. The first token (made by prefill), tokens trimmed after a "
+        "stop and verifies that left nothing are not counted.",
+        "tokens emitted by verifies / verifies",
+        better="higher",
+        decimals=3,
+        per_request=("emitted", "verify_steps"),
+        is_time=False,
+    ),
+    Metric(
+        "accept_rate",
+        "accept rate",
+        "",
+        "Share of drafted tokens that were accepted. Of a tree all nodes count as drafted. Drafts after a stop or the "
+        "length limit are excluded, because their correctness is unknown.",
+        "accepted drafts / drafted tokens",
+        better="higher",
+        decimals=3,
+        per_request=("accepted", "drafted"),
+        is_time=False,
+    ),
+    Metric(
+        "first_draft_accept_rate",
+        "first-draft accept rate",
+        "",
+        "Share of the verifies that drafted anything in which the first draft was accepted.",
+        "verifies that accepted draft 1 / verifies that drafted",
+        better="higher",
+        decimals=3,
+        is_time=False,
+    ),
+    _count("verify_steps", "verifies", "Verifies that left at least one token.", unit=""),
+    _count("drafted_tokens", "drafted tokens", "Drafts that count in the accept rate."),
+    _count("accepted_tokens", "accepted tokens", "Drafts that were accepted."),
+    _count("retractions", "retractions", "Times that a request gave its KV pages back and was recomputed.", unit=""),
+    *(metric for item in DISTRIBUTIONS.values() for metric in item.metrics),
+    Metric(
+        "step_time_s",
+        "mean step time",
+        "ms",
+        "From one iteration to the next, where no prefill ran between them. Without a CUDA device it is the host's "
+        "time per iteration.",
+        "device step + gap to the next; on a CPU iteration_s / iterations",
+        better="lower",
+        scale=1e3,
+        decimals=2,
+        column="step_time_ms",
+    ),
+    Metric(
+        "device_step_s",
+        "device step time",
+        "ms",
+        "Time on the device's clock from the start to the end of an iteration. Not measured without a CUDA device.",
+        "device_s / device_steps",
+        better="lower",
+        scale=1e3,
+        decimals=2,
+        column="device_step_ms",
+    ),
+    Metric(
+        "device_idle_share",
+        "device idle",
+        "%",
+        "Share of the time that the device waits between iterations that follow each other without a prefill. Where "
+        "the device had run out of work, the launch call counts as busy. Not measured without a CUDA device.",
+        "gaps / (gaps + iterations)",
+        better="lower",
+        scale=100,
+        column="device_idle_percent",
+    ),
+    Metric(
+        "launch_lead_s",
+        "launch lead",
+        "ms",
+        "How far the host is ahead of the device: from the end of a launch until the result of the iteration before "
+        "it. 0 for a late launch, where that result was already there. Iterations after a prefill have none. Not "
+        "measured where nothing overlaps (v1).",
+        "mean over iterations of (previous result - end of launch)",
+        scale=1e3,
+        decimals=2,
+        column="launch_lead_ms",
+    ),
+    Metric(
+        "late_launch_share",
+        "late launches",
+        "%",
+        "Share of the launches that ended after the result of the iteration before them.",
+        "late launches / launches with a lead",
+        better="lower",
+        scale=100,
+        column="late_launch_percent",
+    ),
+    Metric(
+        "host_waits_per_step",
+        "host waits per step",
+        "",
+        "How often the host waits for a result while no other work is launched: 1 in v1, about 0 in v2.",
+        "host waits / device steps",
+        better="lower",
+        decimals=2,
+    ),
+    Metric(
+        "graph_coverage",
+        "graph coverage",
+        "%",
+        "Share of the iterations and prompt passes that were replayed from CUDA graphs, of those for which graphs were "
+        "requested.",
+        "replays / (replays + eager fallbacks)",
+        better="higher",
+        scale=100,
+        decimals=0,
+        column="graph_coverage_percent",
+    ),
+    Metric(
+        "step_s",
+        "step time at this batch",
+        "ms",
+        "`bench`: time of an iteration of exactly as many requests as the batch.",
+        "difference of two runs in seconds / difference in tokens; with drafts, mean of the iterations at full batch",
+        better="lower",
+        scale=1e3,
+        decimals=2,
+        column="step_ms",
+    ),
+    Metric(
+        "products_s",
+        "GEMMs alone",
+        "ms",
+        "`bench`: time of the target's matrix products alone, on weights of the same shapes.",
+        "measured once with torch.nn.functional.linear",
+        scale=1e3,
+        decimals=2,
+        column="products_ms",
+    ),
+    Metric(
+        "read_bytes_s",
+        "read bandwidth",
+        "TB/s",
+        "`bench`: device memory bandwidth of a plain read.",
+        "bytes / second",
+        better="higher",
+        scale=1e-12,
+        decimals=2,
+        column="read_tb_s",
+    ),
+    Metric(
+        "gemm_flop_s",
+        "bf16 GEMM",
+        "TFLOP/s",
+        "`bench`: speed of a large BF16 matrix product.",
+        "floating-point operations / second",
+        better="higher",
+        scale=1e-12,
+        decimals=0,
+        column="gemm_tflop_s",
+    ),
+)
+METRICS: dict[str, Metric] = {metric.key: metric for metric in _ALL}
 
-    def rate(amount: float) -> float | None:
-        return amount / window if window else None
-
-    numbers: dict[str, float | None] = {
-        "requests": len(rows),
-        "duration_s": duration_s,
-        "input_tokens": inputs,
-        "cached_tokens": sum(row.cached_tokens for row in rows),
-        "output_tokens": outputs,
-        "request_throughput": rate(len(rows)),
-        "input_throughput": rate(inputs),
-        "output_throughput": rate(outputs),
-        "total_throughput": rate(inputs + outputs),
-        "per_user_throughput": outputs / window / concurrency if window and concurrency else None,
-        "accept_length": emitted / verifies if verifies else None,
-        "accept_rate": sum(row.accepted for row in rows) / drafted if drafted else None,
-        "first_draft_accept_rate": first_right / first_drafts if first_drafts else None,
-        "verify_steps": verifies,
-        "drafted_tokens": drafted,
-        "accepted_tokens": sum(row.accepted for row in rows),
-        "retractions": sum(row.retractions for row in rows),
-    }
-    numbers |= _spread("ttft_s", [row.ttft_s for row in rows if row.ttft_s is not None])
-    numbers |= _spread("queue_s", [row.queue_s for row in rows])
-    numbers |= _spread("tpot_s", [row.tpot_s for row in rows if row.tpot_s is not None])
-    numbers |= _spread("itl_s", [gap for row in rows for gap in row.itl_s])
-    numbers |= _spread("e2e_s", [row.e2e_s for row in rows])
-    return numbers
-
-
-def device_numbers(counters: dict[str, Any]) -> dict[str, float | None]:
-    """What the counters of a run say of host and device."""
-    steps, gaps, busy = counters["device_steps"], counters["device_gaps"], counters["device_s"]
-    # Gaps are known for some of the steps; the others are taken to be like them.
-    idle = counters["device_idle_s"] / gaps * steps if gaps else None
-    graphs = counters["graphs"].values()
-    replays = sum(item["replays"] for item in graphs)
-    # "off" is no fallback: no graph was asked for.
-    passes = replays + sum(count for item in graphs for why, count in item["fallbacks"].items() if why != "off")
-    overlapped = counters["overlapped"]
-    return {
-        "device_step_s": busy / steps if steps else None,
-        "step_time_s": _step_time(counters),
-        "device_idle_share": idle / (idle + busy) if idle is not None else None,
-        "launch_lead_s": counters["launch_lead_s"] / overlapped if overlapped else None,
-        "late_launch_share": counters["late_launches"] / overlapped if overlapped else None,
-        "host_waits_per_step": counters["host_waits"] / steps if steps else None,
-        "graph_coverage": replays / passes if passes else None,
-    }
+# Numbers that take the run of a baseline, too. No record holds them.
+RELATIVE: dict[str, Metric] = {
+    metric.key: metric
+    for metric in (
+        Metric(
+            "break_even",
+            "break-even accept length",
+            "",
+            "The accept length at which drafting is as fast as no speculation. Drafting pays above it, by accept "
+            "length / break-even - 1.",
+            "step time with drafts / step time of the baseline, both with the same number of requests",
+            better="lower",
+            decimals=3,
+        ),
+        Metric(
+            "ratio",
+            "ratio to baseline",
+            "",
+            "Output throughput over that of the baseline in the same repeat. It counts prompts, which drafting does "
+            "not make faster.",
+            "output tok/s / output tok/s of the baseline",
+            better="higher",
+            decimals=2,
+        ),
+    )
+}
+# Columns of the acceptance table: title -> definition.
+ACCEPTANCE: dict[str, str] = {
+    "verifies": "Verifies that left at least one token. Formula: sum over requests.",
+    "reached draft 1, 2, ... (%)": "Share of the verifies that drafted at least j tokens in which draft j and all "
+    "drafts before it were accepted.",
+    "accepted where tried (%)": "Share of the verifies that accepted all drafts before draft j in which draft j was "
+    "accepted, too. The shares reached of equally long drafts are the running products of these.",
+    "left 1, 2, ... tokens (%)": "Share of the verifies that emitted so many tokens, bonus token included.",
+    "accept length by context": "Accept length of the verifies after 2^k to 2^(k+1) - 1 tokens of prompt and output.",
+}
 
 
-def _step_time(counters: dict[str, Any]) -> float | None:
-    steps, gaps, iterations = counters["device_steps"], counters["device_gaps"], counters["iterations"]
-    if steps:
-        return float(counters["device_s"] / steps + (counters["device_idle_s"] / gaps if gaps else 0.0))
-    return float(counters["iteration_s"] / iterations) if iterations else None
+def glossary() -> list[tuple[str, str]]:
+    """(name, definition with formula) of every quantity, each once, in the order of the registry."""
+    found: dict[str, str] = {}
+    for metric in (*METRICS.values(), *RELATIVE.values()):
+        found.setdefault(metric.quantity or metric.title, f"{metric.definition} Formula: {metric.formula}.")
+    return list((found | ACCEPTANCE).items())
 
 
-def steps_at(counters: dict[str, Any], rows: int) -> tuple[int, float | None]:
-    """The iterations that ran `rows` requests, and their step time in seconds; None if there were none."""
-    steps, seconds = counters["steps_by_rows"].get(str(rows), (0, 0.0))
-    return int(steps), seconds / steps if steps else None
-
-
-def acceptance(completions: Iterable[Completion]) -> Acceptance:
-    """Counts of all verifies by draft and by context; aborted requests count nowhere."""
-    total = Acceptance()
-    for item in completions:
-        if item.finish_reason != "abort":
-            total += item.metrics.acceptance
-    return total
-
-
-def emitted_histogram(completions: Iterable[Completion]) -> list[int]:
-    """How many verifies left 0, 1, 2, ... tokens (index = tokens, bonus included); aborted requests count nowhere."""
-    total: list[int] = []
-    for item in completions:
-        if item.finish_reason == "abort":
-            continue
-        counts = item.metrics.emitted_histogram
-        total += [0] * (len(counts) - len(total))
-        for place, count in enumerate(counts):
-            total[place] += count
-    return total
-
-
-@dataclass
-class RunRecord:
-    """Everything needed to remake a table or to rerun what it shows. `workload` is filled in by the command."""
-
-    config: dict[str, Any]
-    caps: dict[str, Any]
-    metrics: dict[str, float | None]
-    counters: dict[str, Any]
-    requests: list[dict[str, Any]]
-    workload: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=lambda: versions())
-    hardware: dict[str, Any] = field(default_factory=lambda: hardware())
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    schema: int = SCHEMA
-
-    @property
-    def gpu(self) -> str | None:
-        """The GPU that ran it. None on a CPU, whatever else the machine has."""
-        on_cpu = self.caps.get("device", self.config.get("device")) == "cpu"
-        return None if on_cpu else self.hardware.get("gpu")
-
-    @property
-    def processor(self) -> str:
-        """The part that a time depends on most: the GPU, or the CPU with its cores."""
-        return self.gpu or f"{self.hardware.get('cpu')}, {self.hardware.get('cores')} cores"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def summary(self) -> str:
-        """The record as JSON, without the raw rows."""
-        body = self.as_dict()
-        del body["requests"]
-        return json.dumps(body, indent=2) + "\n"
-
-    def save(self, folder: Path) -> None:
-        """Write `record.json` (without the raw rows) and `requests.jsonl` into `folder`, each atomically."""
-        write_atomic(folder / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in self.requests))
-        write_atomic(folder / "record.json", self.summary())
-
-    @classmethod
-    def load(cls, folder: Path) -> RunRecord:
-        body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        rows = folder / "requests.jsonl"
-        text = rows.read_text(encoding="utf-8") if rows.exists() else ""
-        body["requests"] = [json.loads(line) for line in text.splitlines()]
-        return cls(**body)
-
-
-def break_even(drafting: RunRecord, plain: Iterable[RunRecord]) -> float | None:
-    """The accept length that `drafting` needs to be as fast as the fastest of `plain`; None where a time is missing.
-
-    It is the time of its steps over that of as many plain ones, each with the same number of requests; of numbers that
-    one of them never ran nothing is said.
-    """
-    steps = drafting.counters.get("steps_by_rows", {})
-    found = []
-    for record in plain:
-        others = record.counters.get("steps_by_rows", {})
-        shared = [rows for rows in steps if rows in others]
-        took = sum(steps[rows][1] for rows in shared)
-        plainly = sum(steps[rows][0] * others[rows][1] / others[rows][0] for rows in shared)
-        if took and plainly:
-            found.append(took / plainly)
-    return max(found) if found else None
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that it is either the old one or the whole new one, never half."""
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a number depends on."""
-    found = {"python": platform.python_version(), "specbatch": __version__}
-    for name in ("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def hardware() -> dict[str, Any]:
-    """Processor, memory and, where torch is already loaded and sees one, the GPU."""
-    import psutil
-
-    found: dict[str, Any] = {
-        "machine": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "cpu": _cpu_name(),
-    }
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        found["torch_threads"] = torch.get_num_threads()
-        if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-            found["gpu"] = properties.name
-            found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
-            found["cuda"] = torch.version.cuda
-    return found
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
+def glossary_markdown() -> str:
+    """The glossary as a Markdown list, as docs/reading-the-tables.md has it."""
+    return "".join(f"* **{name}**: {text}\n" for name, text in glossary())

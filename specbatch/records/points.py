@@ -13,9 +13,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from specbatch.atomic_file import write_atomic
 from specbatch.errors import refuse
 from specbatch.jobs.partial import difference
-from specbatch.records.metrics import RunRecord, write_atomic
+from specbatch.records.run_record import RunRecord
 
 if TYPE_CHECKING:
     from specbatch.sweeps.run.runner import SweepOptions

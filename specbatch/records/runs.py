@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.batch_job import read_output
-from specbatch.records.metrics import SCHEMA, RunRecord
 from specbatch.records.points import unfinished
+from specbatch.records.run_record import SCHEMA, RunRecord
 from specbatch.sweeps.report.summaries import CAPS
 
 # Settings of the engine and of the workload that must be equal, or the numbers are of different things.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from specbatch.atomic_file import write_atomic
 from specbatch.errors import refuse
-from specbatch.records.metrics import write_atomic
 from specbatch.training.answers import ANSWERS
 from specbatch.training.head import Head
 from specbatch.weights import Checkpoint, read_config

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specbatch.atomic_file import write_atomic
 from specbatch.errors import refuse
-from specbatch.records.metrics import write_atomic
 from specbatch.weights.gguf_file import GgufFile
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type

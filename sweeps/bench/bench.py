@@ -26,11 +26,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.progress import Report
-from specbatch.records.metrics import RunRecord, steps_at, write_atomic
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import steps_at
 from specbatch.sweeps.bench.columns import LEAST_STEPS
 from specbatch.sweeps.bench.peers import PEERS
 from specbatch.sweeps.bench.plan import BenchOptions, Load, Log, Plan, plan_engines

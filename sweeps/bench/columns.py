@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specbatch.config import Graphs
-from specbatch.records.metrics import RunRecord
+from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.summaries import drafts, graphs_of
 
 SECTIONS = ("machine", "decode", "closed", "ttft", "verify")

@@ -16,7 +16,7 @@ from pathlib import Path
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.draft_shape import shape_of
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.records.metrics import RunRecord
+from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.summaries import drafts, run_on, simulated, speculation_of
 
 PEERS = "peers.csv"

@@ -15,10 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
-from specbatch.engine.draft_length import steps_text
 from specbatch.errors import refuse
-from specbatch.records.metrics import RunRecord, break_even, write_atomic
+from specbatch.records.markdown import draft_length_lines
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import break_even
 from specbatch.sweeps.bench.columns import (
     BASELINE,
     COLUMNS,
@@ -299,7 +301,9 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
         if "products_error" in work:
             yield f"PRODUCTS FAILED: {where}: {work['products_error']}"
         yield from replay_notes(record, where)
-        yield from (f"{where}, repeat {work['repeat']}, {line}." for line in steps_text([record.counters], record.caps))
+        yield from (
+            f"{where}, repeat {work['repeat']}, {line}." for line in draft_length_lines([record.counters], record.caps)
+        )
         if record.metrics.get("retractions"):
             yield f"RETRACTED: {where}: {record.metrics['retractions']} requests waited for pages."
 

@@ -23,7 +23,7 @@ import typer
 
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.records import metrics
+from specbatch.records import environment, metrics
 from specbatch.weights.bundled import MODELS, pull
 
 Side = Callable[[list[list[int]], int], list[list[int]]]  # (prompts, new tokens) -> new token ids
@@ -159,11 +159,11 @@ def main(
     except SpecbatchError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    found = {"versions": metrics.versions(), "hardware": metrics.hardware(), "rows": rows}
+    found = {"versions": environment.versions(), "hardware": environment.hardware(), "rows": rows}
     if as_json:
         print(json.dumps(found))
         return
-    hardware = metrics.hardware()
+    hardware = environment.hardware()
     print(f"{hardware['cpu']}, {hardware['torch_threads']} threads, {hardware['cores']} cores")
     print(f"{new_tokens} new tokens after {prompt_tokens}, float32")
     shown = [{key: _cell(value) for key, value in row.items()} for row in rows]

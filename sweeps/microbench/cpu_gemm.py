@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 
 from specbatch.kernels.gemm.linear import Linear
-from specbatch.records import metrics
+from specbatch.records import environment
 
 LAYER = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # out, in: qkv, o, gate and up, down
 SHAPES = [*LAYER * 30, (49152, 576)]
@@ -69,7 +69,7 @@ def main() -> None:
                 if repeat:  # the first round warms up
                     times[name].append(taken)
         rows.append({"rows": count, **{name: f"{median(values):.1f}" for name, values in times.items()}})
-    hardware = metrics.hardware()
+    hardware = environment.hardware()
     size = sum(weight.numel() for weight in weights) * 4
     print(f"{hardware['cpu']}, {hardware['torch_threads']} threads, {hardware['cores']} cores")
     print(f"{size / 1e6:.0f} MB of weights; read at {speed / 1e6:.1f} GB/s they take {size / speed:.1f} ms\n")

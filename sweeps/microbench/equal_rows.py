@@ -21,7 +21,7 @@ import torch
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
 from specbatch.memory.kv_cache import KVCache
-from specbatch.records.metrics import steps_at
+from specbatch.records.summarize import steps_at
 from specbatch.sweeps.bench.machine import median_seconds, require_cuda
 from specbatch.sweeps.run.workloads import Workload
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from specbatch.records.acceptance import summed
-from specbatch.records.metrics import RunRecord, percentile
+from specbatch.records.markdown import sum_lists
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import percentile
 from specbatch.sweeps.report.plot_style import INK, legend, marks, panels
 from specbatch.sweeps.report.summaries import simulated
 from specbatch.sweeps.report.tables import points_of
@@ -153,7 +154,7 @@ def _accept_lengths(points: Points, own: Looks) -> Plot:
     )
 
     def panel(axes: Axes, place: int, count: int, counters: list[dict[str, Any]], look: dict[str, Any]) -> None:
-        left = summed(one["emitted_histogram"] for one in counters)
+        left = sum_lists(one["emitted_histogram"] for one in counters)
         shares = [100 * number / sum(left) for number in left[1:]]
         spots = [length + _offset(place, count) for length in range(1, len(left))]
         axes.bar(spots, shares, width=ROOM / count, color=look["color"], alpha=0.45)
@@ -172,7 +173,7 @@ def _acceptance(points: Points, own: Looks) -> Plot:
 
     def panel(axes: Axes, place: int, count: int, counters: list[dict[str, Any]], look: dict[str, Any]) -> None:
         names = ("drafted", "tried", "accepted")
-        drafted, tried, accepted = (summed(one["acceptance"][name] for one in counters) for name in names)
+        drafted, tried, accepted = (sum_lists(one["acceptance"][name] for one in counters) for name in names)
         spots = [
             draft + _offset(place, count) / 3 for draft in range(1, len(drafted) + 1)
         ]  # equal lines show side by side

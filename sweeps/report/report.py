@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specbatch.atomic_file import write_atomic
 from specbatch.errors import refuse
-from specbatch.records import acceptance, metrics
-from specbatch.records.acceptance import LOW
-from specbatch.records.metrics import RunRecord, write_atomic
+from specbatch.records.low_acceptance import is_low
+from specbatch.records.markdown import acceptance_cells
+from specbatch.records.metrics import ACCEPTANCE, glossary
 from specbatch.records.points import Point, unfinished
+from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report import plot_style
 from specbatch.sweeps.report.plots import Plot, draw
 from specbatch.sweeps.report.serving import (
@@ -149,7 +151,7 @@ def page(
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
         blocks={name_of(row): block(row) for row in serving},
-        definitions=_definitions(),
+        definitions=glossary(),
         command=command,
     )
 
@@ -168,7 +170,7 @@ def _low_acceptance(records: list[RunRecord]) -> Iterable[str]:
     for (concurrency, name), found in points_of(records).items():
         counts = [record.counters.get("acceptance", {}) for record in found]
         drafted, accepted = (sum((count.get(which) or [0])[0] for count in counts) for which in ("drafted", "accepted"))
-        if drafted >= acceptance.ENOUGH and accepted < LOW * drafted:
+        if is_low(drafted, accepted):
             share = f"of {drafted} first drafts {accepted / drafted:.1%} were accepted"
             yield f"{name} at concurrency {concurrency}: {share}."
     if losses := losses_of(records):
@@ -182,20 +184,14 @@ def _made_from(records: list[RunRecord]) -> dict[str, str]:
 
 def _acceptance(records: list[RunRecord]) -> Cells | None:
     """Where drafts were accepted; None where none were made."""
-    found = {place: acceptance.cells(one.counters for one in runs) for place, runs in points_of(records).items()}
+    found = {place: acceptance_cells(one.counters for one in runs) for place, runs in points_of(records).items()}
     body = [[*map(str, place), *cells] for place, cells in found.items() if cells]
-    return _named(["concurrency", "configuration", *acceptance.TITLES], body) if body else None
+    return _named(["concurrency", "configuration", *ACCEPTANCE], body) if body else None
 
 
 def _named(titles: list[str], body: list[list[str]]) -> Cells:
     """Concurrency and configuration as one name: the first column stays in view where a table is scrolled."""
     return ["configuration, concurrency", *titles[2:]], [[f"{row[1]}, {row[0]}", *row[2:]] for row in body]
-
-
-def _definitions() -> list[str]:
-    """What the numbers mean, as `specbatch.records.metrics` says it."""
-    lines = (metrics.__doc__ or "").split("\n* ")[1:]
-    return [" ".join(line.split()) for line in lines]
 
 
 def _json(content: Any) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from specbatch.records.metrics import RunRecord
+from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.summaries import simulated
 from specbatch.sweeps.report.tables import points_of
 

@@ -10,7 +10,7 @@ from typing import Any
 from specbatch.algorithms import NO_SPECULATION, causes_of_low_acceptance
 from specbatch.config import Speculation
 from specbatch.draft_shape import AUTO
-from specbatch.records.metrics import RunRecord
+from specbatch.records.run_record import RunRecord
 
 BREAK_EVEN = (
     "Break-even: the accept length at which steps that draft are as fast as plain decoding's beside them (step time "

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
-from specbatch.engine.draft_length import steps_text
 from specbatch.errors import refuse
-from specbatch.records import acceptance
-from specbatch.records.metrics import SCHEMA, RunRecord, break_even, write_atomic
+from specbatch.records.markdown import acceptance_table, draft_length_lines
 from specbatch.records.points import Point, unfinished
+from specbatch.records.run_record import SCHEMA, RunRecord
+from specbatch.records.summarize import break_even
 from specbatch.sweeps.report.summaries import (
     BREAK_EVEN,
     caps_text,
@@ -220,14 +221,14 @@ def points_of(records: list[RunRecord]) -> dict[tuple[Any, ...], list[RunRecord]
 def _acceptance(records: list[RunRecord]) -> str:
     """The table of where drafts were accepted; nothing where none were made."""
     counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
-    found = acceptance.table(counters, tuple(_POINT))
+    found = acceptance_table(counters, tuple(_POINT))
     return f"{found}\n\n" if found else ""
 
 
 def _lengths(records: list[RunRecord]) -> Iterator[str]:
     """What was drafted where that was chosen."""
     for (concurrency, name), found in points_of(records).items():
-        for line in steps_text((record.counters for record in found), found[0].caps):
+        for line in draft_length_lines((record.counters for record in found), found[0].caps):
             yield f"{name} at concurrency {concurrency}, {line}."
 
 

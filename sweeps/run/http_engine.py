@@ -27,7 +27,8 @@ import aiohttp
 from specbatch.config import Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.records.metrics import RunRecord, summarize
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import summarize
 from specbatch.sweeps.run.http_answer import Answer, Failed, message_of, parsed
 from specbatch.sweeps.run.server_counters import accepted, counters_of
 

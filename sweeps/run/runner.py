@@ -21,8 +21,8 @@ from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.memory.planner import ALONE, Place
 from specbatch.progress import Report
-from specbatch.records.metrics import RunRecord
 from specbatch.records.points import Described, Point, check_plan, plan_of, points, save
+from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.summaries import failures, simulated
 from specbatch.sweeps.report.tables import load_records, losses_of, write_summary
 from specbatch.sweeps.run.sanity_checks import doubts

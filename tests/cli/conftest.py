@@ -16,7 +16,8 @@ from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.errors import refuse
 from specbatch.memory.planner import ALONE, Place
-from specbatch.records.metrics import RunRecord, summarize
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import summarize
 
 
 class StubTokenizer:

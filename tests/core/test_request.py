@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, IncrementalText, Request, SamplingParams
-from specbatch.records.acceptance import Acceptance
 
 EOS, OTHER_END = 0, 1
 PIECES = [b"", b"", b"a", b"b", b"ab", b"ba ", b"\xc3", b"\xa9", b"b\xf0\x9f", b"\x98\x80", "ß".encode(), b"\n\n"]

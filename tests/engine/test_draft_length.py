@@ -11,7 +11,8 @@ import pytest
 from crossed import crossed
 
 from specbatch.draft_shape import lengths_of
-from specbatch.engine.draft_length import DraftLength, rising, steps_text
+from specbatch.engine.draft_length import DraftLength, rising
+from specbatch.records.markdown import draft_length_lines
 
 Times = Callable[[int], float]
 
@@ -249,8 +250,8 @@ def test_what_was_chosen_is_told_by_batch() -> None:
     runs = [{"draft_lengths": {"128": {"3": 3, "0": 97}, "8": {"3": 15}, "16": {"0": 1}}}, {}]
     runs.append({"draft_lengths": {"128": {"0": 100}}})
     times = {"128": {"0": 0.00862, "3": 0.01596}, "8": {"0": 0.0042, "3": 0.00586}}
-    assert steps_text(runs, {"draft_length_s": times}) == [
+    assert draft_length_lines(runs, {"draft_length_s": times}) == [
         "batch 8: drafted 3 in 100% of 15 steps (ms at start with 0: 4.20, 3: 5.86)",
         "batch 128: drafted 0 in 98%, 3 in 2% of 200 steps (ms at start with 0: 8.62, 3: 15.96)",
     ]
-    assert steps_text([{}], {}) == []
+    assert draft_length_lines([{}], {}) == []

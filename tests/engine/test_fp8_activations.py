@@ -19,7 +19,7 @@ from specbatch.engine.builder import _capture
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.step import Iteration
 from specbatch.kernels import dispatch
-from specbatch.records import acceptance
+from specbatch.records import low_acceptance
 from specbatch.training.data import Batch
 from specbatch.training.target import Target
 
@@ -176,8 +176,8 @@ def test_a_second_look_is_taken_as_the_run_was(
     build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, on: bool
 ) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(acceptance, "LOW", 1.01)
-    monkeypatch.setattr(acceptance, "ENOUGH", 1)
+    monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
+    monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", 1)
     monkeypatch.setattr(
         FeatureChain, "second_look", lambda *_: seen.append(dispatch.rounds(torch.zeros(1).half())) or ""
     )

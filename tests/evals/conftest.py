@@ -12,7 +12,8 @@ import pytest
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.engine.scoring import Likelihood, OnScore
-from specbatch.records.metrics import RunRecord, summarize
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import summarize
 
 SPECIAL = {"<s>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 Reply = Callable[[str], str]

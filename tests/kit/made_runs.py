@@ -8,7 +8,8 @@ from typing import Any
 from specbatch.config import EngineConfig, Speculation
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.evals.report import EvalReport, Score
-from specbatch.records.metrics import RunRecord, summarize
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import summarize
 
 
 def metrics_of(*, verifies: int = 10, emitted: int = 20, ttft: float = 0.1, **more: Any) -> RequestMetrics:

@@ -8,10 +8,11 @@ from random import Random
 from typing import Any
 
 from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.records.acceptance import Acceptance
-from specbatch.records.metrics import RunRecord, acceptance, emitted_histogram, summarize
 from specbatch.records.points import Point
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import emitted_histogram, summarize, total_acceptance
 
 DRAFTS = 4
 ORDER = ("baseline", "v1", "v2", "v2+piecewise")  # within a round
@@ -66,7 +67,7 @@ def swept(
     metrics = summarize(done, window, concurrency) | {"peak_output_throughput": 99.0, "step_time_s": 0.012}
     counters: dict[str, Any] = {
         "emitted_histogram": emitted_histogram(done),
-        "acceptance": acceptance(done).as_counters(),
+        "acceptance": total_acceptance(done).as_counters(),
         "iterations": 40,
         "iteration_s": busy,
         "steps_by_rows": {str(concurrency): [40, 0.48]},

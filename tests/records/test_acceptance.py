@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.records.acceptance import TITLES, Acceptance, Watch, cells, table
+from specbatch.core.acceptance import Acceptance
+from specbatch.records.low_acceptance import LowAcceptanceWarning
+from specbatch.records.markdown import acceptance_cells, acceptance_table
+from specbatch.records.metrics import ACCEPTANCE
 
 
 @st.composite
@@ -65,26 +68,26 @@ def counted(*verifies: tuple[int, int]) -> dict[str, Any]:
 def test_reached_and_accepted_where_tried_are_different_shares() -> None:
     # 8 verifies drafted: draft 1 right in 4, draft 2 in 2 of these, draft 3 in 1 of these. 2 had nothing to draft.
     run = counted((3, 0), (3, 0), (3, 0), (3, 0), (3, 1), (3, 1), (3, 2), (3, 3), (0, 0), (0, 0))
-    assert cells([run]) == ["10", "50 25 12", "50 50 50", "60 20 10 10", "32+: 1.70"]
+    assert acceptance_cells([run]) == ["10", "50 25 12", "50 50 50", "60 20 10 10", "32+: 1.70"]
 
 
 def test_a_short_draft_is_in_no_share_of_the_drafts_it_lacks() -> None:
-    shown = cells([counted((1, 1), (1, 1), (1, 1), (2, 1), (2, 2))])
+    shown = acceptance_cells([counted((1, 1), (1, 1), (1, 1), (2, 1), (2, 2))])
     assert shown is not None
     assert shown[1:3] == ["100 50", "100 50"]
 
 
 def test_repeats_are_one_run() -> None:
-    shown = cells([counted((2, 2)), counted((1, 0), (2, 0), (2, 1))])
+    shown = acceptance_cells([counted((2, 2)), counted((1, 0), (2, 0), (2, 1))])
     assert shown == ["4", "50 33", "50 50", "50 25 25 0", "32+: 1.75"]
 
 
 def test_what_drafted_nothing_has_no_row() -> None:
-    assert cells([counted((0, 0))]) is None
-    assert cells([{}]) is None  # a record from before these counters
-    assert table({("x",): [counted((0, 0))]}, ("name",)) == ""
-    shown = table({("plain",): [counted((0, 0))], ("v1",): [counted((2, 1))]}, ("name",))
-    assert all(title in shown for title in ("name", *TITLES))
+    assert acceptance_cells([counted((0, 0))]) is None
+    assert acceptance_cells([{}]) is None  # a record from before these counters
+    assert acceptance_table({("x",): [counted((0, 0))]}, ("name",)) == ""
+    shown = acceptance_table({("plain",): [counted((0, 0))], ("v1",): [counted((2, 1))]}, ("name",))
+    assert all(title in shown for title in ("name", *ACCEPTANCE))
     assert "v1" in shown
     assert "plain" not in shown
 
@@ -95,13 +98,13 @@ def test_what_drafted_nothing_has_no_row() -> None:
 def seen(*requests: tuple[int, int]) -> list[str]:
     """What is said of requests that drafted so many times, and were right at the first draft so many times."""
     said: list[str] = []
-    watch = Watch("the moon", said.append)
+    watch = LowAcceptanceWarning("the moon", said.append)
     for drafted, right in requests:
         counts = Acceptance()
         for number in range(drafted):
             counts.count(context=9, room=9, kept=1 + (number < right), drafted=3, accepted=int(number < right))
         counts.count(context=9, room=9, kept=1, drafted=0, accepted=0)
-        watch.see(counts)
+        watch.add(counts)
     return said
 
 

@@ -10,7 +10,7 @@ from made_runs import make_record, metrics_of
 from scipy import stats
 
 from specbatch.records.intervals import Sample, over_prompts, over_runs, sample
-from specbatch.records.judged_metrics import MEASURES
+from specbatch.records.metrics import METRICS
 
 
 @given(
@@ -91,13 +91,13 @@ def test_sums_of_rows_are_the_metrics_of_the_record(rows):
     made = [metrics_of(verifies=v, emitted=e, ttft=t) for v, e, t in rows]
     made[-1].tpot_s = None  # one token has none
     record = make_record(made)
-    for name, measure in MEASURES.items():
-        if measure.rows is None or record.metrics[name] is None:
+    for name, metric in METRICS.items():
+        if metric.per_request is None or record.metrics[name] is None:
             continue
-        found = sample(measure.rows, [record])
+        found = sample(metric.per_request, [record])
         assert found is not None
-        of = np.nanmedian(found.top / np.where(found.bottom, found.bottom, np.nan)) if measure.median else None
-        assert (of if measure.median else found.top.sum() / found.bottom.sum()) == pytest.approx(record.metrics[name])
+        of = np.nanmedian(found.top / np.where(found.bottom, found.bottom, np.nan)) if metric.is_median else None
+        assert (of if metric.is_median else found.top.sum() / found.bottom.sum()) == pytest.approx(record.metrics[name])
 
 
 def test_repeats_are_summed_by_prompt_and_orders_do_not_matter():

@@ -1,246 +1,58 @@
-"""Every number by its definition, and records that survive a round trip."""
+"""The metric registry: it covers every number of a record, and the documentation has its definitions."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from specbatch.core.request import Completion, RequestMetrics
-from specbatch.records.acceptance import Acceptance
-from specbatch.records.metrics import (
-    RunRecord,
-    acceptance,
-    break_even,
-    device_numbers,
-    emitted_histogram,
-    hardware,
-    percentile,
-    steps_at,
-    summarize,
-    versions,
-    write_atomic,
-)
+from specbatch.records.metrics import METRICS, RELATIVE, glossary, glossary_markdown
+from specbatch.records.summarize import device_metrics, summarize
 
-
-def completion(index: int = 0, reason: str = "length", **numbers: Any) -> Completion:
-    return Completion(index, [1], [2], "b", reason, RequestMetrics(**numbers))
-
-
-TWO = [
-    completion(
-        prompt_tokens=10,
-        cached_tokens=4,
-        output_tokens=5,
-        queue_s=0.5,
-        ttft_s=1.0,
-        tpot_s=0.25,
-        e2e_s=2.0,
-        verify_steps=2,
-        emitted=4,
-        drafted=8,
-        accepted=2,
-        emitted_histogram=[0, 1, 0, 1],
-        acceptance=Acceptance(drafted=[1, 0, 3], accepted=[2, 2], exhausted=[1], verifies=[0, 4], emitted=[0, 6]),
-        itl_s=[0.1, 0.1, 0.1, 0.7],
-        retractions=1,
-    ),
-    completion(
-        prompt_tokens=20,
-        output_tokens=13,
-        ttft_s=3.0,
-        tpot_s=0.75,
-        e2e_s=12.0,
-        verify_steps=6,
-        emitted=12,
-        drafted=24,
-        accepted=6,
-        emitted_histogram=[0, 2, 2, 2],
-        acceptance=Acceptance(drafted=[0, 1], accepted=[0, 1], exhausted=[0, 1], verifies=[1], emitted=[2]),
-        itl_s=[0.5],
-    ),
-]
-
-
-def test_totals_are_sums_over_the_run_and_not_means_of_means() -> None:
-    found = summarize(TWO, 4.0, concurrency=2)
-    assert (found["requests"], found["input_tokens"], found["output_tokens"], found["cached_tokens"]) == (2, 30, 18, 4)
-    assert found["accept_length"] == 16 / 8
-    assert found["accept_rate"] == 8 / 32
-    assert (found["request_throughput"], found["input_throughput"], found["output_throughput"]) == (0.5, 7.5, 4.5)
-    assert (found["total_throughput"], found["per_user_throughput"]) == (12.0, 2.25)
-    assert (found["verify_steps"], found["drafted_tokens"], found["accepted_tokens"]) == (8, 32, 8)
-    assert (found["retractions"], found["duration_s"]) == (1, 4.0)
-
-
-def test_spreads() -> None:
-    found = summarize(TWO, 4.0)
-    assert (found["mean_ttft_s"], found["median_ttft_s"], found["max_ttft_s"]) == (2.0, 2.0, 3.0)
-    assert found["p90_ttft_s"] == pytest.approx(2.8)
-    assert found["p99_ttft_s"] == pytest.approx(2.98)
-    assert found["mean_itl_s"] == pytest.approx(1.5 / 5)
-    assert found["median_itl_s"] == pytest.approx(0.1)
-    assert found["per_user_throughput"] is None
-    for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
-        assert {f"{kind}_{name}" for kind in ("mean", "median", "p90", "p99", "max")} <= set(found)
-
-
-def test_what_was_not_measured_is_none() -> None:
-    found = summarize([], 0.0)
-    assert (found["requests"], found["output_tokens"]) == (0, 0)
-    for name in ("output_throughput", "accept_length", "accept_rate", "mean_ttft_s", "p99_itl_s", "max_e2e_s"):
-        assert found[name] is None
-    one = summarize([completion(output_tokens=1, ttft_s=1.0, e2e_s=1.0)], 1.0)
-    assert (one["mean_tpot_s"], one["accept_length"], one["mean_ttft_s"]) == (None, None, 1.0)
-
-
-def test_aborted_requests_count_nowhere() -> None:
-    counts = Acceptance([0, 9], [9], [], [9], [9])
-    aborted = completion(
-        reason="abort", output_tokens=99, verify_steps=9, emitted=9, emitted_histogram=[0, 9], acceptance=counts
-    )
-    assert summarize([*TWO, aborted], 4.0) == summarize(TWO, 4.0)
-    assert emitted_histogram([*TWO, aborted]) == emitted_histogram(TWO)
-    assert acceptance([*TWO, aborted]) == acceptance(TWO)
-
-
-def test_acceptance_by_draft_and_context_is_summed_over_requests() -> None:
-    total = acceptance(TWO)
-    assert total.as_counters() == {
-        "drafted": [4, 3],
-        "tried": [4, 2],
-        "accepted": [3, 0],
-        "context": [[1, 1, 2], [2, 4, 6]],
-    }
-    assert summarize(TWO, 1.0)["first_draft_accept_rate"] == 3 / 4
-    assert summarize([], 1.0)["first_draft_accept_rate"] is None
-    assert TWO[0].metrics.acceptance.verifies == [0, 4], "summing leaves the requests' own counts alone"
-
-
-COUNTERS: dict[str, Any] = {
-    "iterations": 8, "iteration_s": 0.8, "host_waits": 0, "overlapped": 0, "launch_lead_s": 0.0, "late_launches": 0,
-    "device_s": 0.4, "device_steps": 8, "device_idle_s": 0.05, "device_gaps": 5, "graphs": {},
+DOCS = Path(__file__).parents[2] / "docs/reading-the-tables.md"
+NO_STEPS = {
+    "device_steps": 0, "device_gaps": 0, "device_s": 0.0, "device_idle_s": 0.0, "graphs": {}, "overlapped": 0,
+    "launch_lead_s": 0.0, "late_launches": 0, "host_waits": 0, "iterations": 0, "iteration_s": 0.0,
 }  # fmt: skip
 
 
+def test_every_metric_of_a_record_is_registered() -> None:
+    assert set(summarize([], 1.0, 1)) | set(device_metrics(NO_STEPS)) <= set(METRICS)
+
+
+def test_names_are_unique_and_definitions_are_sentences() -> None:
+    columns = [metric.column or metric.key for metric in (*METRICS.values(), *RELATIVE.values())]
+    headings = [metric.heading for metric in METRICS.values()]
+    assert len(set(columns)) == len(columns)
+    assert len(set(headings)) == len(headings)
+    for name, text in glossary():
+        assert text.endswith("."), name
+        assert "  " not in text
+
+
+def test_values_are_scaled_and_medians_leave_out_what_was_not_measured() -> None:
+    records = [SimpleNamespace(metrics={"mean_ttft_s": value}) for value in (0.5, None, 0.25, 0.75)]
+    ttft = METRICS["mean_ttft_s"]
+    assert ttft.read(records[0]) == 500
+    assert ttft.read(records[1]) is None
+    assert ttft.over_repeats(records) == 500
+    assert ttft.over_repeats(records[1:2]) is None
+    assert [ttft.text(value) for value in (500, None, float("nan"))] == ["500.0", "-", "-"]
+
+
 @pytest.mark.parametrize(
-    ("changes", "wanted"),
+    ("key", "heading"),
     [
-        ({}, 0.05 + 0.01),  # from one iteration to the next, on the device
-        ({"device_gaps": 0, "device_idle_s": 0.0}, 0.05),
-        ({"device_steps": 0, "device_s": 0.0, "device_gaps": 0}, 0.1),  # no device clock: the host's
-        ({"device_steps": 0, "device_gaps": 0, "iterations": 0}, None),
+        ("output_throughput", "output tok/s"),
+        ("p99_tpot_s", "p99 TPOT (ms)"),
+        ("accept_length", "accept length"),
+        ("device_idle_share", "device idle (%)"),
     ],
 )
-def test_the_time_of_a_step(changes: dict[str, Any], wanted: float | None) -> None:
-    found = device_numbers(COUNTERS | changes)["step_time_s"]
-    assert found == (None if wanted is None else pytest.approx(wanted))
+def test_headings_have_units(key: str, heading: str) -> None:
+    assert METRICS[key].heading == heading
 
 
-def test_the_time_of_a_step_by_requests_that_ran() -> None:
-    counters = {"steps_by_rows": {"1": [2, 0.5], "32": [4, 0.1]}}
-    assert steps_at(counters, 32) == (4, pytest.approx(0.025))
-    assert steps_at(counters, 1) == (2, 0.25)
-    assert steps_at(counters, 31) == (0, None)
-
-
-def timed(seconds: float | None, **more: list[float]) -> RunRecord:
-    """A step of 8 requests takes so long; more: steps and seconds by the number of requests, such as n4."""
-    steps = {"8": [10, 10 * seconds]} if seconds else {}
-    return RunRecord({}, {}, {}, {"steps_by_rows": steps | {name[1:]: item for name, item in more.items()}}, [])
-
-
-def test_break_even_is_over_the_fastest_plain_step() -> None:
-    plain = [timed(0.02), timed(0.01), timed(None), RunRecord({}, {}, {}, {}, [])]
-    assert break_even(timed(0.015), plain) == pytest.approx(1.5)
-    assert break_even(timed(0.008), plain) == pytest.approx(0.8)
-    assert break_even(timed(None), plain) is None
-    assert break_even(timed(0.015), plain[2:]) is None
-    assert break_even(RunRecord({}, {}, {}, {}, []), plain) is None  # of a point that failed, or an older one
-
-
-def test_break_even_compares_steps_of_as_many_requests() -> None:
-    """Where requests end one by one, drafting has more of its steps with few of them."""
-    plain = timed(0.010, n4=[1, 0.004], n2=[5, 0.001])
-    drafting = timed(0.020, n4=[30, 0.180], n3=[9, 9.0])
-    assert break_even(drafting, [plain]) == pytest.approx((0.2 + 0.18) / (0.1 + 30 * 0.004))
-
-
-def test_histograms_add_up() -> None:
-    assert emitted_histogram(TWO) == [0, 3, 2, 3]
-    assert emitted_histogram([completion(), *TWO, completion(emitted_histogram=[0, 1, 0, 0, 0, 2])]) == [
-        0,
-        4,
-        2,
-        3,
-        0,
-        2,
-    ]
-    assert emitted_histogram([]) == []
-    counts = emitted_histogram(TWO)
-    found = summarize(TWO, 1.0)["accept_length"]
-    assert found == sum(place * count for place, count in enumerate(counts)) / sum(counts)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 100))
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
-    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
-
-
-def test_a_record_survives_a_round_trip(tmp_path: Path) -> None:
-    record = RunRecord(
-        config={"model": "modèle"},
-        caps={"kv_pages": 7},
-        metrics=summarize(TWO, 4.0),
-        counters={"iterations": 3},
-        requests=[item.as_row() for item in TWO],
-        workload={"seed": 1},
-    )
-    record.save(tmp_path)
-    loaded = RunRecord.load(tmp_path)
-    assert loaded == record
-    assert loaded.requests[0]["acceptance"]["drafted"] == [1, 0, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "requests.jsonl"]
-    body = json.loads((tmp_path / "record.json").read_text())
-    assert body["schema"] == 1
-    assert "requests" not in body
-    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 2
-    (tmp_path / "requests.jsonl").unlink()
-    assert RunRecord.load(tmp_path).requests == []
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file.json"
-    write_atomic(path, "old")
-
-    def full(self: Path, *arguments: Any, **options: Any) -> int:
-        with self.open("w") as file:
-            file.write("ne")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        with pytest.raises(OSError, match="No space"):
-            write_atomic(path, "new")
-    assert path.read_text() == "old"
-    assert [item.name for item in tmp_path.iterdir()] == ["file.json"]
-
-
-def test_files_are_utf8_whatever_the_machine_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locale.getencoding", lambda: "latin-1")
-    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "latin-1")
-    write_atomic(tmp_path / "x", "é☃")
-    assert (tmp_path / "x").read_bytes() == "é☃".encode()
-
-
-def test_a_record_says_what_it_was_made_with() -> None:
-    assert {"python", "torch"} <= set(versions())
-    found = hardware()
-    assert found["cores"] >= 1
-    assert found["memory_gib"] > 0
-    assert found["cpu"]
+def test_the_documentation_has_the_definitions() -> None:
+    assert glossary_markdown() in DOCS.read_text()

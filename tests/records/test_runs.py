@@ -89,5 +89,5 @@ def test_places_of_a_bench(tmp_path):
         folder.mkdir(parents=True)
         record.save(folder)
     assert list(load_run("before", tmp_path).points) == [Where("decode", "v1", 1)]
-    (row,) = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "step")
+    (row,) = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "step time at this batch")
     assert (row.section, row.before) == ("decode", pytest.approx(4.0))

@@ -19,7 +19,7 @@ from specbatch.cli.app import app
 from specbatch.config import Graphs
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.drafters import verification
-from specbatch.records.metrics import RunRecord
+from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check import CheckOptions, CheckReport, _compare, _encode, run_check
 
 SPECULATIONS = {

@@ -14,9 +14,9 @@ from swept import saved
 
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.records.judged_metrics import MEASURES
-from specbatch.records.metrics import RunRecord
-from specbatch.sweeps.compare import BETTER, NOT_IN_TURNS, SAME, UNJUDGED, WORSE, Comparison, Row, compare
+from specbatch.records.metrics import METRICS
+from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.compare import BETTER, COMPARED, NOT_IN_TURNS, SAME, UNJUDGED, WORSE, Comparison, Row, compare
 
 
 def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
@@ -37,13 +37,14 @@ def test_directions(tmp_path, emitted, ttft, length, first):
     assert (accept.before, accept.after) == (2.0, emitted / 10)
     assert accept.gain_percent == pytest.approx(100 * (emitted / 20 - 1))
     assert (mean.before, mean.after, mean.unit) == (pytest.approx(100), pytest.approx(1000 * ttft), "ms")
-    assert row_of(result, "output throughput").verdict == UNJUDGED  # one run a side
+    assert row_of(result, "output tok/s").verdict == UNJUDGED  # one run a side
     assert ("(regression)" in result.markdown()) == (length == WORSE)
     assert ("NOT IN TURNS" in result.markdown()) == (first != SAME)
 
 
-def test_every_measure_knows_its_direction():
-    higher = {name for name, measure in MEASURES.items() if measure.better == "higher"}
+def test_every_compared_metric_has_a_direction():
+    assert all(METRICS[key].better for key in COMPARED)
+    higher = {key for key in COMPARED if METRICS[key].better == "higher"}
     assert higher == {"output_throughput", "accept_length", "accept_rate", "graph_coverage"}
 
 
@@ -120,7 +121,7 @@ def test_markdown_csv_and_json_say_the_same(tmp_path):
     lines = [line for line in result.markdown().splitlines() if line.startswith("| 4 ")]
     (shown,) = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "accept length" in line)
     assert shown == [
-        "4", "accept length (tokens)", "2.000", "1.800", "-0.200", "-10.0% (regression)", "-0.200 to -0.200",
+        "4", "accept length", "2.000", "1.800", "-0.200", "-10.0% (regression)", "-0.200 to -0.200",
         "12 prompts, paired",
     ]  # fmt: skip
     table = list(csv.DictReader(io.StringIO(result.csv())))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
 from specbatch.drafters import layer_offset
-from specbatch.records import acceptance
+from specbatch.records import low_acceptance
 
 from .conftest import LAYERS
 
@@ -32,8 +32,8 @@ def hungry(trained, tmp_path):
 @pytest.fixture
 def run(target_folder, trained, hungry, prompts_file, monkeypatch):
     """Of an engine: what was said, and the record. As if a head that is right less than always were hardly ever."""
-    monkeypatch.setattr(acceptance, "LOW", 1.01)
-    monkeypatch.setattr(acceptance, "ENOUGH", 20)
+    monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
+    monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", 20)
     prompts = [json.loads(line)["prompt_token_ids"] for line in prompts_file.read_text().splitlines()][:8]
 
     def build(aux=None, tokens=30, algorithm="eagle3", runs=2, **more):

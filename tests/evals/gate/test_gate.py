@@ -19,7 +19,7 @@ from specbatch.evals.gate.gate import GateResult, run_gate
 from specbatch.evals.gate.report import junit, markdown, save
 from specbatch.evals.report import EvalReport
 from specbatch.records.mcnemar import changes, detectable_drop
-from specbatch.records.metrics import RunRecord
+from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.compare import compare
 
 RULES = '[accuracy]\nfilter = "loose"\n'

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.records.metrics import RunRecord, device_numbers
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import device_metrics
 from specbatch.sweeps.bench.tables import losses_of, markdown, table, write_table
 
 COUNTERS: dict[str, Any] = {
@@ -73,7 +74,7 @@ def test_a_difference_that_is_no_step_is_a_note_and_no_number(ms, work, note):
 
 def test_counters_are_columns_by_their_one_definition():
     record = step(4.0, graphs=Graphs("whole", "piecewise"))
-    record.metrics |= device_numbers(record.counters)
+    record.metrics |= device_metrics(record.counters)
     (row,) = rows = table([record])
     assert (row["decode_replays"], row["prefill_replays"], row["fallbacks"], row["padded"]) == (7, 6, 3, 34)
     assert row["host_waits_per_step"] == pytest.approx(0.1)
@@ -86,7 +87,7 @@ def test_counters_are_columns_by_their_one_definition():
 
 def test_what_the_metrics_do_not_say_is_not_made_from_counters():
     record = step(4.0)
-    record.metrics |= dict.fromkeys(device_numbers(record.counters))
+    record.metrics |= dict.fromkeys(device_metrics(record.counters))
     asked = ("launch_lead_ms", "late_launch_percent", "host_waits_per_step", "device_idle_percent", "decode_replays")
     record.metrics["graph_coverage"] = 0.0  # which graphs do not have that nobody asked for
     (row,) = table([record])

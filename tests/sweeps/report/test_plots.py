@@ -333,7 +333,7 @@ def test_no_window_system_is_asked_for_and_nothing_is_loaded_early():
     code = (
         "import sys; import specbatch.sweeps.report.report, specbatch.sweeps.report.plots;"
         "assert not [name for name in ('matplotlib', 'pandas', 'torch', 'jinja2') if name in sys.modules];"
-        "from swept import swept; from specbatch.sweeps import plots, plot_style\n"
+        "from swept import swept; from specbatch.sweeps.report import plots, plot_style\n"
         "with plot_style.style(): plots.draw([swept('v1')])\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )

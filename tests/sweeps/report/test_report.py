@@ -124,7 +124,7 @@ def test_the_page_holds_every_table_plot_and_block(document):
         f"{name} at concurrency {concurrency}" for concurrency in (1, 4) for name in NAMES
     ]
     assert sum("Serving Benchmark Result" in (pre.text or "") for pre in document.iter("pre")) == 6
-    assert "accept length: tokens emitted per verify" in document.text_content()
+    assert "accept length: Tokens emitted per verify" in document.text_content()
 
 
 def test_every_row_has_as_many_cells_as_titles(document):

@@ -8,7 +8,8 @@ import pytest
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.records.metrics import RunRecord, summarize
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import summarize
 from specbatch.sweeps.report.summaries import verdict
 from specbatch.sweeps.report.tables import COLUMNS, load_records, losses_of, markdown, table, write_summary
 

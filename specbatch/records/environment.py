@@ -1,0 +1,55 @@
+"""Versions and hardware that a number depends on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from specbatch import __version__
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this package and of the libraries it runs on."""
+    found = {"python": platform.python_version(), "specbatch": __version__}
+    for name in ("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, memory and, where torch is already loaded and sees one, the GPU."""
+    import psutil
+
+    found: dict[str, Any] = {
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cpu": _cpu_name(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch_threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            found["gpu"] = properties.name
+            found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+            found["cuda"] = torch.version.cuda
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

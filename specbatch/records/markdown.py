@@ -1,0 +1,70 @@
+"""Markdown and text that several commands print of a run: the acceptance table, the drafted lengths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+from specbatch.records.metrics import ACCEPTANCE
+
+
+def acceptance_cells(runs: Iterable[Mapping[str, Any]]) -> list[str] | None:
+    """A row of the acceptance table from the counters of one or more runs of a configuration; None without drafts."""
+    found = [counters for counters in runs if "acceptance" in counters]
+    drafted, tried, accepted = (
+        sum_lists(counters["acceptance"][name] for counters in found) for name in ("drafted", "tried", "accepted")
+    )
+    if not any(drafted):
+        return None
+    emitted = sum_lists(counters["emitted_histogram"] for counters in found)
+    contexts: dict[int, list[int]] = {}
+    for start, *amounts in (bucket for counters in found for bucket in counters["acceptance"]["context"]):
+        contexts[start] = sum_lists([contexts.get(start, []), amounts])
+    return [
+        str(sum(emitted)),
+        _percents(accepted, drafted),
+        _percents(accepted, tried),
+        _percents(emitted[1:], [sum(emitted)] * (len(emitted) - 1)),
+        ", ".join(f"{start}+: {tokens / count:.2f}" for start, (count, tokens) in sorted(contexts.items())),
+    ]
+
+
+def acceptance_table(rows: Mapping[tuple[Any, ...], Iterable[Mapping[str, Any]]], names: tuple[str, ...] = ()) -> str:
+    """Markdown: one row of `acceptance_cells` for each key, after the parts of the key, whose headings are `names`.
+    Empty where nothing was drafted."""
+    from tabulate import tabulate
+
+    body = [[*key, *cells] for key, runs in rows.items() if (cells := acceptance_cells(runs))]
+    return tabulate(body, headers=[*names, *ACCEPTANCE], tablefmt="github", disable_numparse=True) if body else ""
+
+
+def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:
+    """How often each draft length was chosen, from the counters of one or more runs of a configuration, and its caps.
+
+    One line for each batch bucket with at least a twentieth of the steps; none where the length was fixed.
+    """
+    steps: dict[str, Counter[str]] = {}
+    for counters in runs:
+        for bucket, found in counters.get("draft_lengths", {}).items():
+            steps.setdefault(bucket, Counter()).update(found)
+    total = sum(found.total() for found in steps.values())
+    lines = []
+    for bucket, found in sorted(steps.items(), key=lambda item: int(item[0])):
+        if 20 * found.total() < total:
+            continue
+        shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
+        times = caps["draft_length_s"][bucket]
+        at_start = ", ".join(f"{length}: {1000 * seconds:.2f}" for length, seconds in times.items())
+        lines.append(f"batch {bucket}: drafted {shares} of {found.total()} steps (ms at start with {at_start})")
+    return lines
+
+
+def sum_lists(lists: Iterable[list[int]]) -> list[int]:
+    """Elementwise sum of lists of any lengths."""
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+
+
+def _percents(counts: list[int], of: list[int]) -> str:
+    return " ".join(f"{100 * count / whole:.0f}" if whole else "-" for count, whole in zip(counts, of, strict=True))

@@ -1,0 +1,63 @@
+"""The record of a run: settings, resources, numbers, hardware and versions, as `record.json` and `requests.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from specbatch.atomic_file import write_atomic
+from specbatch.records.environment import hardware, versions
+
+SCHEMA = 1
+
+
+@dataclass
+class RunRecord:
+    """Everything needed to make a table again or to repeat the run. The command fills in `workload`."""
+
+    config: dict[str, Any]
+    caps: dict[str, Any]
+    metrics: dict[str, float | None]
+    counters: dict[str, Any]
+    requests: list[dict[str, Any]]
+    workload: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    hardware: dict[str, Any] = field(default_factory=lambda: hardware())
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    schema: int = SCHEMA
+
+    @property
+    def gpu(self) -> str | None:
+        """The GPU of the run; None for a run on a CPU, even if the machine has a GPU."""
+        on_cpu = self.caps.get("device", self.config.get("device")) == "cpu"
+        return None if on_cpu else self.hardware.get("gpu")
+
+    @property
+    def processor(self) -> str:
+        """The GPU of the run, or the CPU with its number of cores."""
+        return self.gpu or f"{self.hardware.get('cpu')}, {self.hardware.get('cores')} cores"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> str:
+        """The record as JSON, without the rows of requests."""
+        body = self.as_dict()
+        del body["requests"]
+        return json.dumps(body, indent=2) + "\n"
+
+    def save(self, folder: Path) -> None:
+        """Write `record.json` (without the rows) and `requests.jsonl` into `folder`, each atomically."""
+        write_atomic(folder / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in self.requests))
+        write_atomic(folder / "record.json", self.summary())
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        rows = folder / "requests.jsonl"
+        text = rows.read_text(encoding="utf-8") if rows.exists() else ""
+        body["requests"] = [json.loads(line) for line in text.splitlines()]
+        return cls(**body)

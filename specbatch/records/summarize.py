@@ -1,0 +1,148 @@
+"""Computes the numbers of a run (`specbatch.records.metrics`) from its requests and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from specbatch.core.acceptance import Acceptance
+from specbatch.core.request import Completion
+from specbatch.records.metrics import DISTRIBUTIONS, percentile_name
+from specbatch.records.run_record import RunRecord
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Linear interpolation between order statistics (numpy's default). `values` must not be empty."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _distribution(name: str, values: list[float]) -> dict[str, float | None]:
+    """Mean, percentiles and maximum of a time in seconds; None where nothing was measured."""
+    item = DISTRIBUTIONS[name]
+    found: dict[str, float | None] = {f"mean_{name}_s": sum(values) / len(values) if values else None}
+    for percent in item.percentiles:
+        found[f"{percentile_name(percent)}_{name}_s"] = percentile(values, percent) if values else None
+    found[f"max_{name}_s"] = max(values) if values else None
+    return found
+
+
+def summarize(
+    completions: Iterable[Completion], duration_s: float, concurrency: int | None = None
+) -> dict[str, float | None]:
+    """All metrics of the finished requests over a window of `duration_s` seconds. Aborted requests are ignored."""
+    done = [item for item in completions if item.finish_reason != "abort"]
+    rows = [item.metrics for item in done]
+    verifies = sum(row.verify_steps for row in rows)
+    emitted = sum(row.emitted for row in rows)
+    drafted = sum(row.drafted for row in rows)
+    first_drafts, first_right = total_acceptance(done).first
+    outputs = sum(row.output_tokens for row in rows)
+    inputs = sum(row.prompt_tokens for row in rows)
+    window = duration_s if duration_s > 0 else None
+
+    def rate(amount: float) -> float | None:
+        return amount / window if window else None
+
+    numbers: dict[str, float | None] = {
+        "requests": len(rows),
+        "duration_s": duration_s,
+        "input_tokens": inputs,
+        "cached_tokens": sum(row.cached_tokens for row in rows),
+        "output_tokens": outputs,
+        "request_throughput": rate(len(rows)),
+        "input_throughput": rate(inputs),
+        "output_throughput": rate(outputs),
+        "total_throughput": rate(inputs + outputs),
+        "per_user_throughput": outputs / window / concurrency if window and concurrency else None,
+        "accept_length": emitted / verifies if verifies else None,
+        "accept_rate": sum(row.accepted for row in rows) / drafted if drafted else None,
+        "first_draft_accept_rate": first_right / first_drafts if first_drafts else None,
+        "verify_steps": verifies,
+        "drafted_tokens": drafted,
+        "accepted_tokens": sum(row.accepted for row in rows),
+        "retractions": sum(row.retractions for row in rows),
+    }
+    numbers |= _distribution("ttft", [row.ttft_s for row in rows if row.ttft_s is not None])
+    numbers |= _distribution("queue", [row.queue_s for row in rows])
+    numbers |= _distribution("tpot", [row.tpot_s for row in rows if row.tpot_s is not None])
+    numbers |= _distribution("itl", [gap for row in rows for gap in row.itl_s])
+    numbers |= _distribution("e2e", [row.e2e_s for row in rows])
+    return numbers
+
+
+def device_metrics(counters: dict[str, Any]) -> dict[str, float | None]:
+    """Metrics of host and device from the counters of a run."""
+    steps, gaps, busy = counters["device_steps"], counters["device_gaps"], counters["device_s"]
+    # Gaps are measured for some of the steps; the others are assumed to have the same mean.
+    idle = counters["device_idle_s"] / gaps * steps if gaps else None
+    graphs = counters["graphs"].values()
+    replays = sum(item["replays"] for item in graphs)
+    # "off" is not a fallback: no graph was requested.
+    passes = replays + sum(count for item in graphs for why, count in item["fallbacks"].items() if why != "off")
+    overlapped = counters["overlapped"]
+    return {
+        "device_step_s": busy / steps if steps else None,
+        "step_time_s": _step_time(counters),
+        "device_idle_share": idle / (idle + busy) if idle is not None else None,
+        "launch_lead_s": counters["launch_lead_s"] / overlapped if overlapped else None,
+        "late_launch_share": counters["late_launches"] / overlapped if overlapped else None,
+        "host_waits_per_step": counters["host_waits"] / steps if steps else None,
+        "graph_coverage": replays / passes if passes else None,
+    }
+
+
+def _step_time(counters: dict[str, Any]) -> float | None:
+    steps, gaps, iterations = counters["device_steps"], counters["device_gaps"], counters["iterations"]
+    if steps:
+        return float(counters["device_s"] / steps + (counters["device_idle_s"] / gaps if gaps else 0.0))
+    return float(counters["iteration_s"] / iterations) if iterations else None
+
+
+def steps_at(counters: dict[str, Any], rows: int) -> tuple[int, float | None]:
+    """How many iterations ran exactly `rows` requests, and their mean step time in seconds (None without any)."""
+    steps, seconds = counters["steps_by_rows"].get(str(rows), (0, 0.0))
+    return int(steps), seconds / steps if steps else None
+
+
+def total_acceptance(completions: Iterable[Completion]) -> Acceptance:
+    """Acceptance counters of all verifies. Aborted requests are ignored."""
+    total = Acceptance()
+    for item in completions:
+        if item.finish_reason != "abort":
+            total += item.metrics.acceptance
+    return total
+
+
+def emitted_histogram(completions: Iterable[Completion]) -> list[int]:
+    """How many verifies emitted 0, 1, 2, ... tokens (index = tokens, bonus included). Aborted requests are ignored."""
+    total: list[int] = []
+    for item in completions:
+        if item.finish_reason == "abort":
+            continue
+        counts = item.metrics.emitted_histogram
+        total += [0] * (len(counts) - len(total))
+        for place, count in enumerate(counts):
+            total[place] += count
+    return total
+
+
+def break_even(drafting: RunRecord, baselines: Iterable[RunRecord]) -> float | None:
+    """The accept length that `drafting` needs to be as fast as the fastest of `baselines`; None if a time is missing.
+
+    It is the time of its steps over the time of as many baseline steps, each with the same number of requests. Batch
+    sizes that one of the two runs never had are left out.
+    """
+    steps = drafting.counters.get("steps_by_rows", {})
+    found = []
+    for record in baselines:
+        others = record.counters.get("steps_by_rows", {})
+        shared = [rows for rows in steps if rows in others]
+        drafting_s = sum(steps[rows][1] for rows in shared)
+        baseline_s = sum(steps[rows][0] * others[rows][1] / others[rows][0] for rows in shared)
+        if drafting_s and baseline_s:
+            found.append(drafting_s / baseline_s)
+    return max(found) if found else None
