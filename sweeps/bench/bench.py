@@ -120,7 +120,7 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
 
 def _machine(base: EngineConfig, repeat: int) -> RunRecord:
     from specbatch.engine.builder import find_device
-    from specbatch.sweeps.bench.machine import measure_machine
+    from specbatch.sweeps.machine.limits import measure_machine
 
     device = find_device(base.device)
     broken: dict[str, str] = {}
@@ -209,8 +209,8 @@ def _add_products(record: RunRecord, engine: Engine, load: Load, known: dict[tup
     why it is not measured."""
     import torch
 
-    from specbatch.sweeps.bench.machine import products_seconds
     from specbatch.sweeps.bench.traffic import without_products
+    from specbatch.sweeps.machine.limits import gemm_seconds
 
     if why := without_products(engine.model_config):
         record.workload["no_products"] = why
@@ -219,6 +219,6 @@ def _add_products(record: RunRecord, engine: Engine, load: Load, known: dict[tup
     head_rows = 1 if load.alone else rows
     if (rows, head_rows) not in known:
         dtype = getattr(torch, engine.caps["dtype"])
-        seconds = products_seconds(engine.model_config, rows, dtype, engine.device, head_rows=head_rows)
+        seconds = gemm_seconds(engine.model_config, rows, dtype, engine.device, head_rows=head_rows)
         known[rows, head_rows] = seconds
     record.metrics["products_s"] = known[rows, head_rows]

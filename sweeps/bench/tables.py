@@ -35,8 +35,8 @@ from specbatch.sweeps.bench.columns import (
     shown,
     unmeasured,
 )
-from specbatch.sweeps.bench.machine import data_sheet_bandwidth
 from specbatch.sweeps.bench.peers import Peer, Point, comparable, drafting_of
+from specbatch.sweeps.machine.limits import data_sheet_bandwidth
 from specbatch.sweeps.report.summaries import (
     BREAK_EVEN,
     CAPS,

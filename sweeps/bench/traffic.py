@@ -60,7 +60,7 @@ def moved_states(model: ModelConfig, rows: int, types: dict[str, torch.dtype]) -
 
 
 def without_products(model: ModelConfig) -> str | None:
-    """Why `machine.products_seconds`, which multiplies by the matrices of dense attention layers, is not measured."""
+    """Why `machine.gemm_seconds`, which multiplies by the matrices of dense attention layers, is not measured."""
     if model.chosen is not None:
         return "which experts' matrices a step multiplies by depends on its tokens"
     if model.state_shapes:

@@ -1,1 +1,1 @@
-"""Timing of single operations."""
+"""Benchmarks of single operations: `python -m specbatch.sweeps.microbench OPERATION`."""

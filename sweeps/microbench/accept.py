@@ -1,18 +1,15 @@
-"""From logits to committed tokens on a GPU: microseconds a call, kernels against the torch operations they replace.
+"""From logits to committed tokens: kernels and the torch operations that they replace.
 
-    python -m specbatch.sweeps.microbench.accept
-
-Each number is the median over replays of a CUDA graph of several calls, on one set of inputs: what the head has just
-written is in the cache in an engine too. `greedy` is argmax, comparison and commit; `stage` the gathering before a
-verify; `ngram` a lookup in rows of 4,096 and 40,000 tokens; `sample` a draw and commit per row, plain or truncated
-(top-k 20 and top-p 0.95, or top-p 0.9 alone) from peaked and flat logits; `reject` rejection of sampled drafts.
+`greedy` is argmax, comparison and commit; `stage` the gathering before a verify; `ngram` a lookup in sequences of 4,096
+and 40,000 tokens; `sample` a sampled token and commit per row, unfiltered or filtered (top-k 20 and top-p 0.95, or
+top-p 0.9 alone) from peaked and flat logits; `reject` rejection sampling of drafts. Repeated calls see the same inputs:
+in an engine, too, the head's output is still in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -24,34 +21,18 @@ from specbatch.kernels.sampling.accept_triton import commit, greedy_accept, stag
 from specbatch.kernels.sampling.filtered_distribution import law_of, probabilities
 from specbatch.kernels.sampling.sample_triton import reject, sample
 from specbatch.kernels.sampling.sampling import TARGET
-from specbatch.sweeps.bench.machine import replay_seconds, require_cuda
+from specbatch.sweeps.microbench.runner import Call, Case, Table
 
 VOCABULARY = 151_936
 BATCHES, ROWS = (1, 32, 128), (1, 4, 16)
-CALLS = 8
+CALLS, REFERENCE_CALLS = 8, 2
 SLOTS, WIDTH = 129, 48_000
-LAWS = {"plain": (0, 1.0), "top-k 20, top-p 0.95": (20, 0.95), "top-p 0.9": (0, 0.9)}
-SPREADS = {"peaked": 4.0, "flat": 0.5}  # of the logits: some 10 tokens make 90%, or nearly all of them
-
-
-class Case(NamedTuple):
-    name: str
-    ours: Callable[[], object]
-    reference: Callable[[], object] | None
-
-
-def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
-    """Of one call, where several stand one behind the other."""
-
-    def every() -> None:
-        for _ in range(calls):
-            call()
-
-    return 1e6 * replay_seconds(every) / calls
+FILTERS = {"unfiltered": (0, 1.0), "top-k 20, top-p 0.95": (20, 0.95), "top-p 0.9": (0, 0.9)}
+LOGIT_SCALES = {"peaked": 4.0, "flat": 0.5}  # some 10 tokens make 90%, or nearly all of them
 
 
 class Inputs:
-    """Of B sequences with n rows each; every second draft is right."""
+    """BF16 logits and device state of B sequences with n rows each; every second draft is right."""
 
     def __init__(self, batch: int, n: int) -> None:
         device = torch.device("cuda")
@@ -75,25 +56,16 @@ class Inputs:
         )
 
     def reference(self, logits: torch.Tensor, sampling: Sampling, q: torch.Tensor | None = None) -> torch.Tensor:
-        """The end of `iteration.Iteration`."""
+        """Accept and commit of an iteration, in torch."""
         proposal = Proposal(self.drafts, self.drafted, q)
         verdict = verify(logits.view(self.batch, self.n, -1), proposal, self.positions, sampling)
         self.tokens[self.rows[:, None], self.positions] = verdict.tokens
         self.lengths[self.rows] = self.starts + verdict.accepted + 1
         return torch.cat([verdict.tokens, torch.stack([verdict.accepted, self.drafted, verdict.sound.long()], 1)], 1)
 
-    def draw(self, logits: torch.Tensor, s: Sampling) -> torch.Tensor:
-        tokens, sound = sample(
-            logits,
-            s.temperature,
-            s.top_k,
-            s.top_p,
-            s.min_p,
-            self.seeds,
-            self.positions,
-            TARGET,
-            truncated=s.needs.truncated,
-        )
+    def sample(self, logits: torch.Tensor, s: Sampling) -> torch.Tensor:
+        filters = (s.temperature, s.top_k, s.top_p, s.min_p)
+        tokens, sound = sample(logits, *filters, self.seeds, self.positions, TARGET, truncated=s.needs.truncated)
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows)
 
     def reject(self, logits: torch.Tensor, s: Sampling, q: torch.Tensor) -> torch.Tensor:
@@ -102,70 +74,50 @@ class Inputs:
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows, accepted=accepted)
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `stage` makes, in torch."""
+        """`stage` in torch."""
         starts = self.lengths[self.rows]
         tokens = torch.cat([self.tokens[self.rows, starts][:, None], self.drafts], 1)
         return tokens.flatten(), (starts[:, None] + torch.arange(self.n, device="cuda")).flatten()
 
 
-def greedy_cases(x: Inputs) -> Iterator[Case]:
-    yield Case(
-        "greedy",
-        partial(greedy_accept, x.noise, x.drafts, x.drafted, x.tokens, x.lengths, x.rows),
-        partial(x.reference, x.noise, x.sampling(0.0, 0, 1.0)),
-    )
-    yield Case("stage", partial(stage, x.tokens, x.lengths, x.rows, x.drafts), x.gather)
+def tables() -> Iterator[Table]:
+    yield Table(_cases())
 
 
-def ngram_cases(x: Inputs) -> Iterator[Case]:
-    for length in (4096, 40_000):
+def _cases() -> Iterator[Case]:
+    for batch in BATCHES:
+        for n in ROWS:
+            x = Inputs(batch, n)
+            for name, kernel, reference in _operations(x):
+                x.lengths.fill_(1000)
+                calls = {"specbatch": [kernel] * CALLS, "torch": [reference] * REFERENCE_CALLS if reference else []}
+                yield Case({"B": batch, "n": n, "case": name}, {title: of for title, of in calls.items() if of})
+            torch.cuda.empty_cache()
+
+
+def _operations(x: Inputs) -> Iterator[tuple[str, Call, Call | None]]:
+    """Name, kernel and reference, which is left out where it is too large."""
+    greedy = partial(greedy_accept, x.noise, x.drafts, x.drafted, x.tokens, x.lengths, x.rows)
+    yield "greedy", greedy, partial(x.reference, x.noise, x.sampling(0.0, 0, 1.0))
+    yield "stage", partial(stage, x.tokens, x.lengths, x.rows, x.drafts), x.gather
+    for length in (4096, 40_000) if x.n == 1 else ():
         last = torch.full_like(x.rows, length - 1)
-        yield Case(
-            f"ngram, {length} tokens",
-            partial(ngram_match, x.tokens, x.rows, last, 4, 2, 7),
-            partial(ngram_match_ref, x.tokens[x.rows, :length], last, 4, 2, 7),
-        )
-
-
-def sampling_cases(x: Inputs) -> Iterator[Case]:
-    few = x.batch * x.n <= 64  # the references sort, and write several times what they are given
-    for spread, scale in SPREADS.items():
+        reference = partial(ngram_match_ref, x.tokens[x.rows, :length], last, 4, 2, 7)
+        yield f"ngram, {length} tokens", partial(ngram_match, x.tokens, x.rows, last, 4, 2, 7), reference
+    few = x.batch * x.n <= 64  # the references sort, and write several times their input
+    for shape, scale in LOGIT_SCALES.items():
         logits = x.noise * scale
-        for name, (top_k, top_p) in LAWS.items():
+        for name, (top_k, top_p) in FILTERS.items():
             s = x.sampling(1.0, top_k, top_p)
-            yield Case(
-                f"sample {name}, {spread}",
-                partial(x.draw, logits, s),
+            yield (
+                f"sample {name}, {shape}",
+                partial(x.sample, logits, s),
                 partial(x.reference, logits, s) if few else None,
             )
     if x.n > 1:
         s = x.sampling(1.0, 20, 0.95)
-        logits = x.noise * SPREADS["peaked"]
+        logits = x.noise * LOGIT_SCALES["peaked"]
         near = (logits + torch.randn_like(logits)).view(x.batch, x.n, -1)[:, :-1].flatten(0, 1).contiguous()
         law = law_of(near, s.temperature, s.top_k, s.top_p, s.min_p, truncated=True)
         q = probabilities(law).view(x.batch, x.n - 1, -1)
-        yield Case(
-            "reject, peaked", partial(x.reject, logits, s, q), partial(x.reference, logits, s, q) if few else None
-        )
-
-
-def main() -> None:
-    require_cuda()
-    print(f"{torch.cuda.get_device_name()}, vocabulary {VOCABULARY}, bfloat16 logits; microseconds a call")
-    print(f"{'B':>4} {'n':>3}  {'case':36} {'ours':>9} {'torch':>9}")
-    with torch.inference_mode():
-        for batch in BATCHES:
-            for n in ROWS:
-                x = Inputs(batch, n)
-                cases = [*greedy_cases(x), *(ngram_cases(x) if n == 1 else ()), *sampling_cases(x)]
-                for case in cases:
-                    x.lengths.fill_(1000)
-                    ours = microseconds(case.ours)
-                    x.lengths.fill_(1000)
-                    theirs = f"{microseconds(case.reference, 2):9.1f}" if case.reference else f"{'-':>9}"
-                    print(f"{batch:4} {n:3}  {case.name:36} {ours:9.1f} {theirs}", flush=True)
-                torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()
+        yield "reject, peaked", partial(x.reject, logits, s, q), partial(x.reference, logits, s, q) if few else None

@@ -1,28 +1,34 @@
-"""How fast the products of a decode step are on a GPU.
+"""GEMMs of a decode step in Qwen3-8B's shapes, BF16: `torch.nn.functional.linear` and specbatch's kernel.
 
-    python -m specbatch.sweeps.microbench.gemm
-
-Each product of Qwen3-8B for 1 to 128 rows beside `torch.nn.functional.linear`, then the chain of whole layers, in which
-every product waits for the one before: qkv with its norm, a stand-in for attention (5 us on 32 multiprocessors), o with
-its residual, the gated pair, down with its residual. Graph replays over weights that do not fit the L2; microseconds,
-medians. The floor is the time to read the weights once at 4.57 TB/s, the most a reading kernel reached on an H200.
+Each GEMM for 1 to 128 rows, with the norm, residual or gating that the model has there; then the chain of whole layers,
+in which each GEMM waits for the previous one: qkv with its norm, a stand-in for attention (5 us on 32 processors), o
+with its residual, the gated pair, down with its residual. The floor is one read of the weights.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle, islice
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from tabulate import tabulate
 
 from specbatch.kernels.gemm import skinny_gemm
-from specbatch.sweeps.bench.machine import replay_seconds, require_cuda
+from specbatch.sweeps.microbench.runner import Case, Table
 
-READ = 4.57e6  # bytes per microsecond
 HIDDEN, QKV, INNER, VOCABULARY, LAYERS = 4096, 6144, 12288, 151936, 36
-MEASURED_LAYERS = 8
-REPEATS = 15
+SIZES = {
+    "qkv": (QKV, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate+up": (2 * INNER, HIDDEN),
+    "down": (HIDDEN, INNER),
+    "head": (VOCABULARY, HIDDEN),
+}
+MEASURED_LAYERS, HEADS = 8, 2  # with weights of their own: more than the L2 holds
+LAYER_BYTES = sum(2 * outputs * inputs for name, (outputs, inputs) in SIZES.items() if name != "head")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -55,84 +61,68 @@ def _attention(qkv: torch.Tensor, pdl: bool) -> torch.Tensor:
     return y
 
 
-def _matrix(outputs: int, inputs: int) -> torch.Tensor:
-    return torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16).mul_(inputs**-0.5)
-
-
-class Bench:
-    """Weights of eight layers and a head, and rows to multiply."""
+class Weights:
+    """Weights of eight layers and two heads, and rows to multiply."""
 
     def __init__(self) -> None:
-        sizes = {"qkv": (QKV, HIDDEN), "o": (HIDDEN, HIDDEN), "gate+up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
-        self.weights = {name: [_matrix(*size) for _ in range(MEASURED_LAYERS)] for name, size in sizes.items()}
-        self.weights["head"] = [_matrix(VOCABULARY, HIDDEN) for _ in range(2)]
+        self.of = {
+            name: [
+                torch.randn(size, device="cuda", dtype=torch.bfloat16).mul_(size[1] ** -0.5)
+                for _ in range(HEADS if name == "head" else MEASURED_LAYERS)
+            ]
+            for name, size in SIZES.items()
+        }
         self.norm = torch.rand(HIDDEN, device="cuda").add_(0.5).bfloat16()
         self.rows = {width: torch.randn(128, width, device="cuda").bfloat16() for width in (HIDDEN, INNER)}
 
-    def product(
+    def gemm(
         self, name: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, *, pdl: bool = True
     ) -> torch.Tensor:
         gated, normed = name == "gate+up", name in ("qkv", "gate+up", "head")
         norm, added = self.norm if normed else None, residual if name in ("o", "down") else None
         return skinny_gemm._product(x, weight, None, norm, 1e-6, added, gated=gated, pdl=pdl)
 
-    def chain(self, rows: int, *, pdl: bool = True, attention: bool = True) -> float:
-        """Microseconds per layer."""
-
-        def run() -> None:
-            x = self.rows[HIDDEN][:rows]
-            for qkv, o, gated, down in zip(*list(self.weights.values())[:4], strict=True):
-                h = self.product("qkv", x, qkv, x, pdl=pdl)
-                h = _attention(h, pdl) if attention else h[:, :HIDDEN]
-                x = self.product("o", h, o, x, pdl=pdl)
-                h = self.product("gate+up", x, gated, x, pdl=pdl)
-                x = self.product("down", h, down, x, pdl=pdl)
-
-        return 1e6 * replay_seconds(run, REPEATS) / MEASURED_LAYERS
-
-    def single(self, name: str, rows: int, *, library: bool) -> float:
-        """Microseconds of one product; ours with the norm, residual or gating that the model has there."""
-        weights = self.weights[name]
-        x, residual = self.rows[weights[0].shape[1]][:rows], self.rows[HIDDEN][:rows]
-
-        def run() -> None:
-            for weight in weights:
-                if library:
-                    F.linear(x, weight)
-                else:
-                    self.product(name, x, weight, residual)
-
-        return 1e6 * replay_seconds(run, REPEATS) / len(weights)
+    def chain(
+        self, rows: int, layers: int = MEASURED_LAYERS, *, pdl: bool = True, attention: bool = True, head: bool = False
+    ) -> None:
+        x = self.rows[HIDDEN][:rows]
+        weights = zip(*(self.of[name] for name in ("qkv", "o", "gate+up", "down")), strict=True)
+        for qkv, o, gated, down in islice(cycle(weights), layers):
+            h = self.gemm("qkv", x, qkv, x, pdl=pdl)
+            h = _attention(h, pdl) if attention else h[:, :HIDDEN]
+            x = self.gemm("o", h, o, x, pdl=pdl)
+            h = self.gemm("gate+up", x, gated, x, pdl=pdl)
+            x = self.gemm("down", h, down, x, pdl=pdl)
+        if head:
+            self.gemm("head", x, self.of["head"][0], x, pdl=pdl)
 
 
-@torch.inference_mode()
-def main() -> None:
-    require_cuda()
+def tables() -> Iterator[Table]:
     skinny_gemm.workspace(torch.device("cuda"))
-    bench = Bench()
-    table = []
-    for name, weights in bench.weights.items():
+    weights = Weights()
+    yield Table(_single(weights), shows=("floor",))
+    yield Table(_chains(weights), "A layer of the chain", shows=("floor",))
+    step = partial(weights.chain, layers=LAYERS, head=True)
+    rows = (Case({"rows": rows}, {f"{LAYERS} layers and head": [partial(step, rows)]}) for rows in (1, 16, 32, 64))
+    yield Table(rows, "A decode step", unit="ms")
+
+
+def _single(weights: Weights) -> Iterator[Case]:
+    for name, (outputs, inputs) in SIZES.items():
         for rows in (1, 4, 16, 32, 64, 128):
-            ours, library = (bench.single(name, rows, library=flag) for flag in (False, True))
-            floor = weights[0].numel() * 2 / READ
-            figures = {"floor": floor, "library": library, "specbatch": ours}
-            table.append({"product": name, "rows": rows, **{k: f"{v:.1f}" for k, v in figures.items()}})
-    print(torch.cuda.get_device_name(), f"torch {torch.__version__}, triton {triton.__version__}\n")
-    print(tabulate(table, headers="keys", tablefmt="github", disable_numparse=True))
-    layer = sum(bench.weights[name][0].numel() * 2 for name in ("qkv", "o", "gate+up", "down")) / READ
-    table = []
+            x, residual = weights.rows[inputs][:rows], weights.rows[HIDDEN][:rows]
+            calls = {
+                "specbatch": [partial(weights.gemm, name, x, weight, residual) for weight in weights.of[name]],
+                "torch": [partial(F.linear, x, weight) for weight in weights.of[name]],
+            }
+            yield Case({"GEMM": name, "rows": rows}, calls, bytes=2 * outputs * inputs)
+
+
+def _chains(weights: Weights) -> Iterator[Case]:
     for rows in (1, 16, 32, 64):
-        figures = {
-            "no PDL": bench.chain(rows, pdl=False),
-            "PDL": bench.chain(rows),
-            "PDL, no attention": bench.chain(rows, attention=False),
+        calls = {
+            "PDL": [partial(weights.chain, rows)],
+            "no PDL": [partial(weights.chain, rows, pdl=False)],
+            "PDL, no attention": [partial(weights.chain, rows, attention=False)],
         }
-        step = (LAYERS * figures["PDL"] + bench.single("head", rows, library=False)) / 1000
-        cells = {**{k: f"{v:.1f}" for k, v in figures.items()}, f"{LAYERS} layers and head, ms": f"{step:.2f}"}
-        table.append({"rows": rows, "floor": f"{layer:.1f}", **cells})
-    print("\nMicroseconds per layer of the chain:\n")
-    print(tabulate(table, headers="keys", tablefmt="github", disable_numparse=True))
-
-
-if __name__ == "__main__":
-    main()
+        yield Case({"rows": rows}, calls, count=MEASURED_LAYERS, bytes=LAYER_BYTES)

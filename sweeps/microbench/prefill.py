@@ -1,64 +1,37 @@
-"""What the pieces of a prefill cost on one GPU: attention, elementwise kernels, products of many rows.
+"""Parts of a prefill in Qwen3-8B's shapes, BF16: attention, elementwise kernels, GEMMs of many rows, all layers.
 
-    python -m specbatch.sweeps.microbench.prefill
-
-Shapes of Qwen3-8B (32 query and 8 KV heads of 128, hidden 4096, MLP 12288) in bfloat16, random data. Microseconds are
-medians of replays of a CUDA graph that holds several calls, each on inputs of its own; TFLOP/s counts the visible half
-of the scores only.
+Random data; TFLOP/s of attention counts only the visible half of the scores.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.attention.qkv import Heads, split_heads
 from specbatch.kernels.attention.ragged_batch import Spans
 from specbatch.kernels.elementwise.elementwise_triton import rms_norm, silu_product
-from specbatch.sweeps.bench.machine import require_cuda
+from specbatch.sweeps.microbench.runner import Call, Case, Row, Table
 
 HEADS, KV, DIM, HIDDEN, MLP, PAGE = 32, 8, 128, 4096, 12288, 16
 WIDTH = (HEADS + 2 * KV) * DIM
 LAYERS = 36
-PRODUCTS = {"qkv": (WIDTH, HIDDEN), "o": (HIDDEN, HEADS * DIM), "gate up": (2 * MLP, HIDDEN), "down": (HIDDEN, MLP)}
+GEMMS = {"qkv": (WIDTH, HIDDEN), "o": (HIDDEN, HEADS * DIM), "gate up": (2 * MLP, HIDDEN), "down": (HIDDEN, MLP)}
+BACKENDS = ("triton", "torch")
 PROMPTS = {
     **{f"{count}": [(0, count)] for count in (128, 512, 1024, 2048, 8192)},
     "8 x 1024": [(0, 1024)] * 8,
-    "128 behind 8192": [(8192, 8320)],
-    "1024 behind 8192": [(8192, 9216)],
+    "128 after 8192": [(8192, 8320)],
+    "1024 after 8192": [(8192, 9216)],
 }
-Rows = list[dict[str, object]]
-
-
-def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 5, pause: float = 0.0) -> float:
-    """Median time of one of `calls`, which are captured in one graph; `pause` seconds lie between its replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()  # compile and create handles before the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times: list[float] = []
-    for _ in range(repeats + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        time.sleep(pause)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 1000 * median(times[1:]) / len(calls)
 
 
 class Prompt:
@@ -75,106 +48,21 @@ class Prompt:
         self.spans = Spans(starts, ends, rows, table.cuda(), page)
         total = self.spans.offsets[-1]
         shape = (sum(pages) + 1, page, KV, DIM)
-        self.k_cache, self.v_cache = (random_(*shape) for _ in range(2))
-        self.q, self.k, self.v = random_(total, HEADS, DIM), random_(total, KV, DIM), random_(total, KV, DIM)
+        self.k_cache, self.v_cache = (_random(*shape) for _ in range(2))
+        self.q, self.k, self.v = _random(total, HEADS, DIM), _random(total, KV, DIM), _random(total, KV, DIM)
         self.flop = 4 * DIM * HEADS * self.spans.scores
 
     def run(self, backend: PrefillAttention) -> torch.Tensor:
         return backend(self.q, self.k, self.v, self.k_cache, self.v_cache, self.spans)
 
 
-def random_(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def attention(names: Sequence[str]) -> Rows:
-    rows: Rows = []
-    for title, spans in PROMPTS.items():
-        row: dict[str, object] = {"tokens": title}
-        for name, page in [*((name, PAGE) for name in names), ("triton", 64)]:
-            if page != PAGE and not spans[0][0]:
-                continue  # pages matter behind a prefix only
-            prompts = [Prompt(spans, page) for _ in range(4)]
-            backend = prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
-            time_us = microseconds([partial(prompt.run, backend) for prompt in prompts])
-            label = name if page == PAGE else f"{name}, pages of {page}:"
-            row |= {f"{label} us": round(time_us, 1), f"{label} TFLOP/s": round(prompts[0].flop / time_us / 1e6)}
-        rows.append(row)
-    return rows
-
-
-def new_lengths(names: Sequence[str]) -> Rows:
-    """What a prompt of a length not seen before costs the host, and one of a length seen: milliseconds."""
-    rows: Rows = []
-    for name in names:
-        backend = prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
-        prompts = [Prompt([(0, 517 + 29 * step)]) for step in range(6)]
-        first: list[float] = []
-        again: list[float] = []
-        for times in (first, again):
-            for prompt in prompts:
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                prompt.run(backend)
-                times.append(1000 * (time.perf_counter() - begin))
-        rows.append({"backend": name, "new length ms": median(first[1:]), "seen length ms": median(again)})
-    return rows
-
-
-def elementwise() -> Rows:
-    return [_elementwise(count) for count in (128, 1024, 8192)]
-
-
-def _elementwise(count: int) -> dict[str, object]:
-    copies = max(2, math.ceil(2**27 / (count * 2 * MLP * 2)))
-    weight = random_(HIDDEN)
-    heads = make_heads()
-    k_cache, v_cache = (random_(count // PAGE + 1, PAGE, KV, DIM) for _ in range(2))
-    positions = torch.arange(count, device="cuda")
-    work: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int, float]] = {  # width, bytes moved per byte read
-        "rms_norm": (lambda x: rms_norm(x, weight, 1e-6), HIDDEN, 2),
-        "F.rms_norm": (lambda x: F.rms_norm(x, (HIDDEN,), weight, 1e-6), HIDDEN, 2),
-        "silu_product": (silu_product, 2 * MLP, 1.5),
-        "split_heads": (lambda x: split_heads(x, heads, positions, positions + PAGE, k_cache, v_cache)[0], WIDTH, 2),
-    }
-    row: dict[str, object] = {"rows": count}
-    for name, (call, width, moved) in work.items():
-        inputs = [random_(count, width) for _ in range(copies)]
-        time_us = microseconds([partial(call, x) for x in inputs])
-        row |= {f"{name} us": round(time_us, 2), f"{name} GB/s": round(moved * inputs[0].nbytes / time_us / 1e3)}
-    return row
-
-
-def products() -> Rows:
-    """F.linear, with its sum with a residual in a kernel of its own and in the product's epilogue."""
-    return [_product(name, rows) for name in PRODUCTS for rows in (128, 256, 512, 1024, 2048, 8192)]
-
-
-def _product(name: str, rows: int) -> dict[str, object]:
-    out, inner = PRODUCTS[name]
-    weights = [random_(out, inner) / 64 for _ in range(4)]
-    x, residual = random_(rows, inner), random_(rows, out)
-
-    def each(call: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        return microseconds([partial(call, weight) for weight in weights])
-
-    time_us = each(lambda w: F.linear(x, w))
-    row: dict[str, object] = {"product": name, "rows": rows, "linear us": round(time_us, 1)}
-    row["TFLOP/s"] = round(2 * rows * out * inner / time_us / 1e6)
-    if out == HIDDEN:
-        row["linear + residual us"] = round(each(lambda w: residual + F.linear(x, w)), 1)
-        row["addmm us"] = round(each(lambda w: torch.addmm(residual, x, w.t())), 1)
-        row["addmm_ us"] = round(each(lambda w: residual.addmm_(x, w.t())), 1)
-    return row
-
-
-class Pass:
-    """A prompt through all layers, with weights of their own: what TTFT cannot beat with these pieces, but the head."""
+class Model:
+    """All layers with weights of their own, without embedding and head."""
 
     def __init__(self) -> None:
-        self.layers = [[random_(*shape) / 64 for shape in PRODUCTS.values()] for _ in range(LAYERS)]
-        self.norm = random_(HIDDEN)
-        self.heads = make_heads()
+        self.layers = [[_random(*shape) / 64 for shape in GEMMS.values()] for _ in range(LAYERS)]
+        self.norm = _random(HIDDEN)
+        self.heads = _heads()
 
     def __call__(self, hidden: torch.Tensor, prompt: Prompt, backend: PrefillAttention) -> None:
         positions, slots = torch.arange(len(hidden), device="cuda"), prompt.spans.key_slots
@@ -187,41 +75,99 @@ class Pass:
             x.addmm_(silu_product(F.linear(rms_norm(x, self.norm, 1e-6), gate_up)), down.t())
 
 
-def passes(names: Sequence[str]) -> Rows:
-    """Back to back, the card's power limit lowers its clock after some 100 ms; a lone prompt does not get there."""
-    run = Pass()
-    rows: Rows = []
+def tables() -> Iterator[Table]:
+    yield Table(_attention(), "Attention", shows=("TFLOP/s",))
+    yield Table(_new_lengths(), "Host time of a prompt length that is new, and of one seen before")
+    yield Table(_elementwise(), "Elementwise", shows=("GB/s",))
+    yield Table(
+        _gemms(), "GEMMs by torch; residual added separately, in the GEMM's epilogue, in place", shows=("TFLOP/s",)
+    )
+    yield Table(_passes(), "Whole prefill", unit="ms")
+
+
+def _attention() -> Iterator[Case]:
+    for title, spans in PROMPTS.items():
+        variants = {name: (name, PAGE) for name in BACKENDS}
+        if spans[0][0]:  # the page size matters only for a cached prefix
+            variants["triton, pages of 64"] = ("triton", 64)
+        calls: dict[str, list[Call]] = {}
+        for label, (name, page) in variants.items():
+            prompts = [Prompt(spans, page) for _ in range(4)]
+            calls[label] = [partial(prompt.run, _backend(name)) for prompt in prompts]
+        yield Case({"tokens": title}, calls, flop=prompts[0].flop)
+
+
+def _new_lengths() -> Iterator[Row]:
+    for name in BACKENDS:
+        prompts = [Prompt([(0, 517 + 29 * step)]) for step in range(6)]
+        first, again = ([_host_ms(partial(prompt.run, _backend(name))) for prompt in prompts] for _ in range(2))
+        yield {"backend": name, "new (ms)": f"{median(first[1:]):.3f}", "seen (ms)": f"{median(again):.3f}"}
+
+
+def _host_ms(run: Call) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    return 1000 * (time.perf_counter() - start)
+
+
+def _elementwise() -> Iterator[Case]:
+    weight, heads = _random(HIDDEN), _heads()
+    for count in (128, 1024, 8192):
+        copies = max(2, math.ceil(2**27 / (count * 2 * MLP * 2)))
+        caches = [_random(count // PAGE + 1, PAGE, KV, DIM) for _ in range(2)]
+        positions = torch.arange(count, device="cuda")
+        operations: dict[str, tuple[Callable[[torch.Tensor], object], int, float]] = {  # width, bytes per byte read
+            "rms_norm": (partial(rms_norm, weight=weight, eps=1e-6), HIDDEN, 2),
+            "F.rms_norm": (partial(F.rms_norm, normalized_shape=(HIDDEN,), weight=weight, eps=1e-6), HIDDEN, 2),
+            "silu_product": (silu_product, 2 * MLP, 1.5),
+            "split_heads": (partial(_split, (heads, positions, positions + PAGE, *caches)), WIDTH, 2),
+        }
+        for name, (call, width, moved) in operations.items():
+            inputs = [_random(count, width) for _ in range(copies)]
+            calls = {"kernel": [partial(call, x) for x in inputs]}
+            yield Case({"rows": count, "operation": name}, calls, bytes=moved * inputs[0].nbytes)
+
+
+def _split(arguments: tuple[Any, ...], x: torch.Tensor) -> object:
+    return split_heads(x, *arguments)
+
+
+def _gemms() -> Iterator[Case]:
+    for name, (out, inner) in GEMMS.items():
+        for rows in (128, 256, 512, 1024, 2048, 8192):
+            weights = [_random(out, inner) / 64 for _ in range(4)]
+            x, residual = _random(rows, inner), _random(rows, out)
+            calls: dict[str, list[Call]] = {"linear": [partial(F.linear, x, weight) for weight in weights]}
+            if out == HIDDEN:
+                calls["linear + residual"] = [partial(_added, residual, x, weight) for weight in weights]
+                calls["addmm"] = [partial(torch.addmm, residual, x, weight.t()) for weight in weights]
+                calls["addmm_"] = [partial(residual.addmm_, x, weight.t()) for weight in weights]
+            yield Case({"GEMM": name, "rows": rows}, calls, flop=2 * rows * out * inner)
+
+
+def _added(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return residual + F.linear(x, weight)
+
+
+def _passes() -> Iterator[Case]:
+    """Back to back, the card's power limit lowers its clock after some 100 ms; a single prompt ends before that."""
+    run = Model()
     for count in (128, 512, 1024, 2048, 8192):
-        prompt, hidden = Prompt([(0, count)]), random_(count, HIDDEN)
-        row: dict[str, object] = {"tokens": count}
-        for name in names:
-            call = partial(run, hidden, prompt, prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM))
-            for title, pause in ((name, 0.1), (f"{name}, back to back", 0.0)):
-                row[f"{title} ms"] = round(microseconds([call], pause=pause) / 1000, 2)
-        rows.append(row)
-    return rows
+        prompt, hidden = Prompt([(0, count)]), _random(count, HIDDEN)
+        calls = {name: [partial(run, hidden, prompt, _backend(name))] for name in BACKENDS}
+        for label, pause_s in (("0.1 s apart", 0.1), ("back to back", 0.0)):
+            yield Case({"tokens": count, "replays": label}, calls, pause_s=pause_s)
 
 
-def make_heads() -> Heads:
-    cos, sin = (random_(16384, DIM) for _ in range(2))
-    return Heads(HEADS, KV, DIM, random_(DIM), random_(DIM), 1e-6, cos, sin)
+def _backend(name: str) -> PrefillAttention:
+    return prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
 
 
-@torch.inference_mode()
-def main() -> None:
-    require_cuda()
-    names = ["triton", "torch"]
-    sections: dict[str, Callable[[], Rows]] = {
-        "Attention": lambda: attention(names),
-        "A length not seen before": lambda: new_lengths(names),
-        "Elementwise": elementwise,
-        "Products": products,
-        "A whole prefill": lambda: passes(names),
-    }
-    print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    for title, section in sections.items():
-        print(f"\n{title}\n\n{tabulate(section(), headers='keys', tablefmt='github')}", flush=True)
+def _heads() -> Heads:
+    cos, sin = (_random(16384, DIM) for _ in range(2))
+    return Heads(HEADS, KV, DIM, _random(DIM), _random(DIM), 1e-6, cos, sin)
 
 
-if __name__ == "__main__":
-    main()
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)

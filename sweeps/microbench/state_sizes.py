@@ -1,9 +1,8 @@
-"""Memory and traffic of recurrent states: `python -m specbatch.sweeps.microbench.state_sizes > results/states.md`.
+"""Memory and traffic of recurrent states: replayed inputs and snapshots per verify position, computed from shapes.
 
-Of a verify of N rows some are rejected, and a state cannot forget them. Here the inputs of the rows wait until the next
-verify folds in those that were accepted (`specbatch.kernels.recurrent.state_replay`); the other way keeps the state,
-and the window of the convolution, after each row and copies the right one back. Computed from the shapes'
-`StateShape`s; nothing is run.
+Some of the N rows of a verify are rejected, and a state cannot drop them. specbatch keeps the inputs of the rows until
+the next verify replays those that were accepted (`specbatch.kernels.recurrent.state_replay`); the alternative keeps the
+state, and the window of the convolution, after each row and copies the right one back. Nothing is run.
 """
 
 from __future__ import annotations
@@ -20,12 +19,22 @@ from specbatch.weights.shapes import SHAPES
 
 MODELS = ("qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "nemotron-nano-9b-v2")
 ROWS = (1, 4, 8, 16)
-_HEADS = ("shape", "N", "state", "ours: inputs", "snapshots", "times", "ours: moved", "snapshots: moved", "times")
+_HEADS = (
+    "shape",
+    "N",
+    "state",
+    "specbatch: inputs",
+    "snapshots",
+    "ratio",
+    "specbatch: moved",
+    "snapshots: moved",
+    "ratio",
+)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one sequence in all recurrent layers, with a verify of `rows` rows."""
+    """Bytes of one sequence in all recurrent layers for a verify of `rows` rows."""
 
     rows: int
     state: int
@@ -33,18 +42,18 @@ class Sizes:
 
     @property
     def snapshots(self) -> int:
-        """What is kept behind each row beside the state; a single row is never rejected."""
+        """Kept after each row, besides the state; a single row is never rejected."""
         return self.rows * self.state if self.rows > 1 else 0
 
     @property
     def moved(self) -> int:
-        """A step of ours: the state is read and written, and so are the inputs of each row."""
+        """A step of specbatch reads and writes the state and the inputs of each row."""
         return 2 * (self.state + self.pending)
 
     @property
     def moved_snapshots(self) -> int:
-        """The state is read, one is written behind each row, and the accepted one is copied back; a single row writes
-        in place."""
+        """Reads the state, writes one after each row, and copies the accepted one back; a single row updates in
+        place."""
         return self.state + self.snapshots + 2 * self.state if self.rows > 1 else 2 * self.state
 
 
@@ -55,15 +64,15 @@ def sizes_of(model: ModelConfig, rows: int, activation: torch.dtype = torch.bflo
 
 
 def lines() -> Iterator[str]:
-    yield "# Memory and traffic of states: ours against snapshots per verify position\n"
-    yield "Made by `python -m specbatch.sweeps.microbench.state_sizes`: sizes, not measurements."
-    yield "bfloat16, matrix states float32."
+    yield "# Memory and traffic of states: replayed inputs against snapshots per verify position\n"
+    yield "Made by `python -m specbatch.sweeps.microbench state-sizes`: computed, not measured."
+    yield "BF16, matrix states FP32."
     yield ""
     yield "MB of one sequence in all recurrent layers with a verify of N rows (the root and N - 1 drafts). State:"
-    yield "matrix and window of the convolution, which both ways have. Ours adds the inputs of N rows, of which the"
-    yield "next verify folds in the accepted ones; snapshots add N states. Moved in a step: ours reads and writes"
-    yield "state and inputs; snapshots read the state, write N, and copy the accepted one back (who finds it by a"
-    yield "number instead moves two states less). N = 1 is plain decoding, which needs no snapshots."
+    yield "matrix and window of the convolution, which both ways have. specbatch adds the inputs of N rows, of which"
+    yield "the next verify replays the accepted ones; snapshots add N states. Moved in a step: specbatch reads and"
+    yield "writes state and inputs; snapshots read the state, write N, and copy the accepted one back (an index in"
+    yield "place of the copy moves two states less). N = 1 is decoding without speculation: no snapshots needed."
     yield ""
     rows = []
     for name in MODELS:
@@ -77,9 +86,9 @@ def lines() -> Iterator[str]:
 
 
 def _cell(value: float) -> str:
-    """Bytes in MB, a ratio as it is."""
+    """Bytes in MB; a ratio unchanged."""
     return f"{value / 1e6:.1f}" if isinstance(value, int) else f"{value:.2f}"
 
 
-if __name__ == "__main__":
+def main() -> None:
     print("\n".join(lines()))

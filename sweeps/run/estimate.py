@@ -12,13 +12,12 @@ from specbatch.config import EngineConfig
 from specbatch.engine.builder import memory_plan, prepare
 from specbatch.memory.planner import MemoryPlan, Place, size_text
 from specbatch.records.points import Point, points
-from specbatch.sweeps.bench.machine import measure_machine, median_seconds
+from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
 from specbatch.sweeps.run.runner import SweepOptions, fitted, of_lengths
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_CPU_ROWS, _CPU_WIDTH = 256, 4096
 _HEADS = ("configuration", "", "concurrency", "repeat", "prompts", "new tokens", "about s")
 
 
@@ -74,7 +73,4 @@ def _speeds(device: torch.device) -> tuple[float, float]:
     found = measure_machine(device)
     if found["read_bytes_s"] and found["gemm_flop_s"]:
         return found["read_bytes_s"], found["gemm_flop_s"]
-    matrix, rows = torch.randn(_CPU_WIDTH, _CPU_WIDTH), torch.randn(_CPU_ROWS, _CPU_WIDTH)
-    one = median_seconds(lambda: matrix @ rows[0], device, repeats=5)
-    many = median_seconds(lambda: rows @ matrix, device, repeats=5)
-    return matrix.numel() * 4 / one, 2 * matrix.numel() * _CPU_ROWS / many
+    return cpu_speeds()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specbatch.sweeps.microbench.read import read_sum, read_sum_ref
+from specbatch.sweeps.machine.read import read_sum, read_sum_ref
 
 
 @pytest.mark.parametrize(("block", "steps", "chunks"), [(16, 1, 1), (32, 3, 5), (128, 4, 2)])

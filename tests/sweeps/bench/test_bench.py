@@ -19,10 +19,10 @@ from specbatch.cli.app import app
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
 from specbatch.sweeps.bench import bench
-from specbatch.sweeps.bench.machine import data_sheet_bandwidth, measure_machine, products_seconds
 from specbatch.sweeps.bench.plan import BenchOptions, Load, plan_engines
 from specbatch.sweeps.bench.tables import bounds_of, load_records, table, write_table
 from specbatch.sweeps.bench.traffic import hit_experts, moved_states, step_bytes, used_bytes
+from specbatch.sweeps.machine.limits import data_sheet_bandwidth, gemm_seconds, measure_machine
 from specbatch.weights.dummy import SHAPES
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--page-size", 4)
@@ -418,9 +418,9 @@ def test_peers_that_match_nothing_are_said_in_a_line(run):
 def test_products_alone_are_those_of_every_matrix(monkeypatch):
     model = ModelConfig.from_dict(SHAPES["toy"])
     calls = []
-    monkeypatch.setattr("specbatch.sweeps.bench.machine.F.linear", lambda x, w: calls.append((x.shape[0], w.numel())))
-    monkeypatch.setattr("specbatch.sweeps.bench.machine.median_seconds", lambda run, device, repeats: run())
-    products_seconds(model, 5, torch.float32, torch.device("cpu"), head_rows=2)
+    monkeypatch.setattr("specbatch.sweeps.machine.limits.F.linear", lambda x, w: calls.append((x.shape[0], w.numel())))
+    monkeypatch.setattr("specbatch.sweeps.machine.limits.median_seconds", lambda run, device, repeats: run())
+    gemm_seconds(model, 5, torch.float32, torch.device("cpu"), head_rows=2)
     matrices = [shape for shape in model.tensor_shapes().values() if len(shape) == 2]
     assert sum(size for _, size in calls) == sum(a * b for a, b in matrices) - 257 * 64  # no embedding table
     assert {rows for rows, _ in calls[:-1]} == {5}

@@ -1,8 +1,8 @@
-"""Decode steps of recurrent layers that write their state at once: what a state costs that cannot go back.
+"""Decode kernels of recurrent layers that update the state in place: the cost of a state without rollback.
 
-For comparison (`specbatch.sweeps.microbench.recurrent`), not for the engine: equations and norm are those of
-`gated_delta` and `mamba2`, and nothing is kept for a verify. Sizes must be powers of two, or multiples of 8 for
-the rows of Mamba2.
+A comparison for the `recurrent` benchmark; the engine does not use them. Equations and norm are those of `gated_delta`
+and `mamba2`, and nothing is kept for a later verify. Sizes must be powers of two, or multiples of 8 for the rows of
+Mamba2.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from specbatch.kernels.recurrent.mamba2 import SsdHeads
 from specbatch.kernels.recurrent.mamba2_triton import finish_rows
 
 
-def plain_delta(
+def delta_in_place(
     qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: DeltaHeads, state: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each sequence, as `delta_verify` takes them; state float32 [B, values, key_dim, value_dim]."""
+    """One token of each sequence, in the layout of `delta_verify`; state float32 [B, values, key_dim, value_dim]."""
     out = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
     _delta[(heads.value_dim // 32, heads.values, len(qkv))](
         qkv, b, a, heads.a_log, heads.dt_bias, state, out,
@@ -29,10 +29,10 @@ def plain_delta(
     return normalise(out, qkv, z, a, heads)
 
 
-def plain_mamba(
+def mamba_in_place(
     xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, state: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each sequence, as `ssd_verify` takes them; state float32 [B, count, dim, state]."""
+    """One token of each sequence, in the layout of `ssd_verify`; state float32 [B, count, dim, state]."""
     out = xbc.new_empty(len(xbc), heads.columns[0])
     _mamba[(heads.dim // 8 * heads.count, len(xbc))](
         xbc, dt, out, state, heads.a_log, heads.d, heads.dt_bias,
@@ -46,7 +46,7 @@ def _delta(
     qkv, b, a, a_log, dt_bias, state, o,
     KEYS: tl.constexpr, VALUES: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """One token of each sequence, its state written behind it."""
+    """One token of each sequence; the new state overwrites the old one."""
     head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
     k_column, v_column = tl.arange(0, DIM), tl.program_id(0) * 32 + tl.arange(0, 32)
     cells = state + ((token * VALUES + head) * DIM + k_column[:, None]) * DIM + v_column[None, :]
@@ -71,7 +71,7 @@ def _mamba(
     xbc, dt, y, state, a_log, d, dt_bias,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
-    """One token of each sequence, its state written behind it."""
+    """One token of each sequence; the new state overwrites the old one."""
     head, token = tl.program_id(0) // (DIM // 8), tl.program_id(1).to(tl.int64)
     row, column = tl.program_id(0) % (DIM // 8) * 8 + tl.arange(0, 8), tl.arange(0, STATE)
     cells = state + ((token * HEADS + head) * DIM + row[:, None]) * STATE + column[None, :]

@@ -1,4 +1,4 @@
-"""Reading memory once, as fast as the device can: what a decode step is measured against."""
+"""Triton kernel that reads memory once, as fast as the device can: the floor of a decode step."""
 
 from __future__ import annotations
 

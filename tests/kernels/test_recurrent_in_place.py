@@ -8,7 +8,7 @@ from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_verify_ref
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_verify_ref
 from specbatch.kernels.recurrent.state_replay import Fold
-from specbatch.sweeps.microbench.plain_states import plain_delta, plain_mamba
+from specbatch.sweeps.microbench.recurrent_in_place import delta_in_place, mamba_in_place
 
 BATCH = 3
 
@@ -29,7 +29,7 @@ def test_delta(device: torch.device) -> None:
     pending = Pending(*(torch.zeros(BATCH + 1, 1, *shape, device=device) for shape in shapes))
     rows = torch.cat([state[:1], state])  # device row 0 is padding
     wanted, _ = (delta_verify_ref(qkv, z, b, a, heads, rows, pending, fold) for fold in folds(device))
-    y = plain_delta(qkv, z, b, a, heads, state)
+    y = delta_in_place(qkv, z, b, a, heads, state)
     torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
 
@@ -42,6 +42,6 @@ def test_mamba(device: torch.device) -> None:
     rows = torch.cat([state[:1], state])
     memory = SsdMemory(rows, torch.zeros(BATCH + 1, 1, 64 + 32 + 4, device=device))
     wanted, _ = (ssd_verify_ref(xbc, dt, z, heads, memory, fold) for fold in folds(device))
-    y = plain_mamba(xbc, dt, z, heads, state)
+    y = mamba_in_place(xbc, dt, z, heads, state)
     torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)

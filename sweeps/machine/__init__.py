@@ -1,0 +1,1 @@
+"""Timing helpers and the measured limits of a device."""
