@@ -21,7 +21,7 @@ from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, PreparedEval, Progress, prepare
-from specbatch.memory.planner import Place
+from specbatch.memory.planner import MemoryShare
 from specbatch.sweeps.run.grid import named
 from specbatch.sweeps.run.runner import check_draft, load_engine
 
@@ -109,8 +109,8 @@ def run_ladder(
         with ExitStack() as stack:
             first: Engine | None = None
             for index, (name, config) in enumerate(configs.items()):
-                place = Place(index, len(configs))
-                engine = stack.enter_context(load_engine(name, config, log, weights_of=first, place=place))
+                share = MemoryShare(index, len(configs))
+                engine = stack.enter_context(load_engine(name, config, log, weights_of=first, share=share))
                 first = first or engine
                 _warm_up(ready, engine)
                 own = folder / name

@@ -27,7 +27,7 @@ from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.prompts import Prompt, read_prompts
-from specbatch.memory.planner import Place
+from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
 from specbatch.records.markdown import acceptance_table, draft_length_lines
 from specbatch.records.run_record import RunRecord
@@ -217,8 +217,10 @@ def run_check(
         base = replace(config, max_model_len=config.max_model_len or options.max_model_len)
         plain, checked = _both(base)
         check_draft([checked], log)
-        reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None, place=Place(0, 2)))
-        engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference, place=Place(1, 2)))
+        reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None, share=MemoryShare(0, 2)))
+        engine = stack.enter_context(
+            load_engine("checked", checked, log, weights_of=reference, share=MemoryShare(1, 2))
+        )
         margin = options.margin
         if margin is None:
             margin = MARGIN_FLOAT32 if engine.caps["dtype"] == "float32" else MARGIN

@@ -28,10 +28,10 @@ from specbatch.kernels import dispatch
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
-from specbatch.memory.planner import ALONE, MemoryPlan, Place, available_memory, plan_memory, size_text
+from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.recurrent_state import state_bytes, state_types
-from specbatch.memory.state_cache import Checkpoints
+from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.progress import Report
@@ -118,13 +118,13 @@ def build(
     on_tokens: OnTokens,
     *,
     shared: Decoder | None = None,
-    place: Place = ALONE,
+    share: MemoryShare = EXCLUSIVE,
 ) -> Parts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
     prepared = prepare(config, say, shared=shared)
     config, device, target, dtype, attention, draft = prepared
-    plan = memory_plan(prepared, place, is_shared=shared is not None)
-    if config.prefix_cache and plan.states and not plan.checkpoints:
+    plan = memory_plan(prepared, share, is_shared=shared is not None)
+    if config.prefix_cache and plan.states and not plan.cached_states:
         say("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
         config = replace(config, prefix_cache=False)
     say(f"speculation: {config.speculation}")
@@ -139,7 +139,7 @@ def build(
         raise plan.out_of_memory("building the engine") from error
 
 
-def memory_plan(prepared: Prepared, place: Place = ALONE, *, is_shared: bool = False) -> MemoryPlan:
+def memory_plan(prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared: bool = False) -> MemoryPlan:
     """What an engine would take of the memory that is free now. Refused: what does not fit."""
     config, device, target, dtype, _, draft = prepared
     kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
@@ -158,18 +158,18 @@ def memory_plan(prepared: Prepared, place: Place = ALONE, *, is_shared: bool = F
         free=available_memory(device),
         on_cpu=device.type == "cpu",
         model_len=min(target.config.max_position, draft.config.max_position),
-        weights=0 if is_shared and place.index == 0 else weight_bytes(target.config, dtype, device),
+        weights=0 if is_shared and share.index == 0 else weight_bytes(target.config, dtype, device),
         draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
         + draft.parameters * dtype.itemsize,
         page_bytes=bytes_per_page(target.config, target.config.attention_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         state_bytes=_state_bytes(config, target.config, dtype, config.speculation.drafted + 1),
-        checkpoint_bytes=_state_bytes(config, target.config, dtype, 0),
+        cached_state_bytes=_state_bytes(config, target.config, dtype, 0),
         vocabulary=target.config.vocab_size,
         rows=draft.slots_of(config.speculation.drafted + 1),
         token_bytes=_token_bytes(target.config, draft, dtype),
         graphs=graphs,
-        place=place,
+        share=share,
     )
 
 
@@ -216,7 +216,7 @@ def _assemble(
         page_table=batch.page_table,
         rows=rows,
         state_dtype=config.state_dtype,
-        checkpoints=plan.checkpoints,
+        cached_states=plan.cached_states,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
@@ -228,11 +228,11 @@ def _assemble(
     if drafter.second_look is not None:
         drafter.second_look = dispatch.activations(float8=float8)(drafter.second_look)
     pool = PagePool(plan.kv_pages)
-    prefixes, checkpoints = None, None
+    prefixes, state_cache = None, None
     if config.prefix_cache:
         prefixes = PrefixCache(pool, config.page_size)
         if model.recurrent_layers:
-            checkpoints = Checkpoints(prefixes, config.page_size, plan.checkpoints)
+            state_cache = StateCache(prefixes, config.page_size, plan.cached_states)
     scheduler = Scheduler(
         pool,
         prefixes,
@@ -242,7 +242,7 @@ def _assemble(
         prefill_chunk=config.prefill_chunk,
         rows=slots,
         lag=draft.lag,
-        checkpoints=checkpoints,
+        state_cache=state_cache,
     )
     lengths = DraftLength(config.speculation.lengths, batch_buckets(config.max_running))
     ways = {"every": draft.every, "float8": float8}
@@ -279,7 +279,7 @@ def _assemble(
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
         "state_bytes": plan.states,
-        "state_checkpoints": plan.checkpoints,
+        "cached_states": plan.cached_states,
         "prefix_cache": "off" if prefixes is None else "on",
     }
     recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, Recordings)]

@@ -21,7 +21,7 @@ from specbatch.engine.builder import Say, build
 from specbatch.engine.schedules import SCHEDULES
 from specbatch.engine.scoring import Likelihood, OnScore, Pair
 from specbatch.errors import SpecbatchError, at_least, refuse
-from specbatch.memory.planner import ALONE, Place
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.memory.state_cache import StateCounters
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -48,7 +48,7 @@ class Engine:
     """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load.
 
     `report` hears of the progress in recording graphs. `weights_of`: an open engine whose target weights are used in
-    place of a copy of one's own. `place`: among engines that do so in turn, who then share the memory alike.
+    place of a copy of one's own. `share`: this engine's share of the memory among engines that are built one after the other.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Engine:
         log: Say | None = None,
         report: Report | None = None,
         weights_of: Engine | None = None,
-        place: Place = ALONE,
+        share: MemoryShare = EXCLUSIVE,
     ) -> None:
         log = log or (lambda line: None)
         if weights_of is not None:
@@ -69,7 +69,7 @@ class Engine:
             report or (lambda done, total: None),
             self._on_tokens,
             shared=None if weights_of is None else weights_of._model,
-            place=place,
+            share=share,
         )
         self.config = parts.config
         self.device = parts.device
@@ -254,8 +254,8 @@ class Engine:
         self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
         for counters in self._graph_counters.values():
             counters.reset()
-        if self._scheduler.checkpoints is not None:
-            self._scheduler.checkpoints.counters = StateCounters()
+        if self._scheduler.state_cache is not None:
+            self._scheduler.state_cache.counters = StateCounters()
 
     @property
     def iterations(self) -> int:
@@ -273,8 +273,8 @@ class Engine:
         counters["emitted_histogram"] = emitted_histogram(self._completions)
         counters["acceptance"] = total_acceptance(self._completions).as_counters()
         counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
-        if self._scheduler.checkpoints is not None:
-            counters["states"] = asdict(self._scheduler.checkpoints.counters)
+        if self._scheduler.state_cache is not None:
+            counters["states"] = asdict(self._scheduler.state_cache.counters)
         metrics |= device_metrics(counters)
         rows = [item.as_row() for item in self._completions]
         if self._tally.rows:

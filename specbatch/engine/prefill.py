@@ -14,7 +14,7 @@ from specbatch.drafters.verification import is_sound, logprobs_of
 from specbatch.engine.scheduler import PrefillPlan
 from specbatch.kernels import dispatch
 from specbatch.kernels.sampling.sampling import TARGET
-from specbatch.memory.recurrent_state import States
+from specbatch.memory.recurrent_state import RecurrentStates
 from specbatch.models.decoder import Decoder
 from specbatch.runtime.cuda_graphs import Result
 from specbatch.runtime.prefill_forward import Forward
@@ -31,7 +31,7 @@ class PromptPass:
         drafter: Drafter,
         *,
         every: bool,
-        states: States | None = None,
+        states: RecurrentStates | None = None,
         float8: bool = False,
     ) -> None:
         """every: the drafter wants the last features of all tokens; states: of the model's recurrent layers; float8:

@@ -14,7 +14,7 @@ from specbatch.core.request import Request
 from specbatch.errors import refuse
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
 from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.memory.state_cache import Checkpoints, Found
+from specbatch.memory.state_cache import Found, StateCache
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Chunk:
 
 @dataclass
 class PrefillPlan:
-    """One pass. loads: states that requests begin with, by checkpoint and device row; saves: those to be kept behind
-    the pass, by device row and checkpoint."""
+    """One pass. loads: (cached state, device row) of requests that start from a cached state; saves: (device row,
+    cached state) to store after the pass."""
 
     admitted: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -62,7 +62,7 @@ class OutOfPagesError(Exception):
 
 class Scheduler:
     """rows: KV slots that an iteration may write to behind a root, the most it can add to a request; lag: of one that
-    has ended, so many of the newest committed positions are not worth keeping (see `DraftPlan`); checkpoints: of the
+    has ended, so many of the newest committed positions are not worth keeping (see `DraftPlan`); state_cache: of the
     prefixes in `cache`, for a model with recurrent layers."""
 
     def __init__(
@@ -76,11 +76,11 @@ class Scheduler:
         prefill_chunk: int,
         rows: int,
         lag: int = 1,
-        checkpoints: Checkpoints | None = None,
+        state_cache: StateCache | None = None,
     ) -> None:
         self._pool = pool
         self._cache = cache
-        self.checkpoints = checkpoints
+        self.state_cache = state_cache
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
@@ -130,8 +130,8 @@ class Scheduler:
             plan.admitted.append(request)
             self._prefilling.append(request)
             budget -= self._plan_chunk(plan, request, budget)
-        if self.checkpoints is not None:
-            self.checkpoints.planned()
+        if self.state_cache is not None:
+            self.state_cache.planned()
         return plan if plan.chunks else None
 
     def _admit(self, plan: PrefillPlan, request: Request, now: float) -> bool:
@@ -150,9 +150,9 @@ class Scheduler:
         request.slot = self._slots.pop()
         request.prefilled = len(shared) * self._page_size
         request.branch = found.branch
-        if self.checkpoints is not None and found.checkpoint:
-            self.checkpoints.use(found.checkpoint)
-            plan.loads.append((found.checkpoint, request.slot))
+        if self.state_cache is not None and found.state:
+            self.state_cache.use(found.state)
+            plan.loads.append((found.state, request.slot))
         if request.admitted is None:
             request.admitted = now
             request.metrics.cached_tokens = request.prefilled
@@ -160,8 +160,8 @@ class Scheduler:
 
     def _shared(self, tokens: list[int]) -> Found:
         """What is there of a prompt already."""
-        if self.checkpoints is not None:
-            return self.checkpoints.find(tokens)
+        if self.state_cache is not None:
+            return self.state_cache.find(tokens)
         return Found(self._cache.match(tokens) if self._cache is not None else [], 0, 0)
 
     def _chunk_end(self, request: Request, budget: int) -> int:
@@ -169,7 +169,7 @@ class Scheduler:
         then takes no pass more."""
         start, length = request.prefilled, len(request.tokens)
         end = min(start + budget, length)
-        if self.checkpoints is None:
+        if self.state_cache is None:
             return end
         if start < request.branch < end:
             return request.branch
@@ -188,9 +188,9 @@ class Scheduler:
         request.prefilled = end
         if self._cache is not None:
             self._cache.insert(request.tokens, min(end, request.textual), request.pages)
-        if self.checkpoints is not None and end <= request.textual:
-            parting = end == request.branch
-            if place := self.checkpoints.keep(request.tokens, end, parting=parting):
+        if self.state_cache is not None and end <= request.textual:
+            is_branch = end == request.branch
+            if place := self.state_cache.keep(request.tokens, end, is_branch=is_branch):
                 plan.saves.append((request.slot, place))
         if last:
             request.committed = end

@@ -10,7 +10,7 @@ import torch
 from specbatch.kernels import dispatch
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
 from specbatch.kernels.sampling.tree import move_rows_ref
-from specbatch.memory.recurrent_state import States
+from specbatch.memory.recurrent_state import RecurrentStates
 from specbatch.models.config import ModelConfig
 
 
@@ -35,7 +35,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         attention: PrefillAttention,
-        states: States | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """layers: those that attend, which may be none; attention: who computes prompts' attention over this cache;
         states: of the layers that are recurrent."""

@@ -31,7 +31,7 @@ class MemoryPlan:
     kv_pages: int
     wanted_pages: int
     states: int
-    checkpoints: int
+    cached_states: int
     workspace: int
     graphs: int
     max_model_len: int
@@ -49,7 +49,7 @@ class MemoryPlan:
             yield f"  draft      {size_text(self.draft_weights)}"
         yield f"  KV pages   {size_text(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
         if self.states:
-            kept = f", of {self.checkpoints} prefixes too" if self.checkpoints else ""
+            kept = f", of {self.cached_states} prefixes too" if self.cached_states else ""
             yield f"  states     {size_text(self.states)} of recurrent layers{kept}"
         yield f"  workspace  {size_text(self.workspace)} (activations, logits and the batch's tables)"
         if self.graphs:
@@ -72,7 +72,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryShare:
     """The place of an engine among `count` with one target, made one after the other: the first loads the weights, and
     each gets an equal share of what they leave."""
 
@@ -88,7 +88,7 @@ class Place:
         return int((fraction * (free + weights) - weights) / (self.count - self.index * fraction))
 
 
-ALONE = Place()
+EXCLUSIVE = MemoryShare()
 
 
 def available_memory(device: torch.device) -> int:
@@ -113,39 +113,39 @@ def plan_memory(
     draft_weights: int,
     page_bytes: int,
     state_bytes: int = 0,
-    checkpoint_bytes: int = 0,
+    cached_state_bytes: int = 0,
     vocabulary: int,
     rows: int,
     token_bytes: int = 0,
     graphs: int = 0,
-    place: Place = ALONE,
+    share: MemoryShare = EXCLUSIVE,
 ) -> MemoryPlan:
     """Decide the size of the KV pool and the longest request.
 
     free: bytes free on the device; model_len: positions the model was made for; page_bytes: one page in all caches;
-    state_bytes: the states of one device row; checkpoint_bytes: of one prefix;
+    state_bytes: the states of one device row; cached_state_bytes: of one prefix;
     rows: query rows of a verify; token_bytes: activations of one token in a pass; graphs: what recordings take;
     place: among engines side by side; of those the first alone has `weights`.
     Refuses what cannot fit, naming the setting.
     """
     size, slack = config.page_size, reach_of(0, rows)
-    budget = place.budget(free, config.memory_fraction, weights)
-    weights = weights if place.index == 0 else 0
+    budget = share.budget(free, config.memory_fraction, weights)
+    weights = weights if share.index == 0 else 0
     # Logits of a full batch three times over (raw, float32, sorted or probabilities).
     workspace = 3 * 4 * vocabulary * config.max_running * rows
     longest = min(config.max_model_len or model_len, model_len)
     # Tokens and page table of every slot, 8 bytes each.
     workspace += 8 * (config.max_running + 1) * (longest + slack + 1) * (size + 1) // size
     workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows)
-    states, checkpoints = state_bytes * (config.max_running + 1), 0
+    states, cached_states = state_bytes * (config.max_running + 1), 0
     room = budget - weights - draft_weights - states - workspace - graphs
-    if checkpoint_bytes and config.prefix_cache:
+    if cached_state_bytes and config.prefix_cache:
         wished = max(_CHECKPOINTS, 2 * config.max_running)
         # What is asked for comes first: the states of prefixes are an extra.
         pages = config.kv_pages or pages_for((config.max_model_len or 0) + slack, size)
         left = min(room // _CHECKPOINT_SHARE, room - pages * page_bytes)
-        checkpoints = max(0, min(wished, left // checkpoint_bytes))
-        states, room = states + checkpoints * checkpoint_bytes, room - checkpoints * checkpoint_bytes
+        cached_states = max(0, min(wished, left // cached_state_bytes))
+        states, room = states + cached_states * cached_state_bytes, room - cached_states * cached_state_bytes
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
@@ -196,7 +196,7 @@ def plan_memory(
         kv_pages=pages,
         wanted_pages=wanted,
         states=states,
-        checkpoints=checkpoints,
+        cached_states=cached_states,
         workspace=workspace,
         graphs=graphs,
         max_model_len=min(longest, fits),

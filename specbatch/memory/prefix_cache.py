@@ -12,15 +12,15 @@ from specbatch.memory.page_pool import PagePool
 
 
 class Node:
-    """A page behind those of its parents. checkpoint: where the state behind it is kept, 0 for nowhere."""
+    """A page that follows those of its parents. state: index of the cached recurrent state after it, 0 for none."""
 
-    __slots__ = ("checkpoint", "children", "key", "page", "parent")
+    __slots__ = ("children", "key", "page", "parent", "state")
 
     def __init__(self, key: tuple[int, ...], page: int, parent: Node | None) -> None:
         self.key = key
         self.page = page
         self.parent = parent
-        self.checkpoint = 0
+        self.state = 0
         self.children: dict[tuple[int, ...], Node] = {}
 
 

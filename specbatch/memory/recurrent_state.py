@@ -21,7 +21,7 @@ class StateShape(NamedTuple):
     pending: bool = False
 
 
-class States:
+class RecurrentStates:
     """The layers' states, and which tokens of the last verify they lack (see `kernels.recurrent`).
 
     layers: of each recurrent layer its tensors by name, [R, ...] or, if pending, [R, N, ...]; device row 0 is for
@@ -36,9 +36,9 @@ class States:
         rows: int,
         types: dict[str, torch.dtype],
         device: torch.device,
-        checkpoints: int = 0,
+        cached_states: int = 0,
     ) -> None:
-        """rows: N of a verify; types: by kind; checkpoints: places for states of prefixes, numbered from 1."""
+        """rows: N of a verify; types: by kind; cached_states: places for states of prefixes, numbered from 1."""
         found = {
             item.name: torch.zeros(
                 layers, device_rows, *(rows,) * item.pending, *item.shape, dtype=types[item.kind], device=device
@@ -48,9 +48,9 @@ class States:
         self.layers = [{name: tensor[layer] for name, tensor in found.items()} for layer in range(layers)]
         # Behind a prompt nothing is pending, so that the rest is the state.
         self._kept_states = [
-            (tensor, tensor.new_zeros(layers, checkpoints, *tensor.shape[2:]))
+            (tensor, tensor.new_zeros(layers, cached_states, *tensor.shape[2:]))
             for item in shapes
-            if not item.pending and checkpoints
+            if not item.pending and cached_states
             for tensor in [found[item.name]]
         ]
         self._count = torch.zeros(device_rows, dtype=torch.int64, device=device)

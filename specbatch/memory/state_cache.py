@@ -21,13 +21,13 @@ from specbatch.memory.prefix_cache import Node, PrefixCache
 class Found(NamedTuple):
     """What a prompt begins with.
 
-    pages: held for the caller; checkpoint: of the state behind them, 0 if there are none; branch: tokens of the known
+    pages: held for the caller; state: of the state behind them, 0 if there are none; branch: tokens of the known
     prefix, where a chunk should end; due: the state that it would begin with is kept by the pass that is being planned:
     it had better wait for the next.
     """
 
     pages: list[int]
-    checkpoint: int
+    state: int
     branch: int
     due: bool = False
 
@@ -41,7 +41,7 @@ class StateCounters:
     evicted: int = 0
 
 
-class Checkpoints:
+class StateCache:
     """`count` places for states, numbered from 1."""
 
     def __init__(self, cache: PrefixCache, page_size: int, count: int) -> None:
@@ -50,45 +50,45 @@ class Checkpoints:
         self._page_size = page_size
         self._free = list(range(count, 0, -1))
         # Least recently used first.
-        self._guessed: OrderedDict[int, Node] = OrderedDict()
-        self._proven: OrderedDict[int, Node] = OrderedDict()
+        self._probationary: OrderedDict[int, Node] = OrderedDict()
+        self._protected: OrderedDict[int, Node] = OrderedDict()
         self._due: set[int] = set()  # kept by the pass that is being planned
         self._lost: list[int] = []  # of these, what went with its pages: the pass still writes there
         cache.dropped = self._forget
 
     def __len__(self) -> int:
-        return len(self._guessed) + len(self._proven)
+        return len(self._probationary) + len(self._protected)
 
     def find(self, tokens: list[int]) -> Found:
         """The longest prefix with a state that leaves at least one token to compute."""
         path = self._cache.path(tokens, len(tokens) - 1)
         branch = len(path) * self._page_size
-        while path and not path[-1].checkpoint:
+        while path and not path[-1].state:
             path.pop()
-        checkpoint = path[-1].checkpoint if path else 0
-        if checkpoint in self._due:
+        state = path[-1].state if path else 0
+        if state in self._due:
             return Found([], 0, branch, due=True)
-        return Found(self._cache.hold(path), checkpoint, branch)
+        return Found(self._cache.hold(path), state, branch)
 
-    def use(self, checkpoint: int) -> None:
+    def use(self, state: int) -> None:
         """A prompt begins with it."""
-        part = self._guessed if checkpoint in self._guessed else self._proven
-        self._proven[checkpoint] = part.pop(checkpoint)
+        part = self._probationary if state in self._probationary else self._protected
+        self._protected[state] = part.pop(state)
         self.counters.loaded += 1
 
-    def keep(self, tokens: list[int], count: int, *, parting: bool) -> int:
-        """Where to keep the state behind the first `count` tokens, whose pages are cached; parting: prompts part there.
+    def keep(self, tokens: list[int], count: int, *, is_branch: bool) -> int:
+        """Where to keep the state behind the first `count` tokens, whose pages are cached; is_branch: prompts part there.
         0 for nowhere: it is no full page, it is kept already, or all that could go is of this very pass."""
         if count % self._page_size:
             return 0
         node = self._cache.path(tokens, count)[-1]
-        if node.checkpoint or not (self._free or self._make_room(parting)):
+        if node.state or not (self._free or self._make_room(is_branch)):
             return 0
-        node.checkpoint = self._free.pop()
-        (self._proven if parting else self._guessed)[node.checkpoint] = node
-        self._due.add(node.checkpoint)
+        node.state = self._free.pop()
+        (self._protected if is_branch else self._probationary)[node.state] = node
+        self._due.add(node.state)
         self.counters.kept += 1
-        return node.checkpoint
+        return node.state
 
     def planned(self) -> None:
         """The pass is launched: what it keeps is there for those behind it."""
@@ -96,10 +96,10 @@ class Checkpoints:
         self._free += self._lost
         self._lost.clear()
 
-    def _make_room(self, parting: bool) -> bool:
+    def _make_room(self, is_branch: bool) -> bool:
         """Give the least recently used one up. A guess takes the place of another guess, if there is any."""
-        parts = [part for part in (self._guessed, self._proven) if part]
-        oldest = [next(iter(part.items())) for part in (parts if parting else parts[:1])]
+        parts = [part for part in (self._probationary, self._protected) if part]
+        oldest = [next(iter(part.items())) for part in (parts if is_branch else parts[:1])]
         for place, node in oldest:
             if place not in self._due:
                 self._forget(node)
@@ -107,8 +107,8 @@ class Checkpoints:
         return False
 
     def _forget(self, node: Node) -> None:
-        place, node.checkpoint = node.checkpoint, 0
+        place, node.state = node.state, 0
         if place:
-            (self._guessed if place in self._guessed else self._proven).pop(place)
+            (self._probationary if place in self._probationary else self._protected).pop(place)
             (self._lost if place in self._due else self._free).append(place)
             self.counters.evicted += 1

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from specbatch.core.attention_metadata import RecurrentOp
 from specbatch.kernels.attention.qkv import Heads, split_heads_ref
 from specbatch.kernels.attention.ragged_batch import Spans
-from specbatch.memory.recurrent_state import States, state_types
+from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.decoder import Decoder
 
 
@@ -22,7 +22,7 @@ class Whole:
         self._spans = Spans([0] * rows, [length] * rows, slots, table, length)
         # All begin anew, so the memory of one layer is that of all.
         types = state_types(model.dtype, "fp32")
-        [self._state] = States(model.config.state_shapes, 1, rows + 1, 1, types, device).layers
+        [self._state] = RecurrentStates(model.config.state_shapes, 1, rows + 1, 1, types, device).layers
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
         parts = split_heads_ref(qkv, heads, positions)

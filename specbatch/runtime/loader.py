@@ -13,7 +13,7 @@ from specbatch.kernels.attention.prefill_backends import PrefillAttention
 from specbatch.kernels.gemm.linear import is_blocked
 from specbatch.kernels.gemm.weight import keeps_float8
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.recurrent_state import States, state_types
+from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.fp8 import SCALES
@@ -88,7 +88,7 @@ class Loader:
     page_table: torch.Tensor  # of the engine's batch
     rows: int  # of a verify
     state_dtype: str  # of recurrent layers' matrix states
-    checkpoints: int  # places for states of prefixes
+    cached_states: int  # places for states of prefixes
     recorder: Recorder | None = None
     forwards: dict[str, PromptWork] = field(default_factory=dict)
 
@@ -110,17 +110,19 @@ class Loader:
         """The same for a model that drafts."""
         return self._way(model, "draft", False)
 
-    def cache(self, config: ModelConfig, layers: int, role: str, states: States | None = None) -> KVCache:
+    def cache(self, config: ModelConfig, layers: int, role: str, states: RecurrentStates | None = None) -> KVCache:
         """A cache alone, for who fills it otherwise than by prompt passes. layers: those that attend."""
         backend = self.attention[role]
         return KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, backend, states)
 
-    def _states(self, model: Decoder) -> States | None:
+    def _states(self, model: Decoder) -> RecurrentStates | None:
         if not model.recurrent_layers:
             return None
         types = state_types(self.dtype, self.state_dtype)
         shapes, device_rows = model.config.state_shapes, self.page_table.shape[0]
-        return States(shapes, model.recurrent_layers, device_rows, self.rows, types, self.device, self.checkpoints)
+        return RecurrentStates(
+            shapes, model.recurrent_layers, device_rows, self.rows, types, self.device, self.cached_states
+        )
 
     def _way(self, model: Decoder, role: str, every: bool) -> tuple[Forward, KVCache]:
         cache = self.cache(model.config, model.attention_layers, role, self._states(model))

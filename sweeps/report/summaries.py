@@ -18,7 +18,7 @@ BREAK_EVEN = (
 )
 CHOOSING = 0.03  # what drafting at the best length may lose where that is nothing
 ERRORS_SHOWN = 3
-CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "state_bytes", "state_checkpoints")
+CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "state_bytes", "cached_states")
 
 
 def run_on(records: list[RunRecord]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from specbatch.config import EngineConfig
 from specbatch.engine.builder import memory_plan, prepare
-from specbatch.memory.planner import MemoryPlan, Place, size_text
+from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.records.points import Point, points
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
 from specbatch.sweeps.run.runner import SweepOptions, fitted, of_lengths
@@ -31,7 +31,7 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
     plans: dict[str, MemoryPlan] = {}
     for name, one in prepared.items():
         with of_lengths(one.config, options.workload):
-            plans[name] = memory_plan(one, Place(0, len(configs)))
+            plans[name] = memory_plan(one, MemoryShare(0, len(configs)))
     first = next(iter(prepared.values()))
     read, rate = _speeds(first.device)
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]

@@ -19,7 +19,7 @@ from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.page_pool import held_at_once
-from specbatch.memory.planner import ALONE, Place
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.progress import Report
 from specbatch.records.points import Described, Point, check_plan, plan_of, points, save
 from specbatch.records.run_record import RunRecord
@@ -125,9 +125,9 @@ def _loaded(
         engines: dict[str, Engine] = {}
         check_draft(configs.values(), log)
         for index, (name, config) in enumerate(configs.items()):
-            first, side = next(iter(engines.values()), None), Place(index, len(configs))
+            first, side = next(iter(engines.values()), None), MemoryShare(index, len(configs))
             with of_lengths(config, workload):
-                engine = load_engine(name, config, log, weights_of=first, place=side)
+                engine = load_engine(name, config, log, weights_of=first, share=side)
             engines[name] = stack.enter_context(engine)
         yield {**engines}
 
@@ -212,13 +212,13 @@ def load_engine(
     log: Callable[[str], None] | None,
     *,
     weights_of: Engine | None,
-    place: Place = ALONE,
+    share: MemoryShare = EXCLUSIVE,
 ) -> Engine:
     """The engine of a configuration, whose name stands before each line of its log."""
     from specbatch.engine.engine import Engine
 
     say = None if log is None else lambda line: log(f"{name}: {line}")
-    return Engine(config, log=say, weights_of=weights_of, place=place)
+    return Engine(config, log=say, weights_of=weights_of, share=share)
 
 
 def _check_concurrency(

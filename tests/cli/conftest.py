@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.errors import refuse
-from specbatch.memory.planner import ALONE, Place
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
 
@@ -41,7 +41,7 @@ class StubEngine:
 
     built: ClassVar[list[EngineConfig]] = []
     lenders: ClassVar[list[StubEngine | None]] = []  # whose weights each of them uses
-    places: ClassVar[list[Place]] = []
+    places: ClassVar[list[MemoryShare]] = []
     order: ClassVar[list[str]] = []  # schedule of each measured generate
     arrived: ClassVar[list[list[float] | None]] = []  # when its prompts did
     forgot: ClassVar[int] = 0  # how often a prefix cache was emptied
@@ -55,11 +55,11 @@ class StubEngine:
         log: Callable[[str], None] | None = None,
         report: Callable[[int, int], None] | None = None,
         weights_of: StubEngine | None = None,
-        place: Place = ALONE,
+        share: MemoryShare = EXCLUSIVE,
     ) -> None:
         StubEngine.built.append(config)
         StubEngine.lenders.append(weights_of)
-        StubEngine.places.append(place)
+        StubEngine.places.append(share)
         self.config, self.tokenizer = config, StubTokenizer()
         self.caps: dict[str, Any] = {
             "max_running": config.max_running, "max_model_len": config.max_model_len or 256,

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from specbatch.cli.output import fresh_folder
 from specbatch.errors import refuse
-from specbatch.memory.planner import Place
+from specbatch.memory.planner import MemoryShare
 from specbatch.sweeps.report.tables import write_summary
 
 SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
@@ -75,7 +75,7 @@ def test_repeats_are_interleaved_after_a_warm_up_of_each(run, engine, tmp_path):
 
 def test_engines_share_the_memory_and_fit_the_workload(run, engine, tmp_path):
     run("sweep", "--concurrency", "2", "--memory-fraction", "0.9", "--output", tmp_path / "out", *SMALL)
-    assert engine.places == [Place(0, 3), Place(1, 3), Place(2, 3)]
+    assert engine.places == [MemoryShare(0, 3), MemoryShare(1, 3), MemoryShare(2, 3)]
     assert {config.memory_fraction for config in engine.built} == {0.9}
     assert {config.max_model_len for config in engine.built} == {11}
     first, *others = engine.lenders

@@ -163,5 +163,5 @@ def test_no_room_for_states_of_prefixes_is_said(hybrids: Hybrids, monkeypatch: p
     assert [item.token_ids for item in done] == hybrids.greedy("qwen3.5", 5)
     record = engine.record()
     assert (record.config["prefix_cache"], record.caps["prefix_cache"]) == (False, "off")
-    assert record.caps["state_checkpoints"] == record.metrics["cached_tokens"] == 0
+    assert record.caps["cached_states"] == record.metrics["cached_tokens"] == 0
     assert any(line.startswith("prefix cache: off") for line in lines)

@@ -15,7 +15,7 @@ from specbatch.engine.scheduler import OutOfPagesError, PrefillPlan, Row, Schedu
 from specbatch.errors import SpecbatchError
 from specbatch.memory.page_pool import PagePool
 from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.memory.state_cache import Checkpoints
+from specbatch.memory.state_cache import StateCache
 
 STOP = 0
 
@@ -32,7 +32,7 @@ class Device:
         self.target: dict[tuple[int, int], tuple[int, ...]] = {}  # (page, offset) -> the text up to there
         self.draft: dict[tuple[int, int], tuple[int, ...]] = {}
         self.state: dict[int, tuple[int, ...] | None] = {}  # slot -> the text that its recurrent layers have seen
-        self.kept: dict[int, tuple[int, ...]] = {}  # the same of checkpoints
+        self.kept: dict[int, tuple[int, ...]] = {}  # the same of cached states
 
     def place(self, slot: int, position: int) -> tuple[int, int]:
         return self.table[slot][position // self.page_size], position % self.page_size
@@ -113,9 +113,9 @@ class Machine(RuleBasedStateMachine):
         self.longest = 40
         self.pool = PagePool(-(-(self.longest + 2 * self.rows) // self.page_size) + options["spare"])
         self.cache = PrefixCache(self.pool, self.page_size) if options["cached"] else None
-        self.checkpoints, self.places = None, options["places"]
+        self.state_cache, self.places = None, options["places"]
         if self.cache is not None and self.places:
-            self.checkpoints = Checkpoints(self.cache, self.page_size, self.places)
+            self.state_cache = StateCache(self.cache, self.page_size, self.places)
         self.scheduler = Scheduler(
             self.pool,
             self.cache,
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
             max_model_len=self.longest,
             prefill_chunk=options["chunk"],
             rows=self.rows,
-            checkpoints=self.checkpoints,
+            state_cache=self.state_cache,
         )
         self.device = Device(self.page_size, self.rows)
         self.truth: dict[int, list[int]] = {}  # what the device's tokens are: prompt and output, ahead of the host
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         for request in plan.admitted:
             self.device.admit(request)
             self.truth[request.index] = list(request.tokens)
-        self.device.prefill(plan, self.checkpoints is not None)
+        self.device.prefill(plan, self.state_cache is not None)
         rows, outputs = [], []
         for chunk in plan.chunks:
             if chunk.last:
@@ -323,9 +323,9 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.free == self.pool.total - kept
         self.scheduler.forget_prefixes()
         assert self.pool.free == self.pool.total
-        if self.checkpoints is not None:
-            assert len(self.checkpoints) == 0
-            assert sorted(self.checkpoints._free) == list(range(1, self.places + 1))
+        if self.state_cache is not None:
+            assert len(self.state_cache) == 0
+            assert sorted(self.state_cache._free) == list(range(1, self.places + 1))
 
 
 TestScheduler = Machine.TestCase
@@ -341,7 +341,7 @@ def make(pages: int = 50, **settings: Any) -> tuple[Scheduler, PagePool]:
     places = settings.pop("places", 0)
     cache = PrefixCache(pool, settings["page_size"]) if settings.pop("cached", False) or places else None
     if cache is not None and places:
-        settings["checkpoints"] = Checkpoints(cache, settings["page_size"], places)
+        settings["state_cache"] = StateCache(cache, settings["page_size"], places)
     return Scheduler(pool, cache, **settings), pool
 
 
@@ -600,10 +600,10 @@ def test_the_second_prompt_of_a_kind_pays_for_those_behind_it() -> None:
     scheduler, _ = make(places=8)
     assert passes(scheduler, [*COMMON, *[1] * 7]) == [(0, 18)]
     assert passes(scheduler, [*COMMON, *[2] * 7]) == [(0, 8), (8, 18)]
-    assert scheduler.checkpoints is not None
-    assert len(scheduler.checkpoints._proven) == 1, "where prompts part is no guess"
+    assert scheduler.state_cache is not None
+    assert len(scheduler.state_cache._protected) == 1, "where prompts part is no guess"
     assert passes(scheduler, [*COMMON, *[3] * 9]) == [(8, 20)]
-    assert (scheduler.checkpoints.counters.kept, scheduler.checkpoints.counters.loaded) == (2, 1)  # 20 is a full page
+    assert (scheduler.state_cache.counters.kept, scheduler.state_cache.counters.loaded) == (2, 1)  # 20 is a full page
 
 
 def test_the_same_prompt_again_is_computed_but_for_its_last_page() -> None:

@@ -18,7 +18,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.evals import ablation
 from specbatch.evals.ablation import run_ladder, rungs
 from specbatch.evals.run import EvalOptions, run_eval
-from specbatch.memory.planner import Place
+from specbatch.memory.planner import MemoryShare
 
 BASE = EngineConfig(speculation=Speculation("ngram"))
 
@@ -33,10 +33,10 @@ def climb(
     tmp_path: Path,
 ) -> Any:
     """Rungs of engines that answer alike, but for v2's first question."""
-    made: list[tuple[str, Any, Place]] = []
+    made: list[tuple[str, Any, MemoryShare]] = []
 
     @contextmanager
-    def load(name: str, config: EngineConfig, log: Any, *, weights_of: Any, place: Place) -> Any:
+    def load(name: str, config: EngineConfig, log: Any, *, weights_of: Any, share: MemoryShare) -> Any:
         if name == "v2+piecewise":
             raise MemoryError("no room")
         odd = ["? "] if name == "v2" else []
@@ -45,7 +45,7 @@ def climb(
         engine.forget_prefixes = lambda: forgot.append(len(engine.calls))
         plain, config_of = engine.record, asdict(config.speculation)
         engine.record = lambda **known: replace(plain(**known), config={"model": "fake", "speculation": config_of})
-        made.append((name, weights_of, place))
+        made.append((name, weights_of, share))
         yield engine
 
     monkeypatch.setattr(ablation, "load_engine", load)
@@ -72,7 +72,7 @@ def test_no_cell_is_empty_and_answers_are_compared(climb: Any, tmp_path: Path) -
     assert {row["speed"] for row in rows[:2]} == {"1.00"}
     assert "v2+piecewise: left out, as prompts are replayed on a CUDA device only" in found.table()
     assert seen[-1] == (24, 24)
-    assert [place for _, _, place in made] == [Place(n, 3) for n in range(3)]
+    assert [share for _, _, share in made] == [MemoryShare(n, 3) for n in range(3)]
     assert made[0][1] is None
     assert made[1][1] is made[2][1] is not None  # the first engine's weights
     assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3

@@ -18,7 +18,7 @@ from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.engine.engine import Engine
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.recurrent_state import States, state_types
+from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle import eagle_shapes
@@ -209,7 +209,7 @@ class Hybrids:
         types = dict.fromkeys(state_types(torch.float64, "fp32"), torch.float64)
         attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
         for _ in range(LONGEST):
-            states = States(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
+            states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
             kv = KVCache(config, model.attention_layers, len(texts), 64, torch.float64, cpu, attention, states)
             metadata = PrefillMetadata(
                 table, [PromptChunk(row + 1, 0, len(text)) for row, text in enumerate(texts)], 64

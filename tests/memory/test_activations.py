@@ -13,7 +13,7 @@ from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.planner import MemoryPlan, plan_memory
-from specbatch.memory.recurrent_state import States, state_types
+from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.weights.shapes import SHAPES
@@ -36,7 +36,7 @@ def test_a_prompt_takes_what_is_planned(
     config = ModelConfig.from_dict(known | {key: value for key, value in sizes.items() if key in known})
     shapes = config.tensor_shapes()
     model = Decoder(config, lambda name: torch.zeros(shapes[name]), dtype=dtype, device=CPU, max_positions=TOKENS)
-    states = States(config.state_shapes, max(model.recurrent_layers, 1), 2, 1, state_types(dtype, "fp32"), CPU)
+    states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), 2, 1, state_types(dtype, "fp32"), CPU)
     cache = KVCache(config, model.attention_layers, TOKENS // 4 + 2, 4, dtype, CPU, _Triton(), states)
     metadata = PrefillMetadata(torch.zeros(2, TOKENS // 4, dtype=torch.int64), [PromptChunk(1, 0, TOKENS)], 4)
     tokens = torch.zeros(TOKENS, dtype=torch.int64)

@@ -8,14 +8,14 @@ import pytest
 
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError
-from specbatch.memory.planner import MemoryPlan, Place, plan_memory
+from specbatch.memory.planner import MemoryPlan, MemoryShare, plan_memory
 
 MIB = 1 << 20
 
 
 def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryPlan:
     numbers: dict[str, Any] = {"model_len": 1000, "weights": 100 * MIB, "draft_weights": 20 * MIB, "page_bytes": MIB}
-    numbers |= {"vocabulary": 1000, "rows": 5, "state_bytes": 0, "checkpoint_bytes": 0, "place": Place()}
+    numbers |= {"vocabulary": 1000, "rows": 5, "state_bytes": 0, "cached_state_bytes": 0, "share": MemoryShare()}
     numbers |= {key: config.pop(key) for key in list(config) if key in numbers}
     settings = {"max_running": 4, "memory_fraction": 0.5} | config
     return plan_memory(EngineConfig(**settings), free=free, on_cpu=on_cpu, **numbers)
@@ -39,7 +39,7 @@ def test_the_pool_is_what_is_left_behind_weights_and_workspace() -> None:
 def test_engines_side_by_side_share_what_their_weights_leave(count: int, weights: int) -> None:
     free, shares = 1000, []
     for index in range(count):
-        shares.append(Place(index, count).budget(free, 0.8, weights))
+        shares.append(MemoryShare(index, count).budget(free, 0.8, weights))
         free -= shares[-1]
     assert shares[0] - weights == pytest.approx((800 - weights) / count, abs=1)
     assert shares[1:] == pytest.approx([shares[0] - weights] * (count - 1), abs=2)
@@ -47,16 +47,16 @@ def test_engines_side_by_side_share_what_their_weights_leave(count: int, weights
 
 
 def test_only_the_first_engine_has_weights() -> None:
-    first, second = (plan(free=free * MIB, place=Place(n, 2)) for n, free in enumerate((1000, 700)))
+    first, second = (plan(free=free * MIB, share=MemoryShare(n, 2)) for n, free in enumerate((1000, 700)))
     assert (first.available, first.weights) == (300 * MIB, 100 * MIB)
     assert (second.available, second.weights) == (200 * MIB, 0)
     for count in (1, 3):
         with pytest.raises(
             SpecbatchError, match=r"500\.0 MiB of 1000\.0 MiB free may be used and weights .* leave no KV page"
         ):
-            plan(weights=900 * MIB, place=Place(0, count))
+            plan(weights=900 * MIB, share=MemoryShare(0, count))
     with pytest.raises(SpecbatchError, match="leave no KV page"):
-        plan(weights=500 * MIB, place=Place(0, 2))
+        plan(weights=500 * MIB, share=MemoryShare(0, 2))
 
 
 def test_settings_are_followed() -> None:
@@ -129,22 +129,22 @@ def test_slots_that_do_not_fit_are_refused() -> None:
 
 def test_states_of_rows_and_of_prefixes_come_before_kv_pages() -> None:
     """Those of prefixes take an eighth of what is left at most, and are not there without a prefix cache."""
-    recurrent: dict[str, Any] = {"state_bytes": 3 * MIB, "checkpoint_bytes": 2 * MIB}
+    recurrent: dict[str, Any] = {"state_bytes": 3 * MIB, "cached_state_bytes": 2 * MIB}
     found, without = plan(**recurrent), plan(**recurrent, prefix_cache=False)
     room = without.available - without.weights - without.draft_weights - without.workspace - without.states
-    assert (without.states, without.checkpoints) == (15 * MIB, 0)
-    assert found.checkpoints == room // 8 // (2 * MIB) == 22
+    assert (without.states, without.cached_states) == (15 * MIB, 0)
+    assert found.cached_states == room // 8 // (2 * MIB) == 22
     assert found.states == 15 * MIB + 22 * 2 * MIB
     assert any(
         line.startswith("  states     59.0 MiB of recurrent layers, of 22 prefixes too") for line in found.lines()
     )
-    assert plan(**recurrent, free=10_000 * MIB).checkpoints == 64
-    assert plan(**recurrent, free=10_000 * MIB, max_running=40).checkpoints == 80
-    assert plan(**(recurrent | {"checkpoint_bytes": 100 * MIB})).checkpoints == 0
+    assert plan(**recurrent, free=10_000 * MIB).cached_states == 64
+    assert plan(**recurrent, free=10_000 * MIB, max_running=40).cached_states == 80
+    assert plan(**(recurrent | {"cached_state_bytes": 100 * MIB})).cached_states == 0
 
 
 @pytest.mark.parametrize("asked", [{"kv_pages": 355}, {"max_model_len": 355 * 16 - 10, "model_len": 9000}])
 def test_what_is_asked_for_comes_before_states_of_prefixes(asked: dict[str, int]) -> None:
-    found = plan(state_bytes=3 * MIB, checkpoint_bytes=2 * MIB, **asked)
-    assert found.checkpoints == 4
+    found = plan(state_bytes=3 * MIB, cached_state_bytes=2 * MIB, **asked)
+    assert found.cached_states == 4
     assert found.kv_pages >= 355

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
-from specbatch.memory.state_cache import Checkpoints
+from specbatch.memory.state_cache import StateCache
 
 pytestmark = pytest.mark.slow
 
@@ -124,8 +124,8 @@ def test_tokens_are_those_without_a_cache(
     rows = 10 if draft.startswith("tree") else speculation.drafted + 1
     pages = -(-(60 + 2 * rows) // page_size) + spare
     with pytest.MonkeyPatch.context() as patch:
-        cut = lambda cache, size, count: Checkpoints(cache, size, places)  # noqa: E731
-        patch.setattr("specbatch.engine.builder.Checkpoints", cut)
+        cut = lambda cache, size, count: StateCache(cache, size, places)  # noqa: E731
+        patch.setattr("specbatch.engine.builder.StateCache", cut)
         engine = build(
             speculation=speculation, page_size=page_size, prefill_chunk=chunk, kv_pages=pages, max_model_len=55
         )
@@ -134,9 +134,9 @@ def test_tokens_are_those_without_a_cache(
     states = engine.record().counters["states"]
     assert states["loaded"] or not engine.record().metrics["cached_tokens"]
     engine.forget_prefixes()
-    checkpoints = engine._scheduler.checkpoints
-    assert checkpoints is not None
-    assert (len(checkpoints), sorted(checkpoints._free)) == (0, list(range(1, places + 1)))
+    state_cache = engine._scheduler.state_cache
+    assert state_cache is not None
+    assert (len(state_cache), sorted(state_cache._free)) == (0, list(range(1, places + 1)))
     assert engine._scheduler._pool.free == pages
 
 

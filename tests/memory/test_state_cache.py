@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specbatch.memory.page_pool import PagePool
 from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.memory.state_cache import Checkpoints, StateCounters
+from specbatch.memory.state_cache import StateCache, StateCounters
 
 PAGES, PLACES, SIZE = 14, 3, 2
 Prefix = tuple[int, ...]
@@ -22,17 +22,17 @@ class Owner:
         self.tokens, self.pages, self.done, self.branch = tokens, pages, start, branch
 
 
-class CheckpointMachine(RuleBasedStateMachine):
+class StateCacheMachine(RuleBasedStateMachine):
     """The model: prefixes with a state in the order of their use, and what lies in each place of the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(PAGES)
         self.cache = PrefixCache(self.pool, SIZE)
-        self.checkpoints = Checkpoints(self.cache, SIZE, PLACES)
+        self.state_cache = StateCache(self.cache, SIZE, PLACES)
         self.owners: list[Owner] = []
-        self.guessed: list[Prefix] = []
-        self.proven: list[Prefix] = []
+        self.probationary: list[Prefix] = []
+        self.protected: list[Prefix] = []
         self.place_of: dict[Prefix, int] = {}
         self.device: dict[int, Prefix] = {}  # as the passes before this one have left it
         self.saves: list[tuple[int, Prefix]] = []  # of the pass that is being planned
@@ -51,7 +51,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             self.drop(prefix)
 
     def drop(self, prefix: Prefix) -> None:
-        (self.guessed if prefix in self.guessed else self.proven).remove(prefix)
+        (self.probationary if prefix in self.probationary else self.protected).remove(prefix)
         del self.place_of[prefix]
         self.counted.evicted += 1
 
@@ -61,15 +61,15 @@ class CheckpointMachine(RuleBasedStateMachine):
         known = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
         known = [prefix for prefix in known if self.is_cached(prefix)]
         kept = [prefix for prefix in known if prefix in self.place_of]
-        found = self.checkpoints.find(tokens)
+        found = self.state_cache.find(tokens)
         assert found.branch == SIZE * len(known)
         assert found.due == bool(kept and self.is_due(kept[-1]))
         if not kept or found.due:
-            assert (found.pages, found.checkpoint) == ([], 0)
+            assert (found.pages, found.state) == ([], 0)
         else:
-            assert found.checkpoint == self.place_of[kept[-1]]
+            assert found.state == self.place_of[kept[-1]]
             assert len(found.pages) * SIZE == len(kept[-1])
-            assert self.device[found.checkpoint] == kept[-1]
+            assert self.device[found.state] == kept[-1]
         if found.due:
             return
         need = -(-len(tokens) // SIZE) - len(found.pages)
@@ -79,9 +79,9 @@ class CheckpointMachine(RuleBasedStateMachine):
                 self.pool.release(page)
             return
         if kept:
-            self.checkpoints.use(found.checkpoint)
-            (self.guessed if kept[-1] in self.guessed else self.proven).remove(kept[-1])
-            self.proven.append(kept[-1])
+            self.state_cache.use(found.state)
+            (self.probationary if kept[-1] in self.probationary else self.protected).remove(kept[-1])
+            self.protected.append(kept[-1])
             self.counted.loaded += 1
         self.owners.append(Owner(tokens, found.pages + self.pool.take(need), len(found.pages) * SIZE, found.branch))
 
@@ -94,23 +94,23 @@ class CheckpointMachine(RuleBasedStateMachine):
             return
         owner.done = end
         self.cache.insert(owner.tokens, end, owner.pages)
-        prefix, parting = tuple(owner.tokens[:end]), end == owner.branch
-        place = self.checkpoints.keep(owner.tokens, end, parting=parting)
-        assert bool(place) == self.has_room(prefix, parting)
+        prefix, is_branch = tuple(owner.tokens[:end]), end == owner.branch
+        place = self.state_cache.keep(owner.tokens, end, is_branch=is_branch)
+        assert bool(place) == self.has_room(prefix, is_branch)
         if place:
-            (self.proven if parting else self.guessed).append(prefix)
+            (self.protected if is_branch else self.probationary).append(prefix)
             self.place_of[prefix] = place
             self.saves.append((place, prefix))
             self.counted.kept += 1
 
-    def has_room(self, prefix: Prefix, parting: bool) -> bool:
+    def has_room(self, prefix: Prefix, is_branch: bool) -> bool:
         if len(prefix) % SIZE or prefix in self.place_of:
             return False
         busy = {*self.place_of.values(), *(place for place, _ in self.saves)}
         if len(busy) < PLACES:
             return True
-        oldest = self.guessed[:1] + self.proven[:1]
-        for victim in oldest if parting else oldest[:1]:
+        oldest = self.probationary[:1] + self.protected[:1]
+        for victim in oldest if is_branch else oldest[:1]:
             if not self.is_due(victim):
                 self.drop(victim)
                 return True
@@ -118,7 +118,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self) -> None:
-        self.checkpoints.planned()
+        self.state_cache.planned()
         assert len({place for place, _ in self.saves}) == len(self.saves), "two states go to one place in a pass"
         self.device |= dict(self.saves)
         self.saves.clear()
@@ -135,11 +135,13 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_place_is_accounted_for(self) -> None:
-        ours = self.checkpoints
-        assert {tuple(path): node.checkpoint for path, node in self.nodes() if node.checkpoint} == self.place_of
+        ours = self.state_cache
+        assert {tuple(path): node.state for path, node in self.nodes() if node.state} == self.place_of
         assert len(ours) == len(self.place_of) == len(set(self.place_of.values()))
-        assert [node.checkpoint for node in ours._guessed.values()] == [self.place_of[item] for item in self.guessed]
-        assert [node.checkpoint for node in ours._proven.values()] == [self.place_of[item] for item in self.proven]
+        assert [node.state for node in ours._probationary.values()] == [
+            self.place_of[item] for item in self.probationary
+        ]
+        assert [node.state for node in ours._protected.values()] == [self.place_of[item] for item in self.protected]
         assert sorted([*ours._free, *ours._lost, *self.place_of.values()]) == list(range(1, PLACES + 1))
         assert ours.counters == self.counted
 
@@ -159,12 +161,12 @@ class CheckpointMachine(RuleBasedStateMachine):
                 self.pool.release(page)
         self.launch()
         self.cache.evict(PAGES)
-        assert (len(self.checkpoints), self.pool.free) == (0, PAGES)
-        assert sorted(self.checkpoints._free) == list(range(1, PLACES + 1))
+        assert (len(self.state_cache), self.pool.free) == (0, PAGES)
+        assert sorted(self.state_cache._free) == list(range(1, PLACES + 1))
 
 
-TestCheckpoints = CheckpointMachine.TestCase
-TestCheckpoints.settings = settings(max_examples=150, stateful_step_count=40)
+TestStateCache = StateCacheMachine.TestCase
+TestStateCache.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @pytest.fixture
@@ -183,39 +185,39 @@ def fill(cached: tuple[PrefixCache, PagePool], tokens: list[int]) -> None:
 
 def test_a_long_prompt_in_small_chunks_leaves_others_their_states(cached: tuple[PrefixCache, PagePool]) -> None:
     """All but one: it may have been of use the longest time ago."""
-    checkpoints = Checkpoints(cached[0], 2, 4)
+    state_cache = StateCache(cached[0], 2, 4)
     for kind in (1, 2, 3, 4):
         fill(cached, [kind] * 2)
-        assert checkpoints.keep([kind] * 2, 2, parting=True)
-        checkpoints.planned()
+        assert state_cache.keep([kind] * 2, 2, is_branch=True)
+        state_cache.planned()
     long = [9] * 16
     fill(cached, long)
     for end in range(2, 17, 2):
-        assert checkpoints.keep(long, end, parting=False)
-        checkpoints.planned()
-    assert [checkpoints.find([kind] * 3).checkpoint > 0 for kind in (1, 2, 3, 4)] == [False, True, True, True]
-    assert len(checkpoints.find([*long, 1]).pages) == 8
+        assert state_cache.keep(long, end, is_branch=False)
+        state_cache.planned()
+    assert [state_cache.find([kind] * 3).state > 0 for kind in (1, 2, 3, 4)] == [False, True, True, True]
+    assert len(state_cache.find([*long, 1]).pages) == 8
 
 
 def test_a_guess_that_was_right_stays(cached: tuple[PrefixCache, PagePool]) -> None:
-    checkpoints = Checkpoints(cached[0], 2, 2)
+    state_cache = StateCache(cached[0], 2, 2)
     for kind in (1, 2):
         fill(cached, [kind] * 2)
-        assert checkpoints.keep([kind] * 2, 2, parting=False)
-        checkpoints.planned()
-    checkpoints.use(checkpoints.find([1] * 3).checkpoint)
+        assert state_cache.keep([kind] * 2, 2, is_branch=False)
+        state_cache.planned()
+    state_cache.use(state_cache.find([1] * 3).state)
     fill(cached, [3] * 2)
-    assert checkpoints.keep([3] * 2, 2, parting=False)
-    assert [checkpoints.find([kind] * 3).checkpoint > 0 for kind in (1, 2)] == [True, False]
+    assert state_cache.keep([3] * 2, 2, is_branch=False)
+    assert [state_cache.find([kind] * 3).state > 0 for kind in (1, 2)] == [True, False]
 
 
 def test_a_place_whose_pages_go_is_not_given_away_in_the_same_pass(cached: tuple[PrefixCache, PagePool]) -> None:
     """The pass writes there: two states would go to one place."""
-    checkpoints = Checkpoints(cached[0], 2, 1)
+    state_cache = StateCache(cached[0], 2, 1)
     fill(cached, [1, 1])
-    assert checkpoints.keep([1, 1], 2, parting=True)
+    assert state_cache.keep([1, 1], 2, is_branch=True)
     assert cached[0].evict(1) == 1
     fill(cached, [2, 2])
-    assert not checkpoints.keep([2, 2], 2, parting=True)
-    checkpoints.planned()
-    assert checkpoints.keep([2, 2], 2, parting=True)
+    assert not state_cache.keep([2, 2], 2, is_branch=True)
+    state_cache.planned()
+    assert state_cache.keep([2, 2], 2, is_branch=True)

@@ -21,7 +21,7 @@ from specbatch.kernels.gemm.fp8_linear import ScaledLinear, SideBySide
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.moe.experts import Experts
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.recurrent_state import States, state_types
+from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Reader
@@ -158,7 +158,7 @@ def logits(model: Decoder, count: int = 23) -> torch.Tensor:
     states, config, device = None, model.config, model.device
     if model.recurrent_layers:
         types = state_types(torch.float32, "fp32")
-        states = States(config.state_shapes, model.recurrent_layers, 2, 1, types, device)
+        states = RecurrentStates(config.state_shapes, model.recurrent_layers, 2, 1, types, device)
     backend = prefill_backend("torch", device, torch.float32, config.head_dim)
     cache = KVCache(config, model.attention_layers, 8, 4, torch.float32, device, backend, states)
     metadata = PrefillMetadata(torch.arange(16, device=device).view(2, 8) % 9, [PromptChunk(1, 0, count)], 4)

@@ -14,7 +14,7 @@ from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, P
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.sampling.tree import ancestors_of, depths_of
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.recurrent_state import States, state_types
+from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import Whole
@@ -116,7 +116,7 @@ def memory_of(ours: Decoder) -> KVCache:
     states = None
     if ours.recurrent_layers:
         types = state_types(torch.float32, "fp32")
-        states = States(config.state_shapes, ours.recurrent_layers, SLOTS + 1, ROWS, types, CPU)
+        states = RecurrentStates(config.state_shapes, ours.recurrent_layers, SLOTS + 1, ROWS, types, CPU)
         for layer in states.layers:
             for tensor in layer.values():
                 tensor[1:] = torch.nan

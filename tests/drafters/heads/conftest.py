@@ -301,7 +301,7 @@ def loader_of(here: Any) -> Loader:
         page_table=here.batch.page_table,
         rows=8,
         state_dtype="fp32",
-        checkpoints=0,
+        cached_states=0,
     )
 
 

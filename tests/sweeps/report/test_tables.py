@@ -182,11 +182,11 @@ def test_the_heading_says_what_was_run_on_what():
     assert "v1: ngram, 4 drafted, schedule v1" in heading
     assert heading.count("kv_pages 32") == 1
     assert "state" not in heading
-    records[1].caps = records[1].caps | {"kv_pages": 40, "state_bytes": 7, "state_checkpoints": 3}
+    records[1].caps = records[1].caps | {"kv_pages": 40, "state_bytes": 7, "cached_states": 3}
     heading = markdown(records, table(records)).split("|")[0]
     assert "baseline: max_running 4, max_model_len 64, kv_pages 32" in heading
     assert "v1: max_running 4, max_model_len 64, kv_pages 40" in heading
-    assert "state_bytes 7, state_checkpoints 3" in heading
+    assert "state_bytes 7, cached_states 3" in heading
 
 
 def test_a_folder_without_records_is_refused(tmp_path):
