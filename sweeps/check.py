@@ -217,10 +217,9 @@ def run_check(
         base = replace(config, max_model_len=config.max_model_len or options.max_model_len)
         plain, checked = _both(base)
         check_draft([checked], log)
-        reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None, share=MemoryShare(0, 2)))
-        engine = stack.enter_context(
-            load_engine("checked", checked, log, weights_of=reference, share=MemoryShare(1, 2))
-        )
+        first, second = MemoryShare(0, 2), MemoryShare(1, 2)
+        reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None, share=first))
+        engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference, share=second))
         margin = options.margin
         if margin is None:
             margin = MARGIN_FLOAT32 if engine.caps["dtype"] == "float32" else MARGIN

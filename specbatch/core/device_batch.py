@@ -134,7 +134,7 @@ class DeviceBatch:
         self._seeds[table[:, 0]] = table[:, 1]
         self._parameters[table[:, 0]] = table[:, 2:].view(torch.float64)
 
-    def everywhere(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+    def filled(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         """int64 [B]: the same number for each of rows [B]. Made once, for whoever only reads it."""
         if number not in self._same:
             self._same[number] = torch.full((self.slots + 1,), number, dtype=torch.int64, device=self.device)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
-SecondLook = Callable[[Sequence[Completion]], str]
+Diagnosis = Callable[[Sequence[Completion]], str]
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Drafter(Protocol):
     """Shapes are fixed and nothing is read on the host, so that an iteration can run ahead of its results.
 
     features: the target's, of B * N tokens after a verify; in prefill the last ones are those of all T if
-    `DraftPlan.every` says so, else of those that end a prompt. second_look: what to say behind a run in which hardly
+    `DraftPlan.every` says so, else of those that end a prompt. diagnose: what to say behind a run in which hardly
     any first draft was accepted, from requests that have ended, with nothing in flight; None: there is nothing to look
     at.
     """
 
-    second_look: SecondLook | None
+    diagnose: Diagnosis | None
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         """Take in prompt positions (tokens in batch.tokens[metadata.slots, metadata.positions])."""
@@ -71,7 +71,7 @@ class Drafter(Protocol):
         """Draft `step.count` tokens behind each row's root. With none, keep what later drafts need."""
         ...
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         """Take in what a verify showed; rows beyond accepted [B] are of no account.
 
         path int64 [B, N]: of a tree, the row of the root and those of the accepted nodes in order, then all others;
@@ -118,15 +118,15 @@ class DraftPlan:
 class NoDraft:
     """The baseline: a verify of the root alone."""
 
-    second_look: SecondLook | None = None
+    diagnose: Diagnosis | None = None
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         pass
 
     def propose(self, step: Step) -> Proposal:
-        return nothing(step)
+        return no_drafts(step)
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         pass
 
     def shorten(self, step: Step) -> None:
@@ -136,9 +136,9 @@ class NoDraft:
         pass
 
 
-def nothing(step: Step) -> Proposal:
+def no_drafts(step: Step) -> Proposal:
     """No drafts."""
-    return Proposal(step.rows.new_empty(len(step.rows), 0), step.batch.everywhere(0, step.rows))
+    return Proposal(step.rows.new_empty(len(step.rows), 0), step.batch.filled(0, step.rows))
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:

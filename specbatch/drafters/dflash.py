@@ -9,7 +9,7 @@ import torch
 from specbatch import weights
 from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, no_drafts
 from specbatch.drafters.verification import Proposal
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context, write_verified
@@ -43,7 +43,7 @@ class DFlashDrafter(NoDraft):
 
     def propose(self, step: Step) -> Proposal:
         if not step.count:
-            return nothing(step)
+            return no_drafts(step)
         model, count = self._model, self._count
         masks = step.rows.new_full((len(step.rows), count), model.config.mask_token)
         tokens, positions = step.batch.stage(step.rows, step.lengths, masks, None)
@@ -51,12 +51,12 @@ class DFlashDrafter(NoDraft):
         hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
         # Row i stands for the token at its own position: the first, the root, is known.
         logits = self._logits(hidden.unflatten(0, (-1, count + 1)), step.count)
-        drafted = step.batch.everywhere(step.count, step.rows)
+        drafted = step.batch.filled(step.count, step.rows)
         if step.sampling.needs.sampled:
             return self._draw(step, logits, drafted)
         return Proposal(likeliest(logits, model.ids), drafted)
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         where = (step.batch.page_table, step.rows, step.lengths, accepted)
         write_verified(self._context(features), self._model.heads, *self._stores, *where)
 

@@ -11,7 +11,7 @@ from specbatch import weights
 from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, no_drafts
 from specbatch.drafters.tree import Beams, expand
 from specbatch.drafters.verification import Proposal
 from specbatch.errors import of_draft, refuse
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specbatch.weights import Checkpoint, Log
 
 
-class Standalone(NoDraft):
+class DraftModelChain(NoDraft):
     """The draft has its own KV cache under the target's page numbers.
 
     A verify that accepts every draft leaves the last of them without draft KV. The first pass of each iteration
@@ -53,7 +53,7 @@ class Standalone(NoDraft):
 
     def propose(self, step: Step) -> Proposal:
         if not step.count:
-            return nothing(step)
+            return no_drafts(step)
         batch = step.batch
         start, rows = step.lengths - 1, 2
         positions = positions_from(start, rows)
@@ -73,7 +73,7 @@ class Standalone(NoDraft):
                 laws.append(law)
             else:
                 tokens = likeliest(logits, out=drafts[:, index])
-        return Proposal(drafts, batch.everywhere(step.count, step.rows), torch.cat(laws, 1) if laws else None)
+        return Proposal(drafts, batch.filled(step.count, step.rows), torch.cat(laws, 1) if laws else None)
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the draft has embeddings for: a target with more rows may choose one that stands for no text."""
@@ -88,7 +88,7 @@ class Standalone(NoDraft):
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
 
-class StandaloneTree(Standalone):
+class DraftModelTree(DraftModelChain):
     """The nodes of a tree that are run have their keys behind the root, level by level. Those of accepted ones are not
     where a later pass looks for them, or were never made: the first pass of each iteration therefore runs what was
     accepted last, and the root. It has as many rows as can be new; those behind the root are written over.
@@ -125,9 +125,9 @@ class StandaloneTree(Standalone):
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
         drafts, ancestors = expand(logits, self._shape, run)
-        return Proposal(drafts, step.batch.everywhere(self._shape.tokens, step.rows), ancestors=ancestors)
+        return Proposal(drafts, step.batch.filled(self._shape.tokens, step.rows), ancestors=ancestors)
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         self._new[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)
 
 
@@ -143,17 +143,17 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     slots, lag = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, 1)
     takes = partial(DraftPlan, slots=slots, lag=lag, rests=asked.is_auto)
 
-    def drafter(model: Decoder, loader: Loader) -> Standalone:
+    def drafter(model: Decoder, loader: Loader) -> DraftModelChain:
         way = loader.draft(model)
         if shape.topk > 1:
-            return StandaloneTree(model, *way, shape, target.config.vocab_size, len(loader.page_table))
-        return Standalone(model, *way, target.config.vocab_size)
+            return DraftModelTree(model, *way, shape, target.config.vocab_size, len(loader.page_table))
+        return DraftModelChain(model, *way, target.config.vocab_size)
 
     if asked.draft == "self" or asked.draft.startswith("self:"):
         _refuse_states(asked.draft, target.config)
         skipped = parse_skip(asked.draft, target.config.num_layers)
 
-        def build_view(model: Decoder, loader: Loader) -> Standalone:
+        def build_view(model: Decoder, loader: Loader) -> DraftModelChain:
             return drafter(model.without(skipped), loader)
 
         return takes(build_view, target.config, target.config.num_layers - len(skipped))
@@ -168,7 +168,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
 
-    def build(model: Decoder, loader: Loader) -> Standalone:
+    def build(model: Decoder, loader: Loader) -> DraftModelChain:
         return drafter(loader.model(draft, of_draft=True), loader)
 
     return takes(build, draft.config, draft.config.num_layers, draft.config)

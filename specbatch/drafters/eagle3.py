@@ -10,7 +10,7 @@ import torch
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.head_checks import expect, fit, parameters, usual_head
-from specbatch.drafters.layer_offset import compare_layers
+from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
@@ -52,7 +52,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Eagle3(layer, described, len(aux), read, files.shapes, model, loader.max_positions, d2t)
         drafter = feature_chain(head, loader, config, target.config.vocab_size)
         if config.load_format != "dummy":
-            drafter.second_look = partial(compare_layers, model, head)
+            drafter.diagnose = partial(compare_layer_offsets, model, head)
         return drafter
 
     behind = tuple(boundary - 1 for boundary in aux)

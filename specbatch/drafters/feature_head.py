@@ -19,7 +19,7 @@ from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch, Sampling
 from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, no_drafts
 from specbatch.drafters.tree import Beams, expand
 from specbatch.drafters.verification import Proposal
 from specbatch.kernels.attention.qkv import split_heads
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig
 
 
-class Pairs:
+class HeadPrefill:
     """Writes keys and values of a prompt's pairs. Nobody reads what the layer computes there, so it does not attend."""
 
     def __init__(self, head: DraftHead, cache: KVCache) -> None:
@@ -67,7 +67,7 @@ class Pairs:
         split_heads(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
 
 
-class PairGraphs(Pairs):
+class HeadPrefillGraphs(HeadPrefill):
     """The same from one recording per token bucket."""
 
     def __init__(self, head: DraftHead, cache: KVCache, recorder: Recorder, most: int) -> None:
@@ -122,12 +122,14 @@ class FeatureChain(NoDraft):
     `shorten` therefore leaves one. Without drafts keys and values are written, and no more is computed.
     """
 
-    def __init__(self, head: DraftHead, cache: KVCache, pairs: Pairs, count: int, slots: int, vocabulary: int) -> None:
+    def __init__(
+        self, head: DraftHead, cache: KVCache, prefill: HeadPrefill, count: int, slots: int, vocabulary: int
+    ) -> None:
         """slots: device rows without the padding row; vocabulary: the target's."""
         like = head.embedding
         self._head = head
         self._cache = cache
-        self._pairs = pairs
+        self._prefill = prefill
         self._vocabulary = vocabulary
         self._waiting = torch.zeros(slots + 1, count + 1, head.config.hidden_size, dtype=like.dtype, device=like.device)
         self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
@@ -135,7 +137,7 @@ class FeatureChain(NoDraft):
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         taken = self._head.take(features)
         # Behind a prompt's last token stands whatever was there; that pair waits, too, and is written again.
-        self._pairs(batch.tokens[metadata.slots, metadata.positions + 1], taken, metadata)
+        self._prefill(batch.tokens[metadata.slots, metadata.positions + 1], taken, metadata)
         rows = metadata.slots[metadata.last]
         self._waiting[rows, 0] = self._head.project(taken[metadata.last])
         self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
@@ -143,7 +145,7 @@ class FeatureChain(NoDraft):
     def propose(self, step: Step) -> Proposal:
         if not step.count:
             self._write(step)
-            return nothing(step)
+            return no_drafts(step)
         hidden, places = self._newest(step)
         drafts = step.rows.new_empty(len(step.rows), step.count)
         laws: list[torch.Tensor] = []
@@ -153,10 +155,10 @@ class FeatureChain(NoDraft):
             if index + 1 < step.count:
                 place = places[index + 1]
                 hidden = self._run(step.decode_metadata(place, 1), embedded, hidden, place)
-        drafted = step.batch.everywhere(step.count, step.rows)
+        drafted = step.batch.filled(step.count, step.rows)
         return Proposal(drafts, drafted, torch.cat(laws, 1) if laws else None)
 
-    def absorb(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         hidden = self._head.project(self._head.take(features))
         keep_waiting(hidden, step.rows, accepted, path, self._waiting, self._ready)
 
@@ -225,9 +227,9 @@ class FeatureTree(FeatureChain):
     """The same by best-first expansion. The pair of the root is the tree's own root: nodes stand behind it."""
 
     def __init__(
-        self, head: DraftHead, cache: KVCache, pairs: Pairs, shape: DraftShape, slots: int, vocabulary: int
+        self, head: DraftHead, cache: KVCache, prefill: HeadPrefill, shape: DraftShape, slots: int, vocabulary: int
     ) -> None:
-        super().__init__(head, cache, pairs, shape.steps, slots, vocabulary)
+        super().__init__(head, cache, prefill, shape.steps, slots, vocabulary)
         self._shape = shape
 
     def propose(self, step: Step) -> Proposal:
@@ -245,7 +247,7 @@ class FeatureTree(FeatureChain):
             return logits
 
         drafts, ancestors = expand(head.logits(newest), self._shape, run, head.vocabulary)
-        drafted = step.batch.everywhere(self._shape.tokens, step.rows)
+        drafted = step.batch.filled(self._shape.tokens, step.rows)
         return Proposal(drafts, drafted, ancestors=ancestors)
 
 
@@ -278,11 +280,11 @@ def head_plan(
 def feature_chain(head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int) -> FeatureChain:
     """The drafter of an engine, and its pairs among the loader's ways through a prompt."""
     cache = loader.cache(head.config, 1, "draft")
-    pairs = Pairs(head, cache)
+    prefill = HeadPrefill(head, cache)
     if loader.recorder is not None:
-        pairs = PairGraphs(head, cache, loader.recorder, loader.chunk)
-    loader.forwards["draft"] = pairs
+        prefill = HeadPrefillGraphs(head, cache, loader.recorder, loader.chunk)
+    loader.forwards["draft"] = prefill
     shape, slots = config.speculation.shape, config.max_running
     if shape.topk > 1:
-        return FeatureTree(head, cache, pairs, shape, slots, vocabulary)
-    return FeatureChain(head, cache, pairs, shape.tokens, slots, vocabulary)
+        return FeatureTree(head, cache, prefill, shape, slots, vocabulary)
+    return FeatureChain(head, cache, prefill, shape.tokens, slots, vocabulary)

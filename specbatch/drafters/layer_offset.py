@@ -11,14 +11,14 @@ import torch
 from specbatch.core.request import Completion
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import DraftHead
-from specbatch.models.full_forward import Whole
+from specbatch.models.full_forward import UncachedContext
 
 TEXTS = 8
 LONGEST = 2048  # tokens of a text
 
 
 @torch.inference_mode()
-def compare_layers(model: Decoder, head: DraftHead, ended: Sequence[Completion]) -> str:
+def compare_layer_offsets(model: Decoder, head: DraftHead, ended: Sequence[Completion]) -> str:
     """For a person: the share of right first drafts with the features that are read, and with those of the inputs of
     the layers before and behind, which is what the other convention would read; a share within two standard errors of
     the first is said to be no other. model: hands over what is read."""
@@ -58,10 +58,10 @@ def _counts(model: Decoder, head: DraftHead, texts: Sequence[tuple[tuple[int, ..
             continue
         tokens = torch.tensor(text, device=model.device)
         positions = torch.arange(len(text), device=model.device)
-        features = model.forward(tokens, positions, Whole(model, 1, len(text)))
+        features = model.forward(tokens, positions, UncachedContext(model, 1, len(text)))
         # Pair i: the feature of token i and the token behind it, which drafts the one behind that.
         x, qkv = head.enter(head.embed(tokens[1:]), head.project(head.take(features))[:-1])
-        attended = Whole(model, 1, len(text) - 1).attend(0, qkv, head.heads, positions[:-1])
+        attended = UncachedContext(model, 1, len(text) - 1).attend(0, qkv, head.heads, positions[:-1])
         drafts = head.logits(head.leave(x, attended)[prompt - 1 : -1]).argmax(-1)
         drafts = drafts if head.vocabulary is None else head.vocabulary[drafts]
         counts.append((int((drafts == tokens[prompt + 1 :]).sum()), len(drafts)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, Step, nothing
+from specbatch.drafters.base import DraftPlan, NoDraft, Step, no_drafts
 from specbatch.drafters.verification import Proposal
 from specbatch.kernels import dispatch
 from specbatch.kernels.drafting.ngram import merge, ngram_match_ref
@@ -32,7 +32,7 @@ class NGram(NoDraft):
         if texts == 1:
             steps = count = step.count
         if not count:
-            return nothing(step)
+            return no_drafts(step)
         sizes = self._longest, self._shortest, steps, texts
         if dispatch.runs_kernels(step.rows):
             from specbatch.kernels.drafting.ngram_triton import ngram_match

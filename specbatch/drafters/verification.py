@@ -47,16 +47,16 @@ class Proposal(NamedTuple):
 
 class Verdict(NamedTuple):
     """tokens [B, N] int64, of which the first accepted + 1 are emitted; accepted [B]: correct drafts;
-    sound [B] bool: false where logits were NaN or infinite; path [B, N] int64: all nodes of a tree, the root and the
+    finite [B] bool: false where logits were NaN or infinite; path [B, N] int64: all nodes of a tree, the root and the
     accepted drafts first, in order (None for a chain, whose nodes are in order)."""
 
     tokens: torch.Tensor
     accepted: torch.Tensor
-    sound: torch.Tensor
+    finite: torch.Tensor
     path: torch.Tensor | None = None
 
 
-def settle(
+def accept_and_commit(
     logits: torch.Tensor,
     proposal: Proposal,
     batch: DeviceBatch,
@@ -73,16 +73,16 @@ def settle(
     sampled.
     """
     if not dispatch.runs_kernels(logits):
-        tokens, accepted, sound, path = verify(logits, proposal, positions + 1, sampling, simulate)
+        tokens, accepted, finite, path = verify(logits, proposal, positions + 1, sampling, simulate)
         batch.commit(rows, tokens, accepted)
-        return torch.cat([tokens, torch.stack([accepted, proposal.drafted, sound.long()], 1)], 1), path
+        return torch.cat([tokens, torch.stack([accepted, proposal.drafted, finite.long()], 1)], 1), path
     from specbatch.kernels.sampling.accept_triton import argmax_partials, commit, greedy_accept
     from specbatch.kernels.sampling.sample_triton import draw, reject
     from specbatch.kernels.sampling.tree_triton import commit_tree
 
     drafts, drafted, q, ancestors = proposal
     where = (batch.tokens, batch.lengths, rows)
-    is_sound: torch.Tensor | None = None  # else told by what is chosen
+    finite: torch.Tensor | None = None  # else told by what is chosen
     if not sampling.needs.sampled:
         flat = logits.flatten(0, 1)
         if ancestors is None:
@@ -91,12 +91,12 @@ def settle(
     else:
         law, predicted = sampling.law(logits), positions + 1
         if q is not None and simulate is None:
-            tokens, accepted, sound = reject(law, drafts, drafted, q, sampling.seeds, predicted)
-            return commit(tokens, drafts, drafted, sound, *where, accepted=accepted), None
-        chosen, is_sound = draw(law, sampling.seeds, predicted, TARGET)
+            tokens, accepted, finite = reject(law, drafts, drafted, q, sampling.seeds, predicted)
+            return commit(tokens, drafts, drafted, finite, *where, accepted=accepted), None
+        chosen, finite = draw(law, sampling.seeds, predicted, TARGET)
         if ancestors is None:
-            return commit(chosen, drafts, drafted, is_sound, *where, simulate=simulate, seeds=sampling.seeds), None
-    return commit_tree(chosen, is_sound, drafts, drafted, ancestors, *where, simulate=simulate, seeds=sampling.seeds)
+            return commit(chosen, drafts, drafted, finite, *where, simulate=simulate, seeds=sampling.seeds), None
+    return commit_tree(chosen, finite, drafts, drafted, ancestors, *where, simulate=simulate, seeds=sampling.seeds)
 
 
 def verify(
@@ -115,9 +115,9 @@ def verify(
     ancestors, path = proposal.ancestors, None
     if proposal.probabilities is not None and sampling.needs.sampled and simulate is None:
         tokens, accepted = _reject(sampling.probabilities(logits), proposal, positions, sampling)
-        return Verdict(tokens, accepted, is_sound(logits, tokens, sampling))
+        return Verdict(tokens, accepted, are_finite(logits, tokens, sampling))
     tokens = sampling.choose(logits, positions, TARGET)
-    sound = is_sound(logits, tokens, sampling)
+    finite = are_finite(logits, tokens, sampling)
     if simulate is not None:
         accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
         path = None if ancestors is None else in_order(ancestors)
@@ -126,10 +126,10 @@ def verify(
     else:
         accepted, path = walk_ref(tokens, proposal.tokens, proposal.drafted, ancestors)
         tokens = tokens.gather(1, path)
-    return Verdict(tokens, accepted, sound, path)
+    return Verdict(tokens, accepted, finite, path)
 
 
-def is_sound(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def are_finite(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Are logits [B, n, V], from which `tokens` [B, n] were chosen, free of NaN and infinity? bool [B]."""
     if sampling.needs.sampled:
         return logits.amax(-1).isfinite().all(-1)

@@ -225,8 +225,8 @@ def _assemble(
         say(line)
     forward, cache = loader.target(model, every=draft.every)
     drafter = draft.build(model, loader)
-    if drafter.second_look is not None:
-        drafter.second_look = dispatch.activations(float8=float8)(drafter.second_look)
+    if drafter.diagnose is not None:
+        drafter.diagnose = dispatch.activations(float8=float8)(drafter.diagnose)
     pool = PagePool(plan.kv_pages)
     prefixes, state_cache = None, None
     if config.prefix_cache:

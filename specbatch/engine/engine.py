@@ -48,7 +48,7 @@ class Engine:
     """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load.
 
     `report` hears of the progress in recording graphs. `weights_of`: an open engine whose target weights are used in
-    place of a copy of one's own. `share`: this engine's share of the memory among engines that are built one after the other.
+    place of a copy of one's own. `share`: this engine's part of the memory, if several are built one after the other.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Engine:
         speculation = config.speculation
         judged = speculation.drafted and speculation.simulate_accept_length is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
-        self._watch = LowAcceptanceWarning(causes, log, parts.drafter.second_look) if judged else None
+        self._watch = LowAcceptanceWarning(causes, log, parts.drafter.diagnose) if judged else None
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
 

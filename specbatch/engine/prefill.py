@@ -10,7 +10,7 @@ from specbatch.core.async_copy import upload
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
 from specbatch.core.device_batch import DeviceBatch, Needs
 from specbatch.drafters.base import Drafter
-from specbatch.drafters.verification import is_sound, logprobs_of
+from specbatch.drafters.verification import are_finite, logprobs_of
 from specbatch.engine.scheduler import PrefillPlan
 from specbatch.kernels import dispatch
 from specbatch.kernels.sampling.sampling import TARGET
@@ -92,6 +92,6 @@ class PromptPass:
         first = sampling.choose(logits, lengths[:, None], TARGET)
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths
-        sound = is_sound(logits, first, sampling)
+        sound = are_finite(logits, first, sampling)
         logprobs = logprobs_of(logits, first) if needs.logprobs else None
         return torch.stack([first[:, 0], sound.long()], 1), logprobs

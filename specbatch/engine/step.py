@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from specbatch.drafters.base import Drafter, Step
-from specbatch.drafters.verification import logprobs_of, settle
+from specbatch.drafters.verification import accept_and_commit, logprobs_of
 from specbatch.kernels import dispatch
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder
@@ -58,10 +58,10 @@ class Iteration:
         logits = self._model.logits(features.last).unflatten(0, (-1, rows))
 
         places = positions.view(-1, rows)
-        packed, path = settle(logits, proposal, batch, step.rows, places, step.sampling, self._simulate)
+        packed, path = accept_and_commit(logits, proposal, batch, step.rows, places, step.sampling, self._simulate)
         accepted = packed[:, rows]
         self._cache.commit(batch.page_table, step.rows, lengths, accepted, path)
-        self._drafter.absorb(step, features, accepted, path)
+        self._drafter.update(step, features, accepted, path)
         if not step.sampling.needs.logprobs:
             return packed, None
         if path is not None:

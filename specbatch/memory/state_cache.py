@@ -77,8 +77,9 @@ class StateCache:
         self.counters.loaded += 1
 
     def keep(self, tokens: list[int], count: int, *, is_branch: bool) -> int:
-        """Where to keep the state behind the first `count` tokens, whose pages are cached; is_branch: prompts part there.
-        0 for nowhere: it is no full page, it is kept already, or all that could go is of this very pass."""
+        """Allocate a slot for the state after the first `count` tokens, whose pages are cached. Returns 0 for none:
+        the tokens do not end at a full page, the state is cached already, or this very pass fills every candidate
+        for eviction. is_branch: prompts diverge here."""
         if count % self._page_size:
             return 0
         node = self._cache.path(tokens, count)[-1]

@@ -235,7 +235,7 @@ class ModelConfig:
         """`float8` as the file's tensors have it."""
         return None if self.float8 is None else left_plain(found)
 
-    def widens(self, name: str, shape: tuple[int, ...]) -> bool:
+    def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
         """May this float8 weight have to be made wide, as it goes into a matrix whose blocks are others?"""
         return bool(shape[-2] % SIDE)
 

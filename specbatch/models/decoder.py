@@ -46,7 +46,7 @@ class Decoder:
         ends: Decoder | None = None,
         of_draft: bool = False,
     ) -> None:
-        """ends: a model whose embedding and head are this one's too. of_draft, widened: see `Reader`."""
+        """ends: a model whose embedding and head are this one's too. of_draft, dequantized: see `Reader`."""
         self.config = config
         self.aux: tuple[int, ...] = ()
         self.dtype = dtype
@@ -63,7 +63,7 @@ class Decoder:
         self.head: Linear = (
             Linear(self.embedding if config.tie_embeddings else fetch(names.head)) if ends is None else ends.head
         )
-        self.widened: frozenset[str] = frozenset(fetch.widened)
+        self.dequantized: frozenset[str] = frozenset(fetch.dequantized)
 
     @property
     def layers(self) -> tuple[Layer, ...]:

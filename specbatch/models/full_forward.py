@@ -12,7 +12,7 @@ from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.decoder import Decoder
 
 
-class Whole:
+class UncachedContext:
     """The context of `rows` sequences of `length` tokens each, side by side: padding behind one is never seen."""
 
     def __init__(self, model: Decoder, rows: int, length: int) -> None:

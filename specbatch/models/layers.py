@@ -130,7 +130,7 @@ class Reader:
     """A checkpoint's tensors, in a type and on a device, and the small parts that are made of them. Several threads may
     read at a time.
 
-    Float8 tensors come with scales (`models.float8`). widened: those that could not stay what they are, as the part
+    Float8 tensors come with scales (`models.float8`). dequantized: those that could not stay what they are, as the part
     that they go into is no whole number of blocks.
     """
 
@@ -147,7 +147,7 @@ class Reader:
         for the small tensors that say who is heard: of decays, and of the choice of experts; and for float8."""
         self.config = config
         self._of_draft = of_draft
-        self.widened: set[str] = set()
+        self.dequantized: set[str] = set()
         self._read = read
         self._dtype = dtype
         self._device = device
@@ -160,7 +160,7 @@ class Reader:
     def weight(self, *names: str) -> Weight:
         """Matrices one below the other: float8 if all are and a device keeps them, else in the reader's type."""
         parts = [self._stored(name) for name in names]
-        return below(parts) or Weight(torch.cat([self.widen(*part) for part in zip(names, parts, strict=True)]))
+        return below(parts) or Weight(torch.cat([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
 
     def stack(self, groups: Sequence[tuple[str, ...]]) -> Weight:
         """A stack of such matrices, each of the tensors of a group."""
@@ -170,7 +170,7 @@ class Reader:
             values = torch.stack([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
             return Weight(values, torch.stack(scales))
         names = ("; ".join(group) for group in groups)
-        return Weight(torch.stack([self.widen(*part) for part in zip(names, parts, strict=True)]))
+        return Weight(torch.stack([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
 
     def norm(self, stem: str) -> Norm:
         return Norm(self(f"{stem}.weight"), self.config.rms_norm_eps)
@@ -192,7 +192,7 @@ class Reader:
     def _wide(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         stored = self._read(name)
         if stored.dtype == torch.float8_e4m3fn:
-            return self.widen(name, self._stored(name)).to(dtype)
+            return self.dequantize(name, self._stored(name)).to(dtype)
         return self._sound(name, stored.to(device=self._device, dtype=dtype))
 
     def _sound(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -206,10 +206,10 @@ class Reader:
             raise refuse("draft" if self._of_draft else "model", name, works)
         return values
 
-    def widen(self, name: str, weight: Weight) -> torch.Tensor:
+    def dequantize(self, name: str, weight: Weight) -> torch.Tensor:
         """What was read as `name`, in the reader's type."""
         if weight.scales is not None:
-            self.widened.add(name)
+            self.dequantized.add(name)
         return weight.wide(self._dtype)
 
     def heads(self, stem: str, tables: Tables) -> Heads:

@@ -106,7 +106,7 @@ def with_shared(
         raise refuse("shared expert", f"widths {inner} and {width}", works)
     else:
         name = f"{stem}.shared_expert"
-        wide = shared_slices(read.widen(name, more_up), read.widen(name, more_down), inner, activation)
+        wide = shared_slices(read.dequantize(name, more_up), read.dequantize(name, more_down), inner, activation)
         sliced = [Weight(one) for one in wide]
     ups, downs = (behind(*pair) for pair in zip(routed, sliced, strict=True))
     return ups, downs, len(sliced[0].values)

@@ -47,8 +47,8 @@ class Mtp(DraftHead):
         super().__init__(config, layer.mixer.heads, target)
         self._layer = layer
         fc = reader.weight(FC)
-        if config.widens(FC, fc.values.shape):  # its halves would cut a block of scales
-            fc = Weight(reader.widen(FC, fc))
+        if config.may_dequantize(FC, fc.values.shape):  # its halves would cut a block of scales
+            fc = Weight(reader.dequantize(FC, fc))
         self._fc = Joined(fc)
         self._token_norm = centred(reader, f"{PREFIX}pre_fc_norm_embedding")
         self._hidden_norm = centred(reader, f"{PREFIX}pre_fc_norm_hidden")

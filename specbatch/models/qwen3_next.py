@@ -181,9 +181,9 @@ class Qwen3NextConfig(ModelConfig):
         mixture = self.mixture and replace(self.mixture, fused=fused)
         return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), mixture=mixture)
 
-    def widens(self, name: str, shape: tuple[int, ...]) -> bool:
+    def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
         """Rows of queries and keys change places; values lie in the same matrix."""
-        return super().widens(name, shape) or name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        return super().may_dequantize(name, shape) or name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
 
     def stacked(self) -> Self:
         return replace(self, mixture=self.mixture and replace(self.mixture, fused=True))
@@ -284,7 +284,7 @@ def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
 
     weight = read.weight(name)
     if weight.scales is None or any(count % SIDE for count in rows):
-        return Weight(regrouped(read.widen(name, weight), rows))
+        return Weight(regrouped(read.dequantize(name, weight), rows))
     values = regrouped(weight.values.view(torch.uint8), rows).view(weight.values.dtype)
     return Weight(values, regrouped(weight.scales, [count // SIDE for count in rows]))
 

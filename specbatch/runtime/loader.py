@@ -41,7 +41,7 @@ def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
     return {
         name: math.prod(shape) + 4 * math.prod(shapes[name + SCALES])
         for name, shape in shapes.items()
-        if name + SCALES in shapes and not config.widens(name, shape)
+        if name + SCALES in shapes and not config.may_dequantize(name, shape)
     }
 
 
@@ -57,10 +57,10 @@ def float8_said(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool],
     stored = "kept" if keeps_float8(device) else f"made {name}, as this device has no product with them"
     if loads[0] and model.config.float8 is not None:
         said = f"float8 weights: {stored}"
-        if model.widened:
+        if model.dequantized:
             said += (
-                f", but {len(model.widened)} that are {name} now, as the matrices that they go into cut their blocks "
-                f"of scales: {min(model.widened)} and others alike"
+                f", but {len(model.dequantized)} that are {name} now, as the matrices that they go into cut their "
+                f"blocks of scales: {min(model.dequantized)} and others alike"
             )
         yield said
     if loads[1] and len(draft.tensor_shapes()) > len(draft.weight_shapes()):  # scales

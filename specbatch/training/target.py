@@ -7,7 +7,7 @@ import torch
 from specbatch.kernels import dispatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import Whole
+from specbatch.models.full_forward import UncachedContext
 from specbatch.runtime.loader import rounds_activations
 from specbatch.training.data import Batch
 from specbatch.weights import Checkpoint
@@ -39,7 +39,7 @@ class Target:
         positions = torch.arange(length, device=self.device).repeat(rows)
         model = self._model.with_aux(layers)
         with dispatch.activations(float8=self._rounds):
-            last, aux = model.forward(batch.tokens.flatten(), positions, Whole(model, rows, length))
+            last, aux = model.forward(batch.tokens.flatten(), positions, UncachedContext(model, rows, length))
         return last.unflatten(0, (rows, length)), None if aux is None else aux.unflatten(0, (rows, length))
 
     @torch.no_grad()

@@ -61,7 +61,7 @@ class Inputs:
         verdict = verify(logits.view(self.batch, self.n, -1), proposal, self.positions, sampling)
         self.tokens[self.rows[:, None], self.positions] = verdict.tokens
         self.lengths[self.rows] = self.starts + verdict.accepted + 1
-        return torch.cat([verdict.tokens, torch.stack([verdict.accepted, self.drafted, verdict.sound.long()], 1)], 1)
+        return torch.cat([verdict.tokens, torch.stack([verdict.accepted, self.drafted, verdict.finite.long()], 1)], 1)
 
     def sample(self, logits: torch.Tensor, s: Sampling) -> torch.Tensor:
         filters = (s.temperature, s.top_k, s.top_p, s.min_p)

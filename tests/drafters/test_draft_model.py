@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
-from specbatch.drafters.draft_model import Standalone, parse_skip
+from specbatch.drafters.draft_model import DraftModelChain, parse_skip
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.sampling.sampling import DRAFT, draw_ref, probabilities_ref, uniform_ref
@@ -61,7 +61,7 @@ def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
 def test_a_greedy_chain_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, count: int, chunk: int) -> None:
     randomness = random.Random(count)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
     here.prefill(drafter, chunk)
     for turn, accepted in enumerate(acceptances(count, randomness)):
         proposal = drafter.propose(here.step(count, spare=(0, 6)[turn % 2]))
@@ -76,7 +76,7 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
     randomness = random.Random(7)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
     cache = here.cache_for(model)
-    drafter = Standalone(model, EagerForward(model, cache), cache, VOCABULARY)
+    drafter = DraftModelChain(model, EagerForward(model, cache), cache, VOCABULARY)
     here.prefill(drafter)
     for accepted in acceptances(3, randomness):
         proposal = drafter.propose(here.step(3))
@@ -102,7 +102,7 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
 def test_a_batch_may_shrink_and_change_its_order(bench: Any, tiny: Any) -> None:
     randomness = random.Random(3)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
     here.prefill(drafter)
     while len(here.texts) > 1:
         proposal = drafter.propose(here.step(2))
@@ -127,7 +127,7 @@ def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: 
     from it with the coin of its own position."""
     randomness = random.Random(11)
     count, model, here = 3, tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
     here.prefill(drafter)
     setting = SAMPLING if truncated else {"temperature": SAMPLING["temperature"]}
     for accepted in acceptances(count, randomness):
@@ -153,7 +153,7 @@ def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: 
 def test_frequencies_of_sampled_drafts_are_the_law(bench: Any, tiny: Any) -> None:
     rows, model = 6000, tiny(VOCABULARY, layers=1)
     here = bench([[5, 2, 7]] * rows, width=12)
-    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
     here.prefill(drafter)
     proposal = drafter.propose(here.step(2, temperature=1.0))
     assert proposal.probabilities is not None
@@ -180,7 +180,7 @@ def test_a_draft_of_another_width_speaks_the_targets_vocabulary(
     probability 0."""
     model = tiny(vocabulary)
     here = bench([[text % min(vocabulary, 13) for text in range(length)] for length in LENGTHS])
-    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
     here.prefill(drafter)
     for _ in range(3):
         proposal = drafter.propose(here.step(3, temperature=temperature))
@@ -203,7 +203,7 @@ def test_a_draft_goes_on_behind_tokens_that_it_has_no_row_for(bench: Any, tiny: 
     """A target's rows behind its vocabulary stand for no text, but nothing keeps it from choosing one."""
     model, known = tiny(9), 9
     here = bench([[VOCABULARY - 1] * length for length in LENGTHS])
-    drafter = Standalone(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
     here.prefill(drafter)
     for _ in range(3):
         proposal = drafter.propose(here.step(3, temperature=temperature))

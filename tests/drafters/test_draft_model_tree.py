@@ -12,7 +12,7 @@ from crossed import crossed
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.draft_model import StandaloneTree
+from specbatch.drafters.draft_model import DraftModelTree
 from specbatch.drafters.tree import expand
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.sampling.tree import walk_ref
@@ -62,7 +62,7 @@ class Life:
         self.here = bench(prompts)
         self.cache = self.here.cache_for(self.model)
         forward = EagerForward(self.model, self.cache)
-        self.drafter = StandaloneTree(self.model, forward, self.cache, shape, VOCABULARY, len(self.here.batch.lengths))
+        self.drafter = DraftModelTree(self.model, forward, self.cache, shape, VOCABULARY, len(self.here.batch.lengths))
         self.here.prefill(self.drafter, chunk)
 
     def propose(self) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ class Life:
         self.here.batch.commit(self.here.rows, chosen.gather(1, path), accepted)
         for row, text in enumerate(self.here.texts):
             text += chosen.gather(1, path)[row, : int(accepted[row]) + 1].tolist()
-        self.drafter.absorb(step, Features(torch.empty(0), None), accepted, path)
+        self.drafter.update(step, Features(torch.empty(0), None), accepted, path)
 
 
 @pytest.mark.parametrize(("shape", "chunk"), crossed(SHAPES, [1000, 3]), ids=str)
@@ -141,7 +141,7 @@ def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:
     kept = [item[1:].clone() for item in (*life.cache.k, *life.cache.v)]
     for _ in range(3):
         step, proposal = life.propose()
-        life.drafter.absorb(step, Features(torch.empty(0), None), torch.full((len(LENGTHS),), 3), proposal.ancestors)
+        life.drafter.update(step, Features(torch.empty(0), None), torch.full((len(LENGTHS),), 3), proposal.ancestors)
     assert all(torch.equal(item[1:], old) for item, old in zip((*life.cache.k, *life.cache.v), kept, strict=True))
     assert int(life.drafter._new[0]) == 1
 
@@ -150,7 +150,7 @@ def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:
 def test_a_draft_whose_vocabulary_is_padded_otherwise(bench: Any, tiny: Any, vocabulary: int) -> None:
     life = Life(bench, tiny, SHAPES[2])
     own = life.drafter
-    life.drafter = StandaloneTree(life.model, own._forward, life.cache, SHAPES[2], vocabulary, 20)
+    life.drafter = DraftModelTree(life.model, own._forward, life.cache, SHAPES[2], vocabulary, 20)
     step, proposal = life.propose()
     assert proposal.tokens.min() >= 0
     assert proposal.tokens.max() < min(vocabulary, VOCABULARY)

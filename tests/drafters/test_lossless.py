@@ -13,7 +13,7 @@ from scipy import stats
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Drafter, NoDraft
 from specbatch.drafters.dflash import DFlashDrafter
-from specbatch.drafters.draft_model import Standalone, StandaloneTree
+from specbatch.drafters.draft_model import DraftModelChain, DraftModelTree
 from specbatch.drafters.ngram import NGram
 from specbatch.engine.step import Iteration
 from specbatch.models.decoder import Decoder
@@ -35,13 +35,13 @@ class Run:
         drafters["ngram-tree"] = NGram(DraftShape(2, 2, DRAFTS), 1, 3)
         draft = tiny(VOCABULARY, layers=1)
         if drafter == "standalone":
-            drafters[drafter] = Standalone(draft, *here.way_of(draft), VOCABULARY)
+            drafters[drafter] = DraftModelChain(draft, *here.way_of(draft), VOCABULARY)
         if drafter == "dflash":
             drafters[drafter] = block_draft(here, target)
             target = target.with_aux((0, 1))
         if drafter == "standalone-tree":
             shape = DraftShape(2, 2, DRAFTS)
-            drafters[drafter] = StandaloneTree(draft, *here.way_of(draft), shape, VOCABULARY, rows + 3)
+            drafters[drafter] = DraftModelTree(draft, *here.way_of(draft), shape, VOCABULARY, rows + 3)
         cache = here.cache_for(target)
         here.prefill(drafters[drafter], target=(target, cache))
         iteration = Iteration(target, cache, drafters[drafter])

@@ -202,7 +202,7 @@ def generate(rule: Rule, sampling: Sampling, shape: DraftShape | None) -> tuple[
         roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         lengths = lengths + verdict.accepted + 1
         accepting += float((verdict.accepted > 0).double().mean()) / 3
-        assert verdict.sound.all()
+        assert verdict.finite.all()
     return out[:, :3], accepting
 
 
@@ -273,4 +273,4 @@ def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float) 
     if not temperature:
         sampling = Sampling(**{**sampling.__dict__, "needs": Needs()})
     verdict = verify(logits, proposal, depths_of(words) + 4, sampling)
-    assert verdict.sound.tolist() == [False] * 4 + [True]
+    assert verdict.finite.tolist() == [False] * 4 + [True]

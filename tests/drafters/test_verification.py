@@ -338,7 +338,7 @@ def generate(
         for index in range(len(logits)):
             states = torch.where(index <= verdict.accepted, after(states, verdict.tokens[:, index]), states)
         lengths = lengths + verdict.accepted + 1
-        assert verdict.sound.all()
+        assert verdict.finite.all()
         assert rule is not verify or (verdict.accepted <= counting).all()
     return out[:, :3]
 
@@ -515,7 +515,7 @@ def test_greedy_is_a_plain_loop(
     if drafts.shape[1]:
         verdicts.append(verify(logits, Proposal(drafts, drafted, one_hot(drafts, logits.shape[2])), positions, mixed))
     for verdict in verdicts:
-        assert verdict.sound.all()
+        assert verdict.finite.all()
         for row in range(len(listed)):
             expected = greedy(listed[row], chains[row], counting[row])
             assert verdict.accepted[row] == len(expected) - 1
@@ -541,10 +541,10 @@ def test_logits_that_are_not_finite_are_flagged(
     )
     positions, sampling = torch.arange(3).expand(len(logits), -1), sampling_of(len(logits), temperature)
     verdict = verify(logits, proposal, positions, sampling)
-    assert verdict.sound.tolist() == [False] * len(places) + [True]
+    assert verdict.finite.tolist() == [False] * len(places) + [True]
     assert ((verdict.tokens >= 0) & (verdict.tokens < 9)).all()
     whole = verify(clean, proposal, positions, sampling)
-    assert whole.sound.all()
+    assert whole.finite.all()
     assert verdict.accepted[-1] == whole.accepted[-1]
     assert torch.equal(verdict.tokens[-1], whole.tokens[-1])
 

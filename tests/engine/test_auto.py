@@ -15,7 +15,7 @@ from crossed import crossed, slow_but
 from specbatch import Engine, SamplingParams, SpecbatchError
 from specbatch.config import Graphs, Speculation
 from specbatch.core.async_copy import Lap, Ticket
-from specbatch.drafters.draft_model import Standalone
+from specbatch.drafters.draft_model import DraftModelChain
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.scheduler import Scheduler
@@ -146,9 +146,9 @@ def test_a_draft_that_rests_catches_up_in_passes_of_at_most_a_chunk(
 ) -> None:
     """Ten iterations without drafts, then with; a probe brings up as many requests as a pass holds."""
     passes: list[list[tuple[int, int]]] = []
-    catch_up = Standalone.catch_up
+    catch_up = DraftModelChain.catch_up
 
-    def spied(self: Standalone, batch: Any, shape: Any) -> None:
+    def spied(self: DraftModelChain, batch: Any, shape: Any) -> None:
         passes.append(list(zip(shape.spans.starts, shape.spans.ends, strict=True)))
         catch_up(self, batch, shape)
 
@@ -160,8 +160,8 @@ def test_a_draft_that_rests_catches_up_in_passes_of_at_most_a_chunk(
         return length
 
     engine = toy_engine(speculation=auto("same", "v1"), prefill_chunk=25, prefix_cache=False)
-    monkeypatch.setattr(Standalone, "catch_up", spied)
-    monkeypatch.setattr(Standalone, "prefill", lambda self, *args: catch_up(self, *args[:2]))
+    monkeypatch.setattr(DraftModelChain, "catch_up", spied)
+    monkeypatch.setattr(DraftModelChain, "prefill", lambda self, *args: catch_up(self, *args[:2]))
     monkeypatch.setattr(DraftLength, "choose", choose)
     engine.generate([list(prompt) for prompt in toy.prompts()[:4]], SamplingParams(max_new_tokens=40, ignore_eos=True))
     totals = [sum(end - start for start, end in spans) for spans in passes]

@@ -138,10 +138,8 @@ class StateCacheMachine(RuleBasedStateMachine):
         ours = self.state_cache
         assert {tuple(path): node.state for path, node in self.nodes() if node.state} == self.place_of
         assert len(ours) == len(self.place_of) == len(set(self.place_of.values()))
-        assert [node.state for node in ours._probationary.values()] == [
-            self.place_of[item] for item in self.probationary
-        ]
-        assert [node.state for node in ours._protected.values()] == [self.place_of[item] for item in self.protected]
+        for kept, expected in ((ours._probationary, self.probationary), (ours._protected, self.protected)):
+            assert [node.state for node in kept.values()] == [self.place_of[item] for item in expected]
         assert sorted([*ours._free, *ours._lost, *self.place_of.values()]) == list(range(1, PLACES + 1))
         assert ours.counters == self.counted
 

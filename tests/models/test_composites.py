@@ -13,7 +13,7 @@ import transformers as hf
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import Whole
+from specbatch.models.full_forward import UncachedContext
 from specbatch.weights import open_checkpoint
 
 TEXT: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_ties_of_the_outer_part_and_channels_that_stand_still_under_yarn(tmp_pat
     ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=cpu, max_positions=90)
     with torch.no_grad():
         wanted = theirs(tokens[None]).logits[0]
-        found = ours.logits(ours.forward(tokens, torch.arange(90), Whole(ours, 1, 90)).last)
+        found = ours.logits(ours.forward(tokens, torch.arange(90), UncachedContext(ours, 1, 90)).last)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 

@@ -184,7 +184,7 @@ def products(model: Decoder) -> set[type]:
 def test_it_computes_what_its_weights_stand_for(
     case: str, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described, plain, fused, widened = CASES[case]
+    described, plain, fused, dequantized = CASES[case]
     meant = write(tmp_path, described, plain, fused)
     checkpoint = open_checkpoint(str(tmp_path))
     wide = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
@@ -192,7 +192,7 @@ def test_it_computes_what_its_weights_stand_for(
     expected = logits(Decoder(wide, meant.__getitem__, **sizes))
     monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
     model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
-    assert model.widened == (widened if keeps else set())
+    assert model.dequantized == (dequantized if keeps else set())
     assert (products(model) & {ScaledLinear, SideBySide} != set()) is keeps
     assert (logits(model) - expected).abs().max() < 2e-5 * expected.abs().max()
 
@@ -295,14 +295,14 @@ def test_a_random_mtp_head_is_made_where_its_target_is(monkeypatch: pytest.Monke
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compute_what_the_weights_stand_for(case: str, tmp_path: Path) -> None:
-    described, plain, fused, widened = CASES[case]
+    described, plain, fused, dequantized = CASES[case]
     meant = write(tmp_path, described, plain, fused)
     checkpoint = open_checkpoint(str(tmp_path))
     wide = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
     sizes = {"dtype": torch.float32, "device": torch.device("cuda"), "max_positions": 64}
     expected = logits(Decoder(wide, meant.__getitem__, **sizes))
     model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
-    assert model.widened == widened
+    assert model.dequantized == dequantized
     assert (logits(model) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 

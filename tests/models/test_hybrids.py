@@ -17,7 +17,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import Whole
+from specbatch.models.full_forward import UncachedContext
 
 PAGE, PAGES, SLOTS, ROWS, VOCABULARY = 4, 60, 5, 6, 131
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_features_of_published_layers(pair: tuple[Any, Decoder]) -> None:
     (tokens,) = sequences(9)
     depth = ours.config.depth
     model = ours.with_aux(tuple(range(depth - 1)))
-    aux = model.forward(tokens, torch.arange(9), Whole(model, 1, 9)).aux
+    aux = model.forward(tokens, torch.arange(9), UncachedContext(model, 1, 9)).aux
     assert aux is not None
     with torch.no_grad():
         wanted = theirs(tokens[None], use_cache=False, output_hidden_states=True).hidden_states

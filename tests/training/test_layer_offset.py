@@ -83,7 +83,7 @@ def test_a_share_that_may_be_chance_is_said_to_be_no_difference(monkeypatch, own
     found = iter([own, beside, 140])
     monkeypatch.setattr(layer_offset, "_counts", lambda *_: [(next(found), 152)])
     model = SimpleNamespace(aux=(1, 3), config=SimpleNamespace(depth=9), with_aux=lambda layers: None)
-    line = layer_offset.compare_layers(model, None, [])
+    line = layer_offset.compare_layer_offsets(model, None, [])
     assert (f"{beside / 152:.1%} with 1,3 (no difference: chance); " in line) == chance
     assert line.count("chance") == chance
 

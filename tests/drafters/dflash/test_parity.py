@@ -138,7 +138,7 @@ class Life:
         wrong = torch.arange(count + 1) > torch.tensor(accepted)[:, None]
         shown = torch.where(wrong[..., None], torch.full_like(shown, 1e3), shown)  # features of rejected tokens
         packed = torch.tensor([[7, number] for number in accepted])
-        self.drafter.absorb(step, Features(torch.empty(0), shown.flatten(0, 1)), packed[:, 1], None)
+        self.drafter.update(step, Features(torch.empty(0), shown.flatten(0, 1)), packed[:, 1], None)
         self.here.commit(proposal.tokens, accepted, [self.random.randrange(VOCABULARY) for _ in accepted])
         return float(error)
 

@@ -345,7 +345,7 @@ class Run:
         metadata = step.decode_metadata(step.lengths, self.count + 1)
         features = self.target.forward(tokens, positions, metadata.bind(self.cache))
         here.commit(proposal.tokens, accepted, bonus)
-        self.drafter.absorb(step, features, torch.tensor(accepted), None)
+        self.drafter.update(step, features, torch.tensor(accepted), None)
 
 
 def features_of(target: Decoder, text: list[int]) -> Features:

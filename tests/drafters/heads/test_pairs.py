@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
-from specbatch.drafters.feature_head import PairGraphs, Pairs
+from specbatch.drafters.feature_head import HeadPrefill, HeadPrefillGraphs
 
 
 class Recorder:
@@ -30,7 +30,7 @@ def test_a_recorded_pass_writes_what_a_plain_one_does(kit: Any, write: Any, benc
     run = kit.Run(here, stub, algorithm, 3, draft)
     head = run.drafter._head
     plain, recorded = (here.cache_for(run.target) for _ in range(2))
-    pairs, graphs = Pairs(head, plain), PairGraphs(head, recorded, Recorder(), 40)  # type: ignore[arg-type]
+    pairs, graphs = HeadPrefill(head, plain), HeadPrefillGraphs(head, recorded, Recorder(), 40)  # type: ignore[arg-type]
     assert len(list(graphs.capture())) == len(graphs)
     rows = here.rows.tolist()
     generator = torch.Generator().manual_seed(1)

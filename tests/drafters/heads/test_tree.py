@@ -84,4 +84,4 @@ def verify(run: Any, step: Any, proposal: Any, path: torch.Tensor, accepted: lis
     counts = torch.tensor(accepted)
     run.cache.commit(here.batch.page_table, step.rows, step.lengths, counts, path)
     here.commit(proposal.tokens.gather(1, path[:, 1:] - 1), accepted, bonus)
-    run.drafter.absorb(step, features, counts, path)
+    run.drafter.update(step, features, counts, path)

@@ -66,7 +66,7 @@ class Case:
         tokens[self.rows[:, None], predicted] = verdict.tokens
         lengths[self.rows] = starts + count + 1
         lengths[0] = self.lengths[0]
-        packed = torch.cat([verdict.tokens, torch.stack([count, self.drafted, verdict.sound.long()], 1)], 1)
+        packed = torch.cat([verdict.tokens, torch.stack([count, self.drafted, verdict.finite.long()], 1)], 1)
         return packed, tokens, lengths
 
     def check(self, packed: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
