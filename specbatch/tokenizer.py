@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.config_values import table_of, token_ids
 from specbatch.errors import refuse
-from specbatch.models.config_values import table_of, token_ids
 
 if TYPE_CHECKING:
     import jinja2

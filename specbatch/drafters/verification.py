@@ -82,7 +82,7 @@ def accept_and_commit(
 
     drafts, drafted, q, ancestors = proposal
     where = (batch.tokens, batch.lengths, rows)
-    finite: torch.Tensor | None = None  # else told by what is chosen
+    rows_finite: torch.Tensor | None = None  # None: the kernel checks the chosen logits
     if not sampling.needs.sampled:
         flat = logits.flatten(0, 1)
         if ancestors is None:
@@ -93,10 +93,10 @@ def accept_and_commit(
         if q is not None and simulate is None:
             tokens, accepted, finite = reject(law, drafts, drafted, q, sampling.seeds, predicted)
             return commit(tokens, drafts, drafted, finite, *where, accepted=accepted), None
-        chosen, finite = draw(law, sampling.seeds, predicted, TARGET)
+        chosen, rows_finite = draw(law, sampling.seeds, predicted, TARGET)
         if ancestors is None:
-            return commit(chosen, drafts, drafted, finite, *where, simulate=simulate, seeds=sampling.seeds), None
-    return commit_tree(chosen, finite, drafts, drafted, ancestors, *where, simulate=simulate, seeds=sampling.seeds)
+            return commit(chosen, drafts, drafted, rows_finite, *where, simulate=simulate, seeds=sampling.seeds), None
+    return commit_tree(chosen, rows_finite, drafts, drafted, ancestors, *where, simulate=simulate, seeds=sampling.seeds)
 
 
 def verify(

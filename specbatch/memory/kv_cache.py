@@ -1,8 +1,9 @@
-"""What one model remembers of its sequences: keys and values in pages, and the states of recurrent layers."""
+"""Paged KV cache of one model, with the states of its recurrent layers."""
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,24 +12,37 @@ from specbatch.kernels import dispatch
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
 from specbatch.kernels.sampling.tree import move_rows_ref
 from specbatch.memory.recurrent_state import RecurrentStates
-from specbatch.models.config import ModelConfig
 
 
-def bytes_per_page(config: ModelConfig, layers: int, page_size: int, dtype: torch.dtype) -> int:
-    """K and V of all layers for one page."""
+class AttentionSizes(Protocol):
+    """The sizes of a model that its KV cache depends on."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+def bytes_per_page(config: AttentionSizes, layers: int, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page: keys and values of all layers."""
     return 2 * layers * page_size * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 class KVCache:
-    """K and V per layer, each [pages + 1, page_size, kv_heads, head_dim]; page 0 belongs to padding rows.
+    """Keys and values per layer, each [pages + 1, page_size, kv_heads, head_dim]; page 0 belongs to padding rows.
 
-    The layers' `k` and `v` are views of `keys` and `values` [layers, pages + 1, ...], for who writes to all layers.
-    Every model of an engine (target, draft) has its own, with the same page numbers: one page table serves all.
+    The layers' `k` and `v` are views of `keys` and `values` [layers, pages + 1, ...], which kernels that write to all
+    layers use. Each model of an engine (target, draft) has its own cache with the same page numbers, so that one page
+    table serves all of them.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: AttentionSizes,
         layers: int,
         pages: int,
         page_size: int,
@@ -37,8 +51,8 @@ class KVCache:
         attention: PrefillAttention,
         states: RecurrentStates | None = None,
     ) -> None:
-        """layers: those that attend, which may be none; attention: who computes prompts' attention over this cache;
-        states: of the layers that are recurrent."""
+        """layers: number of attention layers, possibly 0; attention: prefill attention backend over this cache;
+        states: those of the recurrent layers."""
         shape = (layers, pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
@@ -51,7 +65,7 @@ class KVCache:
         self.v = self.values.unbind()
 
     def begin(self, rows: torch.Tensor) -> None:
-        """A prompt pass over device rows [S] comes."""
+        """Prepare a prompt pass over device rows [S]."""
         if self.states is not None:
             self.states.begin(rows)
 
@@ -63,9 +77,11 @@ class KVCache:
         accepted: torch.Tensor,
         path: torch.Tensor | None,
     ) -> None:
-        """Of the verify just made behind lengths [B] on device rows [B], keep the root and accepted [B] drafts. Of a
-        tree, those are the nodes of path int64 [B, N]; what they left at lengths + path goes to its place behind the
-        root, in all layers."""
+        """Commit the root and accepted [B] drafts of the last verify, on device rows [B] with lengths [B] before it.
+
+        path int64 [B, N]: the accepted nodes of a tree. Their keys and values move from lengths + path to the positions
+        after the root, in all layers.
+        """
         if self.states is not None:
             self.states.commit(rows, accepted, path)
         if path is None or not self.k:
@@ -79,8 +95,8 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not empty: masked keys are multiplied by a zero weight, and 0 * NaN is NaN. On a CPU they come from the
-    system, which takes memory for a page only once it is written to; torch.zeros would touch them all."""
+    """Zeros, not uninitialized memory: masked keys are multiplied by a zero weight, and 0 * NaN is NaN. On a CPU numpy
+    gets zero pages from the system, which commits memory on the first write; torch.zeros would touch all pages."""
     if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

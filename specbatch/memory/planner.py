@@ -1,4 +1,4 @@
-"""What fits: the memory plan, made and printed before anything is loaded."""
+"""Memory plan of an engine: sizes of the KV pool and the longest request, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
     from specbatch.config import EngineConfig
 
-# A CPU shares its memory with everything else: without an explicit kv_pages the pool stays below this.
+# A CPU shares its memory with other processes: without an explicit kv_pages the pool stays below this size.
 _CPU_KV_BYTES = 4 << 30
-_CHECKPOINTS = 64  # states of prefixes, or twice as many as requests run, if there is room
-_CHECKPOINT_SHARE = 8  # the states of prefixes take an eighth of the room for KV at most
+_CACHED_STATES = 64  # cached states of prefixes, or 2 * max_running if that is more and there is room
+_CACHED_STATES_SHARE = 8  # cached states take at most an eighth of the memory for KV
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes and caps of an engine. `kv_pages` is what the pool gets, `wanted_pages` what the caps could need."""
+    """Bytes and capacities of an engine. `kv_pages` is the size of the pool; `wanted_pages` is what
+    max_running requests of max_model_len tokens could need."""
 
     available: int
     weights: int
@@ -42,7 +43,7 @@ class MemoryPlan:
         return self.kv_pages * self.page_bytes
 
     def lines(self) -> Iterator[str]:
-        """The plan for a person to read."""
+        """The plan as lines of the log."""
         yield f"memory: {size_text(self.available)} may be used"
         yield f"  weights    {size_text(self.weights)}"
         if self.draft_weights:
@@ -61,7 +62,7 @@ class MemoryPlan:
             )
 
     def out_of_memory(self, doing: str) -> SpecbatchError:
-        """What to say when the plan did not hold while `doing` something."""
+        """The error for memory that ran out while `doing` something, despite the plan."""
         parts = f"weights {size_text(self.weights + self.draft_weights)}, KV {size_text(self.kv)}"
         parts += f", states {size_text(self.states)}" if self.states else ""
         more = f", graphs {size_text(self.graphs)}" if self.graphs else ""
@@ -73,18 +74,21 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """The place of an engine among `count` with one target, made one after the other: the first loads the weights, and
-    each gets an equal share of what they leave."""
+    """The share of engine `index` of `count` engines with one target, built one after the other: the first loads the
+    weights, and each gets an equal share of the remaining memory."""
 
     index: int = 0
     count: int = 1
 
     def budget(self, free: int, fraction: float, weights: int) -> int:
-        """Bytes for this engine, its weights among them. free: bytes free now, of which those before took theirs;
-        fraction: what all of them may take of what was free at first; weights: bytes of the target."""
+        """Bytes for this engine, including its weights.
+
+        free: bytes free now, after the earlier engines were built; fraction: what all engines together may take of the
+        memory that was free at first; weights: bytes of the target.
+        """
         if self.index == 0:
             left = fraction * free - weights
-            return int(weights + min(left, left / self.count))  # nothing to share out where too little is left
+            return int(weights + min(left, left / self.count))  # a negative rest is not divided
         return int((fraction * (free + weights) - weights) / (self.count - self.index * fraction))
 
 
@@ -96,7 +100,7 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         import torch
 
-        torch.cuda.empty_cache()  # what an engine before needed while it was made is free, too
+        torch.cuda.empty_cache()  # temporary memory of an engine built earlier is free, too
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
 
@@ -122,16 +126,15 @@ def plan_memory(
 ) -> MemoryPlan:
     """Decide the size of the KV pool and the longest request.
 
-    free: bytes free on the device; model_len: positions the model was made for; page_bytes: one page in all caches;
-    state_bytes: the states of one device row; cached_state_bytes: of one prefix;
-    rows: query rows of a verify; token_bytes: activations of one token in a pass; graphs: what recordings take;
-    place: among engines side by side; of those the first alone has `weights`.
-    Refuses what cannot fit, naming the setting.
+    All sizes are in bytes. free: free memory of the device; model_len: positions the model supports; page_bytes: one
+    page in all caches; state_bytes: recurrent states of one device row; cached_state_bytes: those of one prefix; rows:
+    query rows of a verify; token_bytes: activations of one token in a pass; graphs: CUDA graphs; share: this engine's
+    share, of which only the first includes `weights`. Raises SpecbatchError, naming the setting, if it cannot fit.
     """
     size, slack = config.page_size, reach_of(0, rows)
     budget = share.budget(free, config.memory_fraction, weights)
     weights = weights if share.index == 0 else 0
-    # Logits of a full batch three times over (raw, float32, sorted or probabilities).
+    # Three copies of the logits of a full batch: raw, float32, and sorted or as probabilities.
     workspace = 3 * 4 * vocabulary * config.max_running * rows
     longest = min(config.max_model_len or model_len, model_len)
     # Tokens and page table of every slot, 8 bytes each.
@@ -140,14 +143,14 @@ def plan_memory(
     states, cached_states = state_bytes * (config.max_running + 1), 0
     room = budget - weights - draft_weights - states - workspace - graphs
     if cached_state_bytes and config.prefix_cache:
-        wished = max(_CHECKPOINTS, 2 * config.max_running)
-        # What is asked for comes first: the states of prefixes are an extra.
+        wished = max(_CACHED_STATES, 2 * config.max_running)
+        # The configured capacities come first: cached states are optional.
         pages = config.kv_pages or pages_for((config.max_model_len or 0) + slack, size)
-        left = min(room // _CHECKPOINT_SHARE, room - pages * page_bytes)
+        left = min(room // _CACHED_STATES_SHARE, room - pages * page_bytes)
         cached_states = max(0, min(wished, left // cached_state_bytes))
         states, room = states + cached_states * cached_state_bytes, room - cached_states * cached_state_bytes
     if config.max_model_len and config.max_model_len > model_len:
-        raise refuse("max_model_len", config.max_model_len, f"the model was made for at most {model_len}")
+        raise refuse("max_model_len", config.max_model_len, f"the model supports at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
     if room < page_bytes:
         used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
@@ -173,14 +176,14 @@ def plan_memory(
             )
     else:
         limit = min(room, _CPU_KV_BYTES) if on_cpu else room
-        pages = min(wanted, limit // page_bytes) if page_bytes else wanted  # without attention pages only count
+        pages = min(wanted, limit // page_bytes) if page_bytes else wanted  # 0 bytes: no attention
     if pages * size < slack + 2:
         if config.kv_pages is not None:
             least = pages_for(slack + 2, size)
             raise refuse("kv_pages", pages, f"with page_size={size} and {rows} verify rows use at least {least}")
         raise SpecbatchError(
             f"memory_fraction={config.memory_fraction}: of {size_text(free)} free, {size_text(room)} are left "
-            f"for KV behind {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
+            f"for KV after {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
         )
     fits = pages * size - slack
     if config.max_model_len and fits < config.max_model_len:

@@ -1,4 +1,4 @@
-"""Prompts that begin alike share their KV pages: a radix tree with one full page per edge. Host only.
+"""Prefix cache: prompts with a common prefix share its KV pages. A radix tree with one full page per edge. Host only.
 
 Following SGLang's RadixAttention (Zheng et al. 2023), at page granularity.
 """
@@ -25,8 +25,8 @@ class Node:
 
 
 class PrefixCache:
-    """Holds each of its pages once. A page is shared as soon as the pass that fills it is planned: whatever reads it
-    is launched later, or in the same pass behind the write."""
+    """Holds one reference to each of its pages. A page can be shared as soon as the pass that fills it is planned,
+    because every read of it is launched later, or in the same pass after the write."""
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
@@ -34,7 +34,7 @@ class PrefixCache:
         self._root = Node((), 0, None)
         # Least recently used first. A touch moves a path leaf first, so a node never precedes its children.
         self._order: OrderedDict[int, Node] = OrderedDict()
-        self.dropped: Callable[[Node], None] = lambda node: None  # is told of every node that goes
+        self.dropped: Callable[[Node], None] = lambda node: None  # called with every evicted node
 
     def __len__(self) -> int:
         return len(self._order)
@@ -68,8 +68,8 @@ class PrefixCache:
         return self.hold(self.path(tokens, len(tokens) - 1))
 
     def insert(self, tokens: list[int], count: int, pages: list[int]) -> None:
-        """Share the full pages among the first `count` tokens. Where a prefix is known already, the known page stays
-        and the caller's own remains private."""
+        """Share the full pages of the first `count` tokens. If a prefix is cached already, the cached page stays and
+        the caller's own page remains private."""
         node = self._root
         for key, page in zip(self._keys(tokens, count), pages, strict=False):
             child = node.children.get(key)
@@ -81,14 +81,14 @@ class PrefixCache:
         self._touch(node)
 
     def evict(self, count: int) -> int:
-        """Give up to `count` pages back, least recently used first, none that a request holds. Returns how many.
+        """Free up to `count` pages that no request holds, least recently used first. Returns how many were freed.
 
-        A page that is held counts as used now, so that later calls need not pass over it again.
+        A page that is held is marked as used now, so that later calls do not pass over it again.
         """
         freed, first_held = 0, 0
         while freed < count and self._pool.idle:
             node = next(iter(self._order.values()))
-            if node.page == first_held:  # once round: what is idle here has children that are held
+            if node.page == first_held:  # all visited: the remaining idle pages have children that are held
                 break
             assert node.parent is not None
             assert not node.children

@@ -1,4 +1,4 @@
-"""The states of a model's recurrent layers: one line per device row, of a size that does not grow with the text."""
+"""States of recurrent layers: tensors of a fixed size per device row, independent of the sequence length."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from specbatch.kernels.recurrent.state_replay import Fold
 
 
 class StateShape(NamedTuple):
-    """A named tensor of every recurrent layer: its shape for one device row, and its type: "activation" is the model's,
-    "state" what `state_dtype` says, "float32" always that. pending: a line for each row of a verify comes first."""
+    """A named tensor of every recurrent layer.
+
+    shape    per device row
+    kind     its dtype: "activation" is the model's, "state" that of `EngineConfig.state_dtype`, "float32" is fixed
+    pending  inputs of the last verify, with a leading dimension of the verify's rows
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -22,10 +26,12 @@ class StateShape(NamedTuple):
 
 
 class RecurrentStates:
-    """The layers' states, and which tokens of the last verify they lack (see `kernels.recurrent`).
+    """States of all recurrent layers, and which tokens of the last verify they do not include yet.
 
-    layers: of each recurrent layer its tensors by name, [R, ...] or, if pending, [R, N, ...]; device row 0 is for
-    padding.
+    A verify leaves the states as they were and stores its inputs; the next verify replays those of the accepted tokens
+    first (see `kernels.recurrent`).
+
+    layers: per recurrent layer its tensors by name, [R, ...] or, if pending, [R, N, ...]. Device row 0 is for padding.
     """
 
     def __init__(
@@ -38,7 +44,8 @@ class RecurrentStates:
         device: torch.device,
         cached_states: int = 0,
     ) -> None:
-        """rows: N of a verify; types: by kind; cached_states: places for states of prefixes, numbered from 1."""
+        """rows: N, rows of a verify; types: dtypes by `StateShape.kind`; cached_states: slots for the states of
+        prefixes, numbered from 1."""
         found = {
             item.name: torch.zeros(
                 layers, device_rows, *(rows,) * item.pending, *item.shape, dtype=types[item.kind], device=device
@@ -46,7 +53,7 @@ class RecurrentStates:
             for item in shapes
         }
         self.layers = [{name: tensor[layer] for name, tensor in found.items()} for layer in range(layers)]
-        # Behind a prompt nothing is pending, so that the rest is the state.
+        # No inputs are pending after a prompt, so the other tensors are the whole state.
         self._kept_states = [
             (tensor, tensor.new_zeros(layers, cached_states, *tensor.shape[2:]))
             for item in shapes
@@ -58,40 +65,40 @@ class RecurrentStates:
         self._kept[:] = torch.arange(rows, device=device)
 
     def fold(self, rows: torch.Tensor, ancestors: torch.Tensor | None) -> Fold:
-        """For a verify on device rows [B]."""
+        """What a verify on device rows [B] replays before its own tokens."""
         return Fold(rows, self._count, self._kept, ancestors)
 
     def begin(self, rows: torch.Tensor) -> None:
-        """A prompt pass on device rows [S] leaves nothing to be folded in."""
+        """Before a prompt pass on device rows [S]: there is nothing to replay."""
         self._count.index_fill_(0, rows, 0)
 
     def load(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Of each pair a checkpoint, whose states a device row goes on from. One by one, as that takes no memory."""
-        for checkpoint, row in pairs:
+        """Copy states from the cache: pairs of (cached state, device row). One by one, without temporary memory."""
+        for slot, row in pairs:
             for tensor, kept in self._kept_states:
-                tensor[:, row] = kept[:, checkpoint - 1]
+                tensor[:, row] = kept[:, slot - 1]
 
     def save(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Of each pair a device row, whose prompt has just been computed that far, and the checkpoint to keep it."""
-        for row, checkpoint in pairs:
+        """Copy states to the cache after a prompt pass: pairs of (device row, cached state)."""
+        for row, slot in pairs:
             for tensor, kept in self._kept_states:
-                kept[:, checkpoint - 1] = tensor[:, row]
+                kept[:, slot - 1] = tensor[:, row]
 
     def commit(self, rows: torch.Tensor, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        """Of the verify that was just made on device rows [B], the root and accepted [B] drafts stay: the first ones,
-        or those of path int64 [B, N]. A padding row keeps nothing."""
+        """Commit the root and accepted [B] drafts of the last verify on device rows [B]: the first ones of a chain, or
+        the nodes path int64 [B, N] of a tree. A padding row commits nothing."""
         self._count[rows] = torch.where(rows > 0, accepted + 1, 0)
         if path is not None:
             self._kept[rows, : path.shape[1]] = path
 
 
 def state_types(activation: torch.dtype, state: str) -> dict[str, torch.dtype]:
-    """The types of `StateShape.kind`; state: as `EngineConfig.state_dtype` says it."""
+    """dtypes by `StateShape.kind`; state: a value of `EngineConfig.state_dtype`."""
     matrix = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[state]
     return {"activation": activation, "state": matrix, "float32": torch.float32}
 
 
 def state_bytes(shapes: tuple[StateShape, ...], layers: int, rows: int, types: dict[str, torch.dtype]) -> int:
-    """What one device row takes in all layers, with `rows` lines of what is pending; a checkpoint has none."""
+    """Bytes of one device row in all layers, with pending inputs of `rows` rows (0 for a cached state)."""
     each = (math.prod(item.shape) * (rows if item.pending else 1) * types[item.kind].itemsize for item in shapes)
     return layers * sum(each)

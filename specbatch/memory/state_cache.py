@@ -1,12 +1,14 @@
-"""Which states of recurrent layers are kept for prompts that begin alike. Host only.
+"""Cache of recurrent states for prompts with a common prefix: which states are kept, and which are evicted. Host only.
 
-Keys and values of a prefix lie in pages; a state is there for the places alone at which it was kept. It is kept where a
-chunk of a prompt ends at a full page. Chunks end there where that costs no pass more, and also where a prompt leaves a
-prefix that is known: the second prompt of a kind pays for the state that all later ones begin with.
+The keys and values of a prefix are in pages and can be reused at any page boundary. A recurrent state can be reused
+only at the position where it was stored, which is where a chunk of a prompt ends at a full page. Prompt chunks end
+there if that needs no additional pass, and also where a prompt diverges from a cached prefix: the second prompt with a
+prefix pays for the state from which all later ones start.
 
-Where two prompts part others will, too. Where a chunk happens to end is a guess: such a state goes before all of the
-first kind, until a prompt has begun with it. So a long prompt in small chunks costs the others next to nothing. (Two
-lists, as in the segmented LRU of Karedla et al. 1994.)
+Branch points of prompts tend to be reused. The end of a chunk elsewhere is only a guess. Eviction is therefore a
+segmented LRU (Karedla et al. 1994): states at chunk ends are probationary and evicted before the protected ones, which
+are the states at branch points and those that a prompt has started from. A long prompt in small chunks so evicts hardly
+any useful state.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from specbatch.memory.prefix_cache import Node, PrefixCache
 
 
 class Found(NamedTuple):
-    """What a prompt begins with.
+    """The cached prefix that a prompt starts from.
 
-    pages: held for the caller; state: of the state behind them, 0 if there are none; branch: tokens of the known
-    prefix, where a chunk should end; due: the state that it would begin with is kept by the pass that is being planned:
-    it had better wait for the next.
+    pages   the prefix's pages, held for the caller
+    state   slot of the recurrent state after them, 0 if the prefix is empty
+    branch  tokens of the longest cached prefix, with or without a state; a chunk should end there
+    due     the state is being stored by the pass that is being planned, so the prompt should wait for the next pass
     """
 
     pages: list[int]
@@ -34,7 +37,7 @@ class Found(NamedTuple):
 
 @dataclass
 class StateCounters:
-    """States kept, begun with, and gone since the record began: with their pages, or to make room for others."""
+    """States stored, loaded and evicted (with their pages, or to make room for others) since the record began."""
 
     kept: int = 0
     loaded: int = 0
@@ -42,7 +45,7 @@ class StateCounters:
 
 
 class StateCache:
-    """`count` places for states, numbered from 1."""
+    """Allocates `count` state slots, numbered from 1, to nodes of the prefix cache."""
 
     def __init__(self, cache: PrefixCache, page_size: int, count: int) -> None:
         self.counters = StateCounters()
@@ -52,8 +55,8 @@ class StateCache:
         # Least recently used first.
         self._probationary: OrderedDict[int, Node] = OrderedDict()
         self._protected: OrderedDict[int, Node] = OrderedDict()
-        self._due: set[int] = set()  # kept by the pass that is being planned
-        self._lost: list[int] = []  # of these, what went with its pages: the pass still writes there
+        self._due: set[int] = set()  # stored by the pass that is being planned
+        self._lost: list[int] = []  # those of `_due` whose pages were evicted: the pass still writes to their slots
         cache.dropped = self._forget
 
     def __len__(self) -> int:
@@ -71,7 +74,7 @@ class StateCache:
         return Found(self._cache.hold(path), state, branch)
 
     def use(self, state: int) -> None:
-        """A prompt begins with it."""
+        """Record that a prompt starts from this state, which protects it."""
         part = self._probationary if state in self._probationary else self._protected
         self._protected[state] = part.pop(state)
         self.counters.loaded += 1
@@ -92,24 +95,24 @@ class StateCache:
         return node.state
 
     def planned(self) -> None:
-        """The pass is launched: what it keeps is there for those behind it."""
+        """The planned pass is launched: later passes can load what it stores."""
         self._due.clear()
         self._free += self._lost
         self._lost.clear()
 
     def _make_room(self, is_branch: bool) -> bool:
-        """Give the least recently used one up. A guess takes the place of another guess, if there is any."""
+        """Evict the least recently used state. A state at a chunk end replaces another one of its kind, if any."""
         parts = [part for part in (self._probationary, self._protected) if part]
         oldest = [next(iter(part.items())) for part in (parts if is_branch else parts[:1])]
-        for place, node in oldest:
-            if place not in self._due:
+        for slot, node in oldest:
+            if slot not in self._due:
                 self._forget(node)
                 return True
         return False
 
     def _forget(self, node: Node) -> None:
-        place, node.state = node.state, 0
-        if place:
-            (self._probationary if place in self._probationary else self._protected).pop(place)
-            (self._lost if place in self._due else self._free).append(place)
+        slot, node.state = node.state, 0
+        if slot:
+            (self._probationary if slot in self._probationary else self._protected).pop(slot)
+            (self._lost if slot in self._due else self._free).append(slot)
             self.counters.evicted += 1

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specbatch.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.weight import SIDE
-from specbatch.models.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
 from specbatch.models.fp8 import left_plain, unconverted, with_scales
 from specbatch.models.rope import Rope, read_rope
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specbatch.config_values import names_of
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import Heads
@@ -19,7 +20,6 @@ from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight, halves
 from specbatch.models.config import ModelConfig
-from specbatch.models.config_values import names_of
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.layers import Reader
 

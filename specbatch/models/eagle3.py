@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from specbatch.config_values import count_of, flag_of, places_of, table_of
 from specbatch.errors import refuse
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.models.config import ModelConfig
-from specbatch.models.config_values import count_of, flag_of, places_of, table_of
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import (
     EMBEDDING,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from specbatch.config_values import names_of, table_of
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.weight import SIDE
-from specbatch.models.config_values import names_of, table_of
 
 SCALES = "_scale_inv"
 # Never converted: convolutions and routers; embedding and head are excluded by their names.

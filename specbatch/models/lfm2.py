@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specbatch.config_values import count_of, flag_of, names_of, places_of, positive_of, spelled
 from specbatch.kernels.attention.qkv import Heads
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
-from specbatch.models.config_values import count_of, flag_of, names_of, places_of, positive_of, spelled
 from specbatch.models.layers import Attention, Layer, Mixer, Reader, SwiGlu, Tables
 from specbatch.models.moe import Shapes
 from specbatch.models.recurrent import ShortConv, taps_of, window_shapes

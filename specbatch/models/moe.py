@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from specbatch.config_values import count_of, places_of, spelled
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import SIDE, Weight, behind
 from specbatch.kernels.moe.experts import Activation, Experts, shared_slices, token_bytes
 from specbatch.kernels.moe.routing import Routing
-from specbatch.models.config_values import count_of, places_of, spelled
 from specbatch.models.layers import Reader
 
 Shapes = dict[str, tuple[int, ...]]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from specbatch.config_values import count_of, flag_of, limits_of, names_of, positive_of, spelled
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.moe.experts import Experts, token_bytes
@@ -18,7 +19,6 @@ from specbatch.kernels.moe.routing import Routing
 from specbatch.kernels.recurrent.mamba2 import SsdHeads
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig
-from specbatch.models.config_values import count_of, flag_of, limits_of, names_of, positive_of, spelled
 from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables
 from specbatch.models.moe import MoeMlp, Shapes, with_shared
 from specbatch.models.recurrent import Mamba2, taps_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from specbatch.config_values import flag_of
 from specbatch.models import llama
 from specbatch.models.config import ModelConfig
-from specbatch.models.config_values import flag_of
 from specbatch.models.layers import Layer, Reader, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from specbatch.config_values import count_of, flag_of, names_of, positive_of, table_of
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import Heads
 from specbatch.kernels.gemm.fp8_linear import SideBySide, linear
@@ -20,7 +21,6 @@ from specbatch.kernels.gemm.weight import SIDE, Weight, below
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
-from specbatch.models.config_values import count_of, flag_of, names_of, positive_of, table_of
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
 from specbatch.models.recurrent import GatedDelta, taps_of

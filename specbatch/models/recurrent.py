@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbatch.config_values import count_of
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
 from specbatch.kernels.recurrent.short_conv import MOST_TAPS, conv_prefill, conv_verify
 from specbatch.memory.recurrent_state import StateShape
-from specbatch.models.config_values import count_of
 from specbatch.models.layers import Tensors
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ def test_every_page_but_page_0_can_be_taken() -> None:
 def test_more_than_is_free_raises_and_takes_nothing() -> None:
     pool = PagePool(3)
     pool.take(2)
-    with pytest.raises(RuntimeError, match="2 pages asked, 1 free"):
+    with pytest.raises(RuntimeError, match="2 pages requested, 1 free"):
         pool.take(2)
     assert pool.free == 1
 

@@ -1,7 +1,7 @@
-"""Single values of a config.json: of the kind that is expected, or refused by their key.
+"""Typed reads of single values of a model's config.json. A value of another type or range is refused by its key.
 
-A default stands for what is missing or null; without one a value must be there. `where` is the table that a value
-stands in, for a refusal.
+The default replaces a missing or null value; without a default the value is required. `where` names the enclosing
+table, for the error message.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from specbatch.errors import refuse
 
 _COUNTS = 2**31 - 1  # what int32 holds
-_TINY, _HUGE = 1e-30, 1e30  # beyond, sums and products leave float32
+_TINY, _HUGE = 1e-30, 1e30  # beyond these, sums and products overflow or underflow float32
 _WRITTEN = {"Infinity": math.inf, "-Infinity": -math.inf}  # transformers 5 writes {"__float__": "Infinity"}
 
 
 def spelled(config: dict[str, Any], *keys: str) -> str:
-    """Of the keys that mean the same the first that has a value, or the first."""
+    """The first of several synonymous keys that has a value; the first key if none has."""
     return next((key for key in keys if config.get(key) is not None), keys[0])
 
 
@@ -68,33 +68,32 @@ def positive_of(
 
 
 def flag_of(config: dict[str, Any], key: str, default: bool = False) -> bool:
-    """What is true or false under `key`."""
+    """The boolean under `key`."""
     value = config.get(key)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise refuse(key, value, "the config must say true or false")
+        raise refuse(key, value, "use true or false")
     return value
 
 
 def names_of(config: dict[str, Any], key: str) -> list[str] | None:
-    """The list of strings under `key`; None where it is missing or null."""
+    """The list of strings under `key`; None if it is missing or null."""
     return _listed(config, key, "names", lambda item: isinstance(item, str))
 
 
 def places_of(config: dict[str, Any], key: str) -> list[int] | None:
-    """The list of whole numbers from 0 under `key`; None where it is missing or null."""
+    """The list of whole numbers from 0 under `key`; None if it is missing or null."""
     return _listed(config, key, "whole numbers from 0", lambda item: _is_count(item, 0))
 
 
 def positives_of(config: dict[str, Any], key: str) -> list[float] | None:
-    """The list of positive numbers under `key`; None where it is missing or null."""
+    """The list of positive numbers under `key`; None if it is missing or null."""
     return _listed(config, key, "positive numbers", lambda item: _is_number(item, _TINY, _HUGE))
 
 
 def limits_of(config: dict[str, Any], key: str) -> tuple[float, float] | None:
-    """The least and the greatest that something may be, where the greatest may be infinite; None where they are missing
-    or null."""
+    """The lower and upper limit under `key`, of which the upper may be infinite; None if missing or null."""
     found = config.get(key)
     if found is None:
         return None
@@ -118,7 +117,7 @@ def _is_count(value: Any, least: int, most: int = _COUNTS) -> bool:
 
 
 def _is_number(value: Any, least: float, most: float) -> bool:
-    """NaN is none, and neither is true."""
+    """NaN and booleans are not numbers here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
