@@ -178,9 +178,7 @@ def test_a_second_look_is_taken_as_the_run_was(
     seen: list[bool] = []
     monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
     monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", 1)
-    monkeypatch.setattr(
-        FeatureChain, "diagnose", lambda *_: seen.append(dispatch.rounds(torch.zeros(1).half())) or ""
-    )
+    monkeypatch.setattr(FeatureChain, "diagnose", lambda *_: seen.append(dispatch.rounds(torch.zeros(1).half())) or "")
     engine = build(NEXT, speculation=Speculation("mtp", draft_tokens=2), float8_activations=on)
     engine.generate(PROMPTS, PARAMS)
     assert seen == [on]
