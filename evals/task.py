@@ -1,7 +1,10 @@
-"""Finding a task, giving it its questions and examples, and refusing what this engine cannot score.
+"""Loads an lm-eval task with its questions and few-shot examples, and rejects tasks that the engine cannot score.
 
-Known tasks (GSM8K and GSM8K-Platinum as the installed lm-eval defines them, and our own in `tasks/`) are found in
-milliseconds; any other task of lm-eval costs its scan of all task files, about ten seconds.
+GSM8K, GSM8K-Platinum (as the installed lm-eval defines them) and the tasks in `tasks/` load in milliseconds. For any
+other task lm-eval scans all of its task files, which takes about ten seconds.
+
+The GSM8K tasks never wait for the hub. Their rows come from `data` if given, else from the local cache of the hub, else
+from the question sets bundled with the package.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import refuse
-from specbatch.evals.data import QuestionFile, read_questions, refuse_shared
+from specbatch.jobs.questions import Questions, bundled_questions, read_questions, refuse_shared
 
 EMBEDDED = "one_digit_sums"
 CHOICES = "one_digit_choices"
 FROM_FILE = ("gsm8k", "gsm8k_platinum")  # lm-eval's folders; their tasks need a question and an answer, no more
+_BUNDLED = {"openai/gsm8k": "gsm8k", "madrylab/gsm8k-platinum": "gsm8k_platinum"}  # data set on the hub: bundled rows
 REASONING = "reasoning_gym:"
 GENERATING = "generate_until"
 ROLLING = "loglikelihood_rolling"
@@ -81,9 +85,14 @@ def load_task(
     with quiet():
         seed_globals()
         manager, spec = _find(name, kinds)
-        if scored is not None:
-            spec = _with_rows(name, manager, scored, shots)
-        task = _load(name, manager, spec, kinds)
+        config = _file_config(manager, name)
+        with _offline() if config is not None else nullcontext():
+            if config is not None and scored is None and not _is_cached(config):
+                scored = bundled_questions(_BUNDLED[config["dataset_path"]])
+                shots = None if _has_own_shots(config) else bundled_questions("gsm8k_train")
+            if scored is not None:
+                spec = _with_rows(name, config, scored, shots)
+            task = _load(name, manager, spec, kinds)
         task.set_fewshot_seed(seed=seed)
     count = _set_fewshot(name, task, num_fewshot)
     source = str(scored) if scored is not None else _origin(task)
@@ -157,21 +166,55 @@ def _find(name: str, kinds: Collection[str]) -> tuple[Any, Any]:
     return manager, name
 
 
-def _reads_files(manager: Any, name: str) -> bool:
+def _file_config(manager: Any, name: str) -> dict[str, Any] | None:
+    """lm-eval's definition of a task whose rows can come from a file; None for any other task."""
     entry = manager.task_index.get(name)
-    return entry is not None and entry.yaml_path is not None and entry.yaml_path.parent.name in FROM_FILE
+    if entry is None or entry.yaml_path is None or entry.yaml_path.parent.name not in FROM_FILE:
+        return None
+    return deepcopy(dict(entry.cfg))
 
 
-def _with_rows(name: str, manager: Any, scored: QuestionFile, shots: QuestionFile | None) -> dict[str, Any]:
-    """The task as lm-eval defines it, with the rows of files in place of its data set.
+def _has_own_shots(config: dict[str, Any]) -> bool:
+    return "samples" in (config.get("fewshot_config") or {})
 
-    Without a file of examples they come from the scored file, as in gsm8k_platinum: lm-eval leaves out the scored row
-    when both splits have one name.
+
+def _is_cached(config: dict[str, Any]) -> bool:
+    """Whether the local cache of the hub holds the task's data set. To be called within `_offline`."""
+    import datasets
+
+    try:
+        datasets.load_dataset(config["dataset_path"], config["dataset_name"])
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Let the hub's libraries use their local cache only; the environment variable is read when they are imported."""
+    import datasets
+    import huggingface_hub
+
+    modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module in modules:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+def _with_rows(name: str, config: dict[str, Any] | None, scored: Questions, shots: Questions | None) -> dict[str, Any]:
+    """The task as lm-eval defines it, with other rows in place of its data set.
+
+    Without `shots` the examples come from the scored rows, as lm-eval's gsm8k_platinum does: lm-eval leaves out the
+    scored row when both splits have the same name.
     """
-    if not _reads_files(manager, name):
+    if config is None:
         raise refuse("data", str(scored.path), f"task {name} brings its own questions; leave it out or use gsm8k")
-    config: dict[str, Any] = deepcopy(manager.task_index[name].cfg)
-    own_shots = "samples" in (config.get("fewshot_config") or {})
+    own_shots = _has_own_shots(config)
     if shots is not None and own_shots:
         raise refuse("fewshot_data", str(shots.path), f"task {name} brings its own examples; leave it out")
     rows = {"test": scored.rows}
@@ -195,8 +238,7 @@ def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> Any:
         loaded = manager.load([spec])["tasks"]
     except OSError as error:  # what `datasets` raises when neither its cache nor the hub has the rows
         path = manager.task_index[name].cfg.get("dataset_path", "its data")
-        file = "give --data FILE (JSONL of question/answer), " if _reads_files(manager, name) else ""
-        works = f"{file}go online, or run the embedded task {EMBEDDED}, which needs no network"
+        works = f"go online, or use a task that needs no network: gsm8k, gsm8k_platinum or {EMBEDDED}"
         reason = f"{path} is not in the local cache and the hub cannot be reached"
         raise refuse("task", name, f"{reason}; {works}") from error
     except (ImportError, RuntimeError) as error:
@@ -240,7 +282,7 @@ def _origin(task: Any) -> str:
     return " ".join(str(part) for part in parts if part) if task.config.dataset_path else "made by the task"
 
 
-def _fewshot_source(task: Any, data_source: str, shots: QuestionFile | None) -> str:
+def _fewshot_source(task: Any, data_source: str, shots: Questions | None) -> str:
     if shots is not None:
         return str(shots)
     if _leaves_scored_out(task):

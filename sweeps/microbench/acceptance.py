@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
-from specbatch.evals.data import read_questions
+from specbatch.jobs.questions import read_questions
 from specbatch.sweeps.microbench.runner import Row, Table
 
 DRAFTS = {

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import lm_eval.tasks
 import pytest
 
@@ -14,6 +15,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.evals.prompts import task_prompts
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.evals.task import EvalTask, load_task
+from specbatch.jobs.questions import bundled_questions
 
 OTHER = """
 task: {name}
@@ -87,7 +89,7 @@ def test_files_give_the_prompts_of_the_hub(make_engine: Any, hub: Any, scored_fi
     assert from_files.prompts_sha256 == from_hub.prompts_sha256
     assert from_hub.data_source == "openai/gsm8k main test"
     assert from_hub.fewshot_source == "the task's train rows"
-    assert from_files.fewshot_source.startswith("shots.jsonl (12 rows")
+    assert from_files.fewshot_source.startswith("shots.jsonl (12 questions")
     assert all(prompt.count("Question: ") == 6 for prompt in prompts)
     assert [row["prompt_hash"] for row in from_files.questions] == [row["prompt_hash"] for row in from_hub.questions]
 
@@ -186,17 +188,46 @@ def test_files_that_do_not_go_together(scored_file: Path, shots_file: Path) -> N
         load("one_digit_sums", data=scored_file)
 
 
-def test_without_data_and_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(**_: Any) -> None:
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache is empty, and any attempt to reach the hub fails the test."""
+
+    def load_dataset(*_: Any, **__: Any) -> None:
+        assert datasets.config.HF_HUB_OFFLINE
+        assert huggingface_hub.constants.HF_HUB_OFFLINE
         raise ConnectionError("Couldn't reach it")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(SpecbatchError) as refused:
-        load("gsm8k")
-    assert str(refused.value) == (
-        "task='gsm8k': openai/gsm8k is not in the local cache and the hub cannot be reached; give --data FILE (JSONL "
-        "of question/answer), go online, or run the embedded task one_digit_sums, which needs no network"
-    )
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "shots"),
+    [
+        ("gsm8k", "1,319", "bundled gsm8k train (200 questions, sha256 03a8e89683ff)"),
+        ("gsm8k_platinum", "1,209", "bundled gsm8k train (200 questions, sha256 03a8e89683ff)"),
+        ("gsm8k_cot", "1,319", "the task's own fixed examples"),
+        ("gsm8k_cot_zeroshot", "1,319", "none"),
+    ],
+)
+def test_bundled_rows_where_the_cache_has_none(empty_cache: None, name: str, rows: str, shots: str) -> None:
+    task = load(name)
+    source = "bundled gsm8k_platinum test" if name == "gsm8k_platinum" else "bundled gsm8k test"
+    assert task.data_source.startswith(f"{source} ({rows} questions, sha256 ")
+    assert task.fewshot_source == shots
+    assert len(task.task.eval_docs) == int(rows.replace(",", ""))
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_bundled_examples_are_training_rows(empty_cache: None, make_engine: Any) -> None:
+    engine = make_engine(lambda prompt: " 1")
+    report = run_eval(engine, EvalOptions("gsm8k_platinum", limit=3))
+    training = {row["question"] for row in bundled_questions("gsm8k_train").rows}
+    for prompt in prompts_of(engine):
+        *shots, asked = (part.split("\nAnswer:")[0] for part in prompt.split("Question: ")[1:])
+        assert len(shots) == 5
+        assert training.issuperset(shots)
+        assert asked not in training
+    assert report.settings()["data_source"] == str(bundled_questions("gsm8k_platinum"))
 
 
 def test_any_other_generating_task(other_tasks: None, make_engine: Any) -> None:
@@ -246,7 +277,7 @@ def test_known_tasks_need_no_scan(monkeypatch: pytest.MonkeyPatch, scored_file: 
 
 
 def test_importing_costs_nothing() -> None:
-    modules = "run, report, task, data, reasoning, tasks.one_digit_sums"
+    modules = "run, report, task, reasoning, tasks.one_digit_sums"
     code = "".join(f"import specbatch.evals.{name.strip()}\n" for name in modules.split(","))
     heavy = ("torch", "lm_eval", "datasets", "pandas", "transformers", "tabulate")
     code += f"import sys; print([name for name in {heavy} if name in sys.modules])"

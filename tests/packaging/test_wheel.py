@@ -52,7 +52,7 @@ def test_the_top_level_is_specbatch(wheel):
 def test_every_file_of_the_rooms_is_in_the_wheel(wheel):
     for room in ROOMS:
         for path in (ROOT / room).rglob("*"):
-            if path.suffix not in (".py", ".yaml", ".jinja", ".typed") and path.name != "py.typed":
+            if path.suffix not in (".py", ".yaml", ".jinja", ".gz") and path.name not in ("py.typed", "LICENSE"):
                 continue
             inside = path.relative_to(ROOT).as_posix()
             assert (inside if room == "specbatch" else f"specbatch/{inside}") in wheel

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.evals.data import QuestionFile, read_questions, refuse_shared
+from specbatch.jobs.questions import BUNDLED, Questions, bundled_questions, read_questions, refuse_shared
 
 GOOD = '{"question": "a?", "answer": "1"}'
 
@@ -17,7 +17,7 @@ def test_keeps_question_and_answer_and_skips_blank_lines(tmp_path: Path) -> None
     found = read_questions("data", path)
     assert found.rows == [{"question": "a?", "answer": "1"}, {"question": "b?", "answer": "zwölf"}]
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert str(found) == f"rows.jsonl (2 rows, sha256 {found.sha256[:12]})"
+    assert str(found) == f"rows.jsonl (2 questions, sha256 {found.sha256[:12]})"
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,28 @@ def test_refuses_a_file_that_is_not_there_or_is_a_folder(tmp_path: Path) -> None
 
 
 def test_an_example_must_not_be_scored() -> None:
-    scored = QuestionFile(Path("a.jsonl"), [{"question": "one?", "answer": "1"}], "0" * 64)
-    other = QuestionFile(Path("b.jsonl"), [{"question": "two?", "answer": "2"}], "0" * 64)
-    same = QuestionFile(Path("b.jsonl"), [*other.rows, {"question": " one?\n", "answer": "uno"}], "0" * 64)
+    scored = Questions(Path("a.jsonl"), "a.jsonl", [{"question": "one?", "answer": "1"}], "0" * 64)
+    other = Questions(Path("b.jsonl"), "b.jsonl", [{"question": "two?", "answer": "2"}], "0" * 64)
+    same = Questions(Path("b.jsonl"), "b.jsonl", [*other.rows, {"question": " one?\n", "answer": "uno"}], "0" * 64)
     refuse_shared(scored, other)
     with pytest.raises(SpecbatchError, match=r"fewshot_data='b.jsonl': 1 of its questions"):
         refuse_shared(scored, same)
+
+
+def test_bundled_questions_are_the_published_ones() -> None:
+    found = {name: bundled_questions(name) for name in BUNDLED}
+    assert {name: len(item.rows) for name, item in found.items()} == {
+        "gsm8k": 1319,
+        "gsm8k_platinum": 1209,
+        "gsm8k_train": 200,
+    }
+    assert str(found["gsm8k"]) == "bundled gsm8k test (1,319 questions, sha256 3730d312f6e3)"
+    readme = (found["gsm8k"].path.parent / "README.md").read_text()
+    for item in found.values():
+        assert f"| `{item.path.name}` | {len(item.rows):,} | `{item.sha256}` |" in readme
+        assert item.path.read_bytes()[4:8] == bytes(4), "the gzip header must hold no timestamp"
+        assert all("#### " in row["answer"] for row in item.rows)
+    for scored in ("gsm8k", "gsm8k_platinum"):
+        refuse_shared(found[scored], found["gsm8k_train"])
+    questions = {row["question"] for row in found["gsm8k"].rows}
+    assert all(row["question"] in questions for row in found["gsm8k_platinum"].rows)
