@@ -1,4 +1,4 @@
-"""What this machine has, what runs on it and what does not, and why."""
+"""`specbatch doctor`: shows the environment, the devices and which features run here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from importlib.util import find_spec
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
+from specbatch.cli.options import Json
+from specbatch.cli.output import show
 from specbatch.records.environment import hardware, versions
 
 HUB = ("huggingface.co", 443)
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show the environment, the devices and which features run on this machine, with reasons."""
+    found = examine()
+    show(report(found), found, as_json=as_json)
 
 
 def examine() -> dict[str, Any]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
 
 
+RUN_HELP = "A folder of sweep, bench, eval or check, a part of one, or OUT.jsonl of generate."
+
+
 @contextmanager
 def open_engine(config: EngineConfig) -> Iterator[Engine]:
     """An engine whose plan, and progress in recording graphs, go to standard error."""

@@ -33,7 +33,7 @@ REFUSED = [
     ("sweep --repeats 0", [], "repeats=0:"),
     ("sweep --input-len 0", [], "input_len=0:"),
     ("sweep --output-len -1", [], "output_len=-1:"),
-    ("sweep --input-len 64-", [], "input_len='64-': use a whole number of at least 1, or the fewest and the most"),
+    ("sweep --input-len 64-", [], "input_len='64-': use a whole number of at least 1, or a range such as 64-256"),
     ("sweep --input-len 64-32", [], "input_len='64-32': the fewest come first; use 32-64"),
     ("sweep --dataset {in} --output-len 3-4", [GOOD], "text ends by itself"),
     ("sweep --burst some", [], "burst='some': use a whole number of at least 1, or all"),

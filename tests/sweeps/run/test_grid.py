@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specbatch.cli.measure import _engines
 from specbatch.cli.options import EngineOptions
+from specbatch.cli.sweep import _engines
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.points import PLAN, check_plan, plan_of, points, save, unfinished

@@ -1,0 +1,96 @@
+"""`specbatch bench`: measures the engine against the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from specbatch.cli.options import EngineOptions, Json, takes_engine
+from specbatch.cli.output import fresh_folder, say, show
+from specbatch.cli.values import is_given, names, whole_numbers
+from specbatch.progress import progress
+
+# Options of the engine that each point of `bench` sets itself.
+_SET_BY_POINTS = ("spec", "decode_graph", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")
+
+
+@takes_engine(without=_SET_BY_POINTS)
+def bench(
+    context: typer.Context,
+    engine: EngineOptions,
+    sections: Annotated[str, Option(help="Some of machine, decode, closed, ttft, verify.")] = (
+        "machine,decode,closed,ttft,verify"
+    ),
+    configs: Annotated[
+        str | None,
+        Option(
+            help="Some of v1, v2, v2+piecewise, for closed, ttft and (prompts play no part) decode; verify is always "
+            "v2. With drafts also baseline, which has none. Default: what the device can."
+        ),
+    ] = None,
+    decode_graph: Annotated[
+        str | None, Option(metavar="whole|off", help="Default: whole on a CUDA device, off on a CPU.")
+    ] = None,
+    batch: Annotated[str, Option(help="Batch sizes of a decode step.")] = "1,32,128",
+    verify_batch: Annotated[str, Option(help="Batch sizes of a verify of 16 rows.")] = "1,32",
+    decode_tokens: Annotated[int, Option(help="Prompt tokens before a decode or verify step.")] = 512,
+    new_tokens: Annotated[
+        str, Option(help="Of the two runs whose difference is a step; with drafts the longer alone.")
+    ] = "32,288",
+    concurrency: Annotated[str, Option(help="Requests that a closed loop keeps unfinished.")] = "1,8,32,128",
+    input_len: Annotated[int, Option(help="Prompt tokens in a closed loop.")] = 1024,
+    output_len: Annotated[int, Option(help="New tokens in a closed loop.")] = 256,
+    ttft_tokens: Annotated[str, Option(help="Prompt tokens of a request alone.")] = "128,1024,8192",
+    repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 3,
+    peers: Annotated[Path | None, Option(help="CSV of other engines' figures to show beside ours.")] = None,
+    output: Annotated[
+        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/bench-TIME.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the engine against the device: decode and verify steps, closed loops, time to the first token.
+
+    specbatch bench --model qwen3-8b --load-format dummy
+
+    specbatch bench --model toy --load-format dummy --batch 1,4 --sections decode --repeats 1
+
+    specbatch bench --model qwen3-8b --load-format dummy --algorithm eagle3 --draft dummy --simulate-accept-length 2.4
+
+    With --algorithm or --draft a baseline without drafts is compared with v1, v2 and v2+piecewise, which draft;
+    section verify is left out.
+
+    Exit status 1 if a point failed; the table says why. Default sizes too long for the model are left out, others are
+    refused.
+    """
+    from specbatch.sweeps.bench.bench import run_bench
+    from specbatch.sweeps.bench.peers import read_peers
+    from specbatch.sweeps.bench.plan import LENGTHS, BenchOptions
+    from specbatch.sweeps.bench.tables import load_records, table
+
+    options = BenchOptions(
+        sections=names(sections),
+        configs=None if configs is None else names(configs),
+        decode_graph=decode_graph,
+        batch=whole_numbers("batch", batch),
+        verify_batch=whole_numbers("verify_batch", verify_batch),
+        decode_tokens=decode_tokens,
+        new_tokens=whole_numbers("new_tokens", new_tokens),
+        concurrency=whole_numbers("concurrency", concurrency),
+        input_len=input_len,
+        output_len=output_len,
+        ttft_tokens=whole_numbers("ttft_tokens", ttft_tokens),
+        repeats=repeats,
+        asked=frozenset(
+            name for group in (*LENGTHS.values(), ("sections",)) for name in group if is_given(context, name)
+        ),
+    )
+    beside = read_peers(peers) if peers is not None else ""
+    with fresh_folder(output, "bench") as folder, progress("bench") as report:
+        text = run_bench(engine.config(compares=True), options, folder, peers=beside, log=say, report=report)
+    rows = table(load_records(folder))
+    show(f"{text}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    if any(row["failed"] for row in rows):
+        raise typer.Exit(1)

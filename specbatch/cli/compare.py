@@ -1,0 +1,48 @@
+"""`specbatch compare`: shows what changed from one run to another. Reads records and loads no model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from specbatch.cli.options import Json
+from specbatch.cli.output import RUN_HELP, fresh_folder, show
+
+
+def compare(
+    before: Annotated[Path, Argument(metavar="A", help=RUN_HELP)],
+    after: Annotated[Path, Argument(metavar="B", help="The same of the run to be held against it.")],
+    output: Annotated[
+        Path | None, Option("--output", "--out", help="New folder for summary.md, summary.csv, compare.json.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what changed from run A to run B, and whether the numbers show a difference.
+
+    specbatch compare out/before out/after
+
+    specbatch compare out/sweep/v1 out/sweep/v2
+
+    specbatch compare out/eval-before out/eval-after --json
+
+    Every metric has a 95% interval: over repeats where both runs have some, else over the prompts, which pair; answers
+    pair by question. What got worse is marked (regression); an interval with zero in it shows no difference. Times
+    are judged only where both runs took turns: in a sweep with --repeats 3, or in A/1 B/1 A/2 B/2 for two versions.
+
+    Runs of different models, prompts or lengths are refused, with what differs.
+    """
+    import json
+
+    from specbatch.atomic_file import write_atomic
+    from specbatch.sweeps.compare import compare as run
+
+    with nullcontext() if output is None else fresh_folder(output, "compare") as folder:
+        result = run(before, after)
+        if folder is not None:
+            write_atomic(folder / "summary.md", result.markdown())
+            write_atomic(folder / "summary.csv", result.csv())
+            write_atomic(folder / "compare.json", json.dumps(result.as_dict(), indent=2) + "\n")
+    show(result.markdown(), result.as_dict(), as_json=as_json)

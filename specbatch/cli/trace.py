@@ -1,0 +1,48 @@
+"""`specbatch trace`: records decode steps as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from specbatch.cli.options import EngineOptions, Json, takes_engine
+from specbatch.cli.output import fresh_folder, open_engine, show
+from specbatch.errors import at_least
+
+
+@takes_engine()
+def trace(
+    engine: EngineOptions,
+    steps: Annotated[int, Option(help="Iterations to record.")] = 20,
+    batch: Annotated[int, Option(help="Requests that decode together.")] = 1,
+    input_len: Annotated[int, Option(help="Random prompt tokens of each.")] = 128,
+    output: Annotated[
+        Path | None, Option("--output", "--out", help="New folder for the trace. Default: out/trace-TIME.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Record some decode steps: a Chrome trace, kernels by time, and every line at which the host waited.
+
+    specbatch trace --spec v2 --steps 20
+
+    specbatch trace --model qwen3-8b --load-format dummy --decode-graph whole --batch 32
+
+    Open trace.json in chrome://tracing or ui.perfetto.dev.
+    """
+    from specbatch.atomic_file import write_atomic
+    from specbatch.engine.trace import text
+    from specbatch.engine.trace import trace as record
+    from specbatch.sweeps.run.workloads import Workload
+
+    for name, value in (("steps", steps), ("batch", batch), ("input_len", input_len)):
+        at_least(name, value, 1)
+    config = engine.config(concurrency=batch, prefix_cache=False)
+    workload = Workload(input_len=input_len, prompts_per_concurrency=1, seed=engine.seed)
+    with fresh_folder(output, "trace") as folder, open_engine(config) as running:
+        result = record(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
+        write_atomic(folder / "summary.md", text(result) + "\n")
+        write_atomic(folder / "summary.json", json.dumps(result, indent=2) + "\n")
+    show(f"{text(result)}\n\nresults: {folder}", {"output": str(folder), **result}, as_json=as_json)

@@ -1,0 +1,68 @@
+"""Runs the sweep of one model in a process of its own, so that nothing of it stays in memory for the next model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from specbatch.config import EngineConfig
+from specbatch.errors import SpecbatchError
+from specbatch.progress import progress
+
+if TYPE_CHECKING:
+    from specbatch.sweeps.run.runner import SweepOptions
+
+Log = Callable[[str], None]
+
+
+def run_in_process(engines: Mapping[str, EngineConfig], options: SweepOptions, folder: Path, *, log: Log) -> int:
+    """Run a sweep into `folder` and return the exit status of its process: 0, or 2 for a user's mistake, which the
+    process has logged.
+
+    log: a function of a module, as it is pickled. Raises KeyboardInterrupt after the process has written its summary.
+    """
+    folder.mkdir(exist_ok=True)
+    process = get_context("spawn").Process(target=_run, args=(dict(engines), options, folder, log))
+    process.start()
+    stopped = False
+    while process.exitcode is None:
+        try:
+            process.join()
+        except KeyboardInterrupt:
+            stopped = True
+            process.terminate()  # the process writes its summary first; a second signal ends it at once
+    if stopped:
+        raise KeyboardInterrupt(f"finished points are kept in {folder.parent}; the same command continues")
+    return process.exitcode
+
+
+def _run(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path, log: Log) -> None:
+    # Ctrl-C in a terminal signals both processes, `kill` only the parent: this process obeys the parent alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    Thread(target=_exit_with_parent, daemon=True).start()
+    try:
+        from specbatch.sweeps.run.runner import run_sweep
+
+        with progress("sweep") as report:
+            run_sweep(engines, options, folder, log=log, report=report)
+    except SpecbatchError as error:
+        log(f"error: {error}")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt as stop:
+        for line in stop.args:
+            log(line)
+        raise SystemExit(130) from None
+
+
+def _exit_with_parent() -> None:
+    """If the parent is killed and started again, this process must not measure beside the new one."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
