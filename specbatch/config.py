@@ -1,10 +1,14 @@
-"""What an engine is asked to be. Every illegal combination is refused here, before anything is loaded."""
+"""Engine configuration: `EngineConfig` with its parts `Speculation` and `Graphs`.
+
+Each field carries its help text, choices and least value, from which the command line derives its options. Illegal
+combinations are rejected here, before anything is loaded.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, Algorithm, algorithms_with
@@ -21,53 +25,86 @@ KV_DTYPES = ("auto", "fp8")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 
 
-def _choice(setting: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise refuse(setting, value, f"use one of {', '.join(allowed)}")
+def _setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, least: int | None = None) -> Any:
+    """A field with its help text; `choices` are its only values, `least` is the smallest one of a whole number."""
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least})
+
+
+def _check_fields(config: Any, prefix: str = "") -> None:
+    """Reject values outside the fields' `choices` and below their `least`. `prefix` is put before a field's name."""
+    for item in fields(config):
+        setting, value = f"{prefix}{item.name}", getattr(config, item.name)
+        choices, least = item.metadata.get("choices"), item.metadata.get("least")
+        if choices is not None and value not in choices:
+            raise refuse(setting, value, f"use one of {', '.join(choices)}")
+        if least is not None and (value is not None or item.default is not None):
+            at_least(setting, value, least)
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How tokens are drafted and when the host learns of them.
+    """How tokens are drafted, and when the host reads the results.
 
-    algorithm     "none" is plain decoding: the same iteration with zero drafted tokens; "nextn" means "mtp"
-    schedule      "v1" waits for each result before it plans the next iteration, "v2" handles it one step late
-    draft         for "standalone": a model of the same vocabulary, or "self:skip=12-15", the target without
-                  those layers (inclusive ranges, comma separated), sharing its weights; for "eagle", "eagle3" and
-                  "dflash": what was made for the target, a folder or hub id (with random weights: "dummy" or a
-                  config.json); "mtp" lies in the target
-    draft_tokens  tokens drafted per verify, the root not counted (a verify runs draft_tokens + 1 rows); None for
-                  "dflash": as many as the draft's blocks hold. "auto": a chain of at most as many as otherwise (or of
-                  draft_steps); how many, 0 included, follows from measured times and acceptance. Where drafts are
-                  drawn (sampled, by a model or a head) a seed's tokens then depend on these times; their law does not
-    draft_steps   draft passes, the depth of a tree; a chain takes draft_tokens of them
-    draft_topk    children per expanded node; 1 is a chain. "ngram": texts merged into a tree
-                  None of the three: the published shape of the algorithm; some: see `draft_shape.shape_of`
-    aux_layers    for "eagle3": layers of the target whose inputs (k: the output of layer k - 1) the head reads, in
-                  place of what its config says
-    draft_rope_theta  for "eagle" and "eagle3": theta of the head's rope, in place of its config's (a config that names
-                  none means 10000; some heads were trained with 10000 whatever they say)
-    ngram_min/max lengths of the suffix that "ngram" looks up, longest first
-    simulate_accept_length  for benchmarks: mean tokens per verify, drawn by a seeded coin instead of comparing drafts
-                  (at most draft_steps + 1; a row that drafts nothing accepts nothing). The output is no model's text.
+    `draft_steps`, `draft_topk` and `draft_tokens` give the shape of a draft. With none of them it is the shape that the
+    algorithm was published with; `draft_shape.shape_of` completes a partial one.
+
+    draft_tokens="auto" drafts chains of at most draft_steps tokens (or the default number), with a length that follows
+    from measured step times and acceptance. Where drafts are sampled by a model or a head, the tokens of a seed then
+    depend on these times; their distribution does not.
+    draft="self:skip=12-15,20-21" names inclusive ranges of layers; such a draft shares the target's weights. A draft
+    with random weights is "dummy" or a config.json. "mtp" takes no draft: its head is part of the target.
+    aux_layers counts as EAGLE-3 heads do: the input of layer k is the output of layer k - 1.
+    draft_rope_theta is for heads trained with theta 10000, which is also the default of a config that names none,
+    whatever their config says.
+    simulate_accept_length is at most draft_steps + 1. A request that drafts nothing accepts nothing, and the generated
+    text is not the model's.
     """
 
-    algorithm: str = NO_SPECULATION
-    schedule: str = "v2"
-    draft: str | None = None
-    draft_tokens: int | Literal["auto"] | None = None
-    draft_steps: int | None = None
-    draft_topk: int | None = None
-    aux_layers: tuple[int, ...] | None = None
-    draft_rope_theta: float | None = None
-    ngram_min: int = 2
-    ngram_max: int = 4
-    simulate_accept_length: float | None = None
+    algorithm: str = _setting(
+        NO_SPECULATION,
+        "Drafting algorithm. none: the baseline, the same iteration without drafts. nextn: another name for mtp.",
+        choices=tuple(ALGORITHMS),
+    )
+    schedule: str = _setting(
+        "v2",
+        "v1: wait for each result before planning the next iteration. v2: read results one iteration late.",
+        choices=SCHEDULES,
+    )
+    draft: str | None = _setting(
+        None,
+        "standalone: a draft model with the same vocabulary, or self:skip=12-15 (the target without those layers). "
+        "eagle, eagle3, dflash: the draft trained for the target (dummy: random weights). A folder, hub id or bundled "
+        "name.",
+    )
+    draft_tokens: int | Literal["auto"] | None = _setting(
+        None,
+        "Tokens drafted per verify step, not counting the root, so that a verify step has one row more. Default: as "
+        "published (SGLang counts the root and writes 4 for 3 here); for dflash, what the draft's blocks hold. auto: "
+        "at most that many and possibly 0, chosen from measured step times and acceptance.",
+    )
+    draft_steps: int | None = _setting(
+        None, "Draft passes: the depth of a tree. A chain takes as many as it has drafted tokens."
+    )
+    draft_topk: int | None = _setting(
+        None, "Children per expanded node; 1 is a chain. ngram: matching continuations merged into a tree."
+    )
+    aux_layers: tuple[int, ...] | None = _setting(
+        None, "eagle3: layers of the target whose inputs the head reads, such as 2,18,33. Default: as its config says."
+    )
+    draft_rope_theta: float | None = _setting(
+        None, "eagle, eagle3: RoPE theta of the head. Default: as its config says."
+    )
+    ngram_min: int = _setting(2, "Shortest suffix that ngram looks up.", least=1)
+    ngram_max: int = _setting(4, "Longest suffix that ngram looks up, and the first one tried.", least=1)
+    simulate_accept_length: float | None = _setting(
+        None,
+        "Benchmarks only: draw the number of tokens per verify step at random, with this mean, instead of comparing "
+        "drafts with the target.",
+    )
 
     def __post_init__(self) -> None:
-        _choice("algorithm", self.algorithm, tuple(ALGORITHMS))
-        _choice("schedule", self.schedule, SCHEDULES)
-        _ = self.shape  # refused where it is impossible
+        _check_fields(self)
+        _ = self.shape  # raises if it is impossible
         if self.draft is not None and not isinstance(self.draft, str):
             raise refuse("draft", self.draft, "name a folder, a hub id, a bundled model or self:skip=FIRST-LAST")
         needed = self.entry.draft
@@ -77,8 +114,6 @@ class Speculation:
             takers = ", ".join(repr(name) for name, entry in ALGORITHMS.items() if entry.draft is not None)
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft; those that do: {takers}")
         self._check_heads()
-        at_least("ngram_min", self.ngram_min, 1)
-        at_least("ngram_max", self.ngram_max, 1)
         if self.ngram_min > 16:
             raise refuse("ngram_min", self.ngram_min, "use at most 16")
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
@@ -149,7 +184,7 @@ class Speculation:
         if mean is None:
             return
         if self.algorithm == NO_SPECULATION:
-            raise refuse("simulate_accept_length", mean, "nothing is drafted; leave it out")
+            raise refuse("simulate_accept_length", mean, "algorithm 'none' drafts nothing; leave it out")
         number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
         most = self.shape.steps + 1
         if not number or not 1 <= mean <= most:
@@ -158,18 +193,21 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Graphs:
-    """CUDA graphs.
+    """CUDA graphs: one per batch size for decode iterations, one set per number of tokens for prefill passes."""
 
-    decode   "whole" records draft, verify, accept and commit as one graph per batch bucket
-    prefill  "piecewise" records what lies between attention layers, one set of graphs per token bucket
-    """
-
-    decode: str = "off"
-    prefill: str = "off"
+    decode: str = _setting(
+        "off",
+        "whole: one CUDA graph for each decode iteration (draft, verify, accept, commit).",
+        choices=DECODE_GRAPHS,
+    )
+    prefill: str = _setting(
+        "off",
+        "piecewise: CUDA graphs for the parts of a prefill pass between attention layers.",
+        choices=PREFILL_GRAPHS,
+    )
 
     def __post_init__(self) -> None:
-        _choice("graphs.decode", self.decode, DECODE_GRAPHS)
-        _choice("graphs.prefill", self.prefill, PREFILL_GRAPHS)
+        _check_fields(self, "graphs.")
 
     def __str__(self) -> str:
         asked = [f"{name} {mode}" for name, mode in asdict(self).items() if mode != "off"]
@@ -184,44 +222,50 @@ class Graphs:
 class EngineConfig:
     """Everything an `Engine` is built from.
 
-    model          a bundled name ("smollm2-135m"), a hub id, a folder, a .gguf file or, with load_format
-                   "dummy", a named shape or a config.json
-    device         "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"
-    dtype          "auto" is float32 on a CPU and the checkpoint's own type on a GPU
-    tokenizer      bundled name, folder or hub id to use in place of the model's own tokenizer
-    max_running    requests that decode at the same time
-    max_model_len  longest prompt + output in tokens; default what the model was made for
-    page_size      tokens per KV page
-    kv_pages       size of the KV pool; default what max_running and max_model_len can need, within memory
-    memory_fraction  share of the free memory of the device that weights and KV may take
-    prefill_chunk  most prompt tokens computed in one step
-    kv_dtype       "auto" is the model's own type, "fp8" keeps keys and values as float8 e4m3
-    float8_activations  where weights are float8 and activations of 16 bits: multiply in float8, activations
-                   rounded with a scale for each row and 128 columns, as `activation_scheme: dynamic` says
-    state_dtype    of the matrix states of recurrent layers: "fp32", "bf16" or "fp16"
-    attention_backend        who computes the attention of prompts: "auto" is the fastest of those installed
-    draft_attention_backend  the same for the draft model
-    seed           for requests without a seed of their own, and for dummy weights
+    float8_activations applies to activations of 16 bits. Each row gets one scale per 128 columns, as a checkpoint's
+    `activation_scheme: dynamic` asks for.
     """
 
-    model: str = "smollm2-135m"
-    device: str = "auto"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    tokenizer: str | None = None
-    max_running: int = 32
-    max_model_len: int | None = None
-    page_size: int = 16
-    kv_pages: int | None = None
-    memory_fraction: float = 0.8
-    prefill_chunk: int = 2048
-    prefix_cache: bool = True
-    kv_dtype: str = "auto"
-    float8_activations: bool = True
-    state_dtype: str = "fp32"
-    attention_backend: str = "auto"
-    draft_attention_backend: str = "auto"
-    seed: int = 0
+    model: str = _setting(
+        "smollm2-135m",
+        "Bundled name, hub id, folder or .gguf file; for dummy weights, a named shape or a config.json.",
+    )
+    device: str = _setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.")
+    dtype: str = _setting(
+        "auto", "Type of the computation. auto: float32 on a CPU, the checkpoint's type on a GPU.", choices=DTYPES
+    )
+    load_format: str = _setting(
+        "auto", "dummy: random weights, for a named shape or a config.json.", choices=LOAD_FORMATS
+    )
+    tokenizer: str | None = _setting(
+        None, "Bundled name, folder or hub id of a tokenizer to use instead of the model's own."
+    )
+    max_running: int = _setting(32, "Requests that decode at the same time.", least=1)
+    max_model_len: int | None = _setting(
+        None, "Longest prompt + output, in tokens. Default: what the model was made for.", least=2
+    )
+    page_size: int = _setting(16, "Tokens per KV page.", least=1)
+    kv_pages: int | None = _setting(
+        None, "Pages in the KV pool. Default: what the requests can need, as far as memory allows.", least=2
+    )
+    memory_fraction: float = _setting(0.8, "Share of the device's free memory for weights and KV pages.")
+    prefill_chunk: int = _setting(2048, "Most prompt tokens computed in one step.", least=1)
+    prefix_cache: bool = _setting(True, "Keep the KV pages of finished prompts for later ones with the same prefix.")
+    kv_dtype: str = _setting(
+        "auto", "Type of the KV cache. auto: the model's type. fp8: FP8 (e4m3).", choices=KV_DTYPES
+    )
+    float8_activations: bool = _setting(
+        True,
+        "Where weights are FP8: quantize activations to FP8 as well, and multiply in FP8.",
+    )
+    state_dtype: str = _setting("fp32", "Type of the matrix states of recurrent layers.", choices=STATE_DTYPES)
+    attention_backend: str = _setting(
+        "auto", "Attention backend for prompts. auto: the fastest one installed.", choices=ATTENTION_BACKENDS
+    )
+    draft_attention_backend: str = _setting(
+        "auto", "Attention backend for the prompts of a draft model.", choices=ATTENTION_BACKENDS
+    )
+    seed: int = _setting(0, "Seed of requests without their own, of random prompts and of dummy weights.", least=0)
     speculation: Speculation = field(default_factory=Speculation)
     graphs: Graphs = field(default_factory=Graphs)
 
@@ -237,20 +281,7 @@ class EngineConfig:
             raise refuse("draft_attention_backend", self.draft_attention_backend, "no model drafts; leave it out")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
-        _choice("dtype", self.dtype, DTYPES)
-        _choice("load_format", self.load_format, LOAD_FORMATS)
-        _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
-        _choice("state_dtype", self.state_dtype, STATE_DTYPES)
-        _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _choice("draft_attention_backend", self.draft_attention_backend, ATTENTION_BACKENDS)
-        at_least("max_running", self.max_running, 1)
-        if self.max_model_len is not None:
-            at_least("max_model_len", self.max_model_len, 2)
-        at_least("page_size", self.page_size, 1)
-        if self.kv_pages is not None:
-            at_least("kv_pages", self.kv_pages, 2)
-        at_least("prefill_chunk", self.prefill_chunk, 1)
-        at_least("seed", self.seed, 0)
+        _check_fields(self)
         for setting in ("prefix_cache", "float8_activations"):
             if not isinstance(getattr(self, setting), bool):
                 raise refuse(setting, getattr(self, setting), "use True or False")

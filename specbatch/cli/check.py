@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +62,7 @@ def check(
         concurrency=concurrency,
         chat_template=chat_template,
     )
-    config = replace(engine, spec=engine.spec or "v2").config(concurrency=concurrency)
+    config = engine.having(spec=engine.spec or "v2").config(concurrency=concurrency)
     with fresh_folder(output, "check") as folder, progress("check") as report:
         result = run_check(config, options, folder, log=say, report=report)
     show(f"{result.markdown()}\n\nresults: {folder}", {"output": str(folder), **result.as_dict()}, as_json=as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,7 +62,7 @@ def evaluate(
 
     if ladder and engine.spec is not None:
         raise refuse("spec", engine.spec, "--ladder runs all of them; leave it out")
-    config = (replace(engine, spec="v2") if ladder else engine).config(concurrency=concurrency, compares=ladder)
+    config = (engine.having(spec="v2") if ladder else engine).config(concurrency=concurrency, compares=ladder)
     with fresh_folder(output, "eval") as folder:
         options = EvalOptions(
             task=task,

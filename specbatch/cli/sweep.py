@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from specbatch.cli.options import EngineOptions, Json, takes_engine
+from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.values import is_given, length, names, whole_number, whole_numbers
 from specbatch.config import EngineConfig
@@ -215,8 +214,8 @@ def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, E
 
     settings["compares"] = True
     if not configs.endswith(SUFFIXES):
-        return named(replace(asked, spec="v2").config(**settings), names(configs))
-    return {name: asked.having(changes, name).config(**settings) for name, changes in read_grid(Path(configs)).items()}
+        return named(asked.having(spec="v2").config(**settings), names(configs))
+    return {name: asked.updated(changes, name).config(**settings) for name, changes in read_grid(Path(configs)).items()}
 
 
 def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[str], bool]) -> HttpEngine | None:
@@ -231,7 +230,7 @@ def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[s
         return None
     from specbatch.sweeps.run.http_engine import HttpEngine, Server
 
-    for name in filter(given, ("configs", *(item.name for item in fields(EngineOptions)))):
+    for name in filter(given, ("configs", *ENGINE_OPTIONS)):
         if name not in _OF_BOTH:
             works = "is a setting of our engine; the server has its own, so start it with what you want"
             raise refuse(name, values[name], works)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from specbatch.cli.options import EngineOptions, Json, takes_engine
+from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.progress import progress
 from specbatch.training.recipe import ANSWER_TOKENS
@@ -18,7 +17,7 @@ _KEPT = (
     *("model", "device", "dtype", "load_format", "tokenizer", "max_running", "memory_fraction", "seed"),
     *("decode_graph", "prefill_graph", "attention_backend"),
 )
-_WITHOUT = tuple(item.name for item in fields(EngineOptions) if item.name not in _KEPT)
+_WITHOUT = tuple(name for name in ENGINE_OPTIONS if name not in _KEPT)
 _DATA, _HEAD, _TRAINING = "Data", "Head", "Training"
 
 
@@ -113,7 +112,7 @@ def train_draft(
     )
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     source = Source(data, answers, params, chat_template, limit)
-    config = replace(engine, max_model_len=max_len).config()
+    config = engine.having(max_model_len=max_len).config()
     resumes = "*" if output is not None and (output / UNFINISHED).is_dir() else ANSWERS
     with fresh_folder(output, "train-draft", resumes=resumes) as folder:
         record = run(config, source, recipe, folder, open_engine=open_engine, progress=progress, log=say)

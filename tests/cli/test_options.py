@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specbatch.cli.options import _OF_DRAFTS, EngineOptions
+from specbatch.cli.options import _ONLY_WITH_DRAFTS, EngineOptions
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 
@@ -59,7 +59,7 @@ def test_settings_of_heads_arrive():
     assert EngineOptions(algorithm="nextn").speculation().drafted == 3
 
 
-@pytest.mark.parametrize("name", _OF_DRAFTS)
+@pytest.mark.parametrize("name", _ONLY_WITH_DRAFTS)
 def test_a_number_of_speculation_without_speculation_is_refused(name):
     with pytest.raises(SpecbatchError, match=f"{name}=9: nothing is drafted"):
         EngineOptions(**{name: 9}).config()
