@@ -192,7 +192,7 @@ def test_the_policies_of_the_docs_are_policies(tmp_path):
     from specbatch.evals.gate.policy import load_policy
 
     found = [*blocks("toml"), *blocks("toml", ROOT / "README.md")]
-    assert len(found) == 3
+    assert len(found) >= 2
     for text in found:
         (tmp_path / "policy.toml").write_text(text)
         load_policy(tmp_path / "policy.toml")
