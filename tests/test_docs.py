@@ -15,9 +15,11 @@ from click import Command, Context
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
+from specbatch.records.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "results").rglob("*.md"))]
 LITTLE = {"--steps": "2", "--concurrency": "1,2", "--prompts": "2"}
 # The toy model is fast; what is asked of it is short.
 TOY = ["--model", "toy", "--load-format", "dummy", "--device", "cpu"]
@@ -43,7 +45,7 @@ def found(page: Path) -> list[list[str]]:
     return whole + [shlex.split(line)[1:] for line in inline]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "results" / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_the_docs_are_commands(page: Path) -> None:
     """Names and values of options are those that the command takes."""
     group = typer.main.get_command(app)
@@ -63,10 +65,26 @@ def test_commands_of_the_docs_are_commands(page: Path) -> None:
         assert {word for word in rest if word.startswith("-")} <= options, f"{page.name}: {shlex.join(words)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_the_docs_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = page.parent / file if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings as GitHub links to them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_glossary_has_the_name_of_every_metric_in_records() -> None:
+    named = set(re.findall(r"`([a-z0-9_]+)`", (ROOT / "docs" / "glossary.md").read_text()))
+    assert {re.sub(r"^(mean|median|p\d+|max)_", "", key) for key in METRICS} <= named
 
 
 @pytest.fixture

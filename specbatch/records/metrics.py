@@ -420,5 +420,5 @@ def glossary() -> list[tuple[str, str]]:
 
 
 def glossary_markdown() -> str:
-    """The glossary as a Markdown list, as docs/reading-the-tables.md has it."""
+    """The glossary as a Markdown list, as docs/glossary.md has it."""
     return "".join(f"* **{name}**: {text}\n" for name, text in glossary())

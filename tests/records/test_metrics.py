@@ -10,7 +10,7 @@ import pytest
 from specbatch.records.metrics import METRICS, RELATIVE, glossary, glossary_markdown
 from specbatch.records.summarize import device_metrics, summarize
 
-DOCS = Path(__file__).parents[2] / "docs/reading-the-tables.md"
+DOCS = Path(__file__).parents[2] / "docs/glossary.md"
 NO_STEPS = {
     "device_steps": 0, "device_gaps": 0, "device_s": 0.0, "device_idle_s": 0.0, "graphs": {}, "overlapped": 0,
     "launch_lead_s": 0.0, "late_launches": 0, "host_waits": 0, "iterations": 0, "iteration_s": 0.0,
