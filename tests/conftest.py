@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hybrid_targets import Hybrids
 from hypothesis import HealthCheck, settings
+from targets import Targets
 
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
@@ -270,5 +270,5 @@ def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Hybrids:
-    return Hybrids(tmp_path_factory.mktemp("heads"))
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    return Targets(tmp_path_factory.mktemp("heads"))

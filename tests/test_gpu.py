@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_targets import HYBRIDS, MTP, Hybrids
-from hybrid_targets import SPECULATIONS as HYBRID_DRAFTS
+from targets import HYBRIDS, MTP, Targets
+from targets import SPECULATIONS as HYBRID_DRAFTS
 
 from specbatch import Engine, SpecbatchError
 from specbatch.config import EngineConfig, Graphs, Speculation
@@ -41,7 +41,7 @@ SPECULATIONS = {
 }
 
 
-# Of hybrids; those without an MTP head in this layout are not asked for one.
+# Of targets; those without an MTP head in this layout are not asked for one.
 PAIRS = [(name, algorithm) for name in HYBRIDS for algorithm in HYBRID_DRAFTS if algorithm != "mtp" or name in MTP]
 # Those that reserve few slots ahead: of a tight pool their requests ask for more in the middle.
 RETRACTED = ("none", "eagle", "eagle3", "mtp", "dflash")
@@ -78,13 +78,13 @@ def test_greedy_tokens_are_those_of_naive_decoding(
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("schedule", ["v1", "v2"])
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
-def test_greedy_tokens_of_hybrids(hybrids: Hybrids, name: str, algorithm: str, schedule: str, graphs: str) -> None:
+def test_greedy_tokens_of_hybrids(targets: Targets, name: str, algorithm: str, schedule: str, graphs: str) -> None:
     """In chunks and with few pages; then again, with whatever prefixes these leave."""
     tight = {"kv_pages": 19, "prefill_chunk": 8}
-    engine = hybrids.engine(name, algorithm, schedule, device="cuda", dtype="float32", graphs=GRAPHS[graphs], **tight)
+    engine = targets.engine(name, algorithm, schedule, device="cuda", dtype="float32", graphs=GRAPHS[graphs], **tight)
     for _ in range(2):
-        done = engine.generate(hybrids.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True))
-        assert [item.token_ids for item in done] == hybrids.greedy(name, 20)
+        done = engine.generate(targets.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True))
+        assert [item.token_ids for item in done] == targets.greedy(name, 20)
     record = engine.record()
     if algorithm in RETRACTED:
         assert record.metrics["retractions"]
@@ -95,10 +95,10 @@ def test_greedy_tokens_of_hybrids(hybrids: Hybrids, name: str, algorithm: str, s
 @pytest.mark.parametrize("algorithm", ["none", "ngram-tree", "eagle"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_in_v2_wait_for_nothing_but_their_tickets(
-    hybrids: Hybrids, name: str, algorithm: str, graphs: str
+    targets: Targets, name: str, algorithm: str, graphs: str
 ) -> None:
-    engine = hybrids.engine(name, algorithm, device="cuda", dtype="float32", graphs=GRAPHS[graphs])
-    prompts, params = hybrids.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True)
+    engine = targets.engine(name, algorithm, device="cuda", dtype="float32", graphs=GRAPHS[graphs])
+    prompts, params = targets.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True)
     engine.generate(prompts, params)  # whatever is compiled late
     engine.generate(prompts, params)  # and with prefixes
     torch.cuda.set_sync_debug_mode("error")
@@ -106,7 +106,7 @@ def test_hybrids_in_v2_wait_for_nothing_but_their_tickets(
         again = [item.token_ids for item in engine.generate(prompts, params)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert again == hybrids.greedy(name, 20)
+    assert again == targets.greedy(name, 20)
     assert engine.record().metrics["cached_tokens"]
 
 

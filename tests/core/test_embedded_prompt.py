@@ -12,7 +12,7 @@ import tokenizers
 import torch
 import transformers as hf
 from crossed import slow_but
-from hybrid_targets import Hybrids
+from targets import Targets
 
 from specbatch import EmbeddedPrompt, Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
 
@@ -101,32 +101,32 @@ def hidden_as(checkpoint: Any, tokens: list[int], parts: list[range]) -> Embedde
         ("qwen3.5", "mtp"), ("qwen3-next", "eagle"), ("lfm2", "eagle3"), ("lfm2", "dflash"), ("qwen3-moe", "tree"),
     ]),
 )  # fmt: skip
-def test_drafts_get_what_the_target_gets(hybrids: Hybrids, name: str, algorithm: str) -> None:
+def test_drafts_get_what_the_target_gets(targets: Targets, name: str, algorithm: str) -> None:
     """Where the embeddings given are those of other tokens, all is as with these, in the draft's cache too."""
-    whole, kept, few = hybrids.prompts(name)[:4], [], SamplingParams(max_new_tokens=4, ignore_eos=True)
+    whole, kept, few = targets.prompts(name)[:4], [], SamplingParams(max_new_tokens=4, ignore_eos=True)
     parts = [range(2, 5), range(7, 8)]
     for hides in (False, True):
         more = {"draft": "self:skip=1"} if algorithm == "tree" else None
-        engine = hybrids.engine(name, algorithm, more=more, prefill_chunk=5, prefix_cache=False)
-        prompts = [hidden_as(hybrids.checkpoint(name), p, parts) if hides and len(p) > 8 else p for p in whole]
+        engine = targets.engine(name, algorithm, more=more, prefill_chunk=5, prefix_cache=False)
+        prompts = [hidden_as(targets.checkpoint(name), p, parts) if hides and len(p) > 8 else p for p in whole]
         done = engine.generate(prompts, few)
         cache = engine._runner._iteration._drafter._cache
         kept.append((cache.keys.clone(), cache.values.clone()))
-        assert [item.token_ids for item in done] == hybrids.greedy(name, 4)[:4]
+        assert [item.token_ids for item in done] == targets.greedy(name, 4)[:4]
     assert sum(isinstance(prompt, EmbeddedPrompt) for prompt in prompts) >= 2
     for with_tokens, with_embeddings in zip(*kept, strict=True):
         assert torch.equal(with_tokens, with_embeddings)
 
 
-def test_a_retraction_computes_them_again(hybrids: Hybrids) -> None:
-    prompts, checkpoint = hybrids.prompts("lfm2")[:3], hybrids.checkpoint("lfm2")
-    engine = hybrids.engine("lfm2", "ngram", "v1")
+def test_a_retraction_computes_them_again(targets: Targets) -> None:
+    prompts, checkpoint = targets.prompts("lfm2")[:3], targets.checkpoint("lfm2")
+    engine = targets.engine("lfm2", "ngram", "v1")
     events = engine.stream([hidden_as(checkpoint, prompt, [range(len(prompt))]) for prompt in prompts], GREEDY)
     found = {event.index: event.completion for event in [next(events)]}
     for request in list(engine._scheduler._running):
         engine._scheduler._retract(request)
     found |= {event.index: event.completion for event in events}
-    assert [found[index].token_ids for index in range(3)] == hybrids.greedy("lfm2", 8)[:3]  # type: ignore[union-attr]
+    assert [found[index].token_ids for index in range(3)] == targets.greedy("lfm2", 8)[:3]  # type: ignore[union-attr]
     assert sum(item.metrics.retractions for item in found.values() if item is not None) >= 2
 
 

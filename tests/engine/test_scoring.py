@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import slow_but
-from hybrid_targets import HYBRIDS, Hybrids
+from targets import HYBRIDS, Targets
 
 from specbatch import Graphs, Likelihood, SamplingParams, SpecbatchError, Speculation
 
@@ -92,25 +92,25 @@ def test_on_a_gpu(
 
 @on_gpu
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_every_family_on_a_gpu(hybrids: Hybrids, name: str) -> None:
-    as_likely_as_said(hybrids, name, 1e-3, device="cuda", dtype="float32")
+def test_every_family_on_a_gpu(targets: Targets, name: str) -> None:
+    as_likely_as_said(targets, name, 1e-3, device="cuda", dtype="float32")
 
 
 @pytest.mark.parametrize("name", slow_but(["qwen3.5", "nemotron-h", "lfm2", "qwen3-moe"], HYBRIDS))
-def test_every_family(hybrids: Hybrids, name: str) -> None:
-    as_likely_as_said(hybrids, name, 1e-4)
+def test_every_family(targets: Targets, name: str) -> None:
+    as_likely_as_said(targets, name, 1e-4)
 
 
-def as_likely_as_said(hybrids: Hybrids, name: str, tolerance: float, **settings: str) -> None:
+def as_likely_as_said(targets: Targets, name: str, tolerance: float, **settings: str) -> None:
     """Generated tokens are as likely as the engine said, and greedy; and generating after scoring is as before it."""
-    prompts, params = hybrids.prompts(name), SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=True)
-    with hybrids.engine(name, "ngram", prefill_chunk=5, **settings) as engine:
+    prompts, params = targets.prompts(name), SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=True)
+    with targets.engine(name, "ngram", prefill_chunk=5, **settings) as engine:
         said = engine.generate(prompts, params)
         pairs = [(prompt, item.token_ids) for prompt, item in zip(prompts, said, strict=True)]
         wrong = [(prompt, [*tokens[:-1], (tokens[-1] + 1) % 37]) for prompt, tokens in pairs]
         found = engine.score([*pairs, *wrong])
         again = engine.generate(prompts, params)
-    assert [item.token_ids for item in said] == [item.token_ids for item in again] == hybrids.greedy(name, 9)
+    assert [item.token_ids for item in said] == [item.token_ids for item in again] == targets.greedy(name, 9)
     for item, likelihood in zip(said, found, strict=False):
         assert item.logprobs is not None
         assert likelihood == (pytest.approx(math.fsum(item.logprobs), abs=tolerance), True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import slow_but
-from hybrid_targets import Hybrids
+from targets import Targets
 
 from specbatch.config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
@@ -129,12 +129,12 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize(("name", "algorithm"), slow_but(list(HYBRIDS)[:2], HYBRIDS))
-def test_greedy_tokens_of_hybrids(hybrids: Hybrids, request: pytest.FixtureRequest, name: str, algorithm: str) -> None:
+def test_greedy_tokens_of_hybrids(targets: Targets, request: pytest.FixtureRequest, name: str, algorithm: str) -> None:
     """Two drafts each: in verifies a part of what was verified before goes into the states."""
-    prompt, expected = hybrids.prompts(name)[4], hybrids.greedy(name, 4)[4]
+    prompt, expected = targets.prompts(name)[4], targets.greedy(name, 4)[4]
     called = request.getfixturevalue("kernels")
     drafts = {"draft_tokens": 2, "draft_steps": 2} if algorithm != "ngram-tree" else {"draft_steps": 2}
-    engine = hybrids.engine(name, algorithm, more=drafts, max_running=1)
+    engine = targets.engine(name, algorithm, more=drafts, max_running=1)
     [done] = engine.generate([prompt], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert done.token_ids == expected
     assert called >= HYBRIDS[name, algorithm]

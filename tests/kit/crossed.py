@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 
 def crossed(*axes: Iterable[Any]) -> list[Any]:
-    """All combinations of the axes' values, for `parametrize`; a plain tuple stands for several arguments. Slow are all
-    but a diagonal: as many as the longest axis has values, each value of every axis among them."""
+    """All combinations of the axes' values, for `parametrize`; a plain tuple stands for several arguments. All but a
+    diagonal are slow: it has as many combinations as the longest axis has values, and each value of every axis."""
     values = [list(axis) for axis in axes]
     diagonal = {tuple(place % len(axis) for axis in values) for place in range(max(map(len, values)))}
     return [
@@ -23,6 +23,37 @@ def crossed(*axes: Iterable[Any]) -> list[Any]:
 def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """`values`, of which all but the `quick` ones are slow."""
     return [_param([value], is_quick=value in quick) for value in values]
+
+
+def pairwise(
+    *axes: Sequence[Any], apart: Collection[tuple[int, int]] = (), possible: Callable[..., bool] = lambda *_: True
+) -> list[tuple[Any, ...]]:
+    """Few of the combinations, in which each value of an axis meets each value of every other axis.
+
+    apart: pairs of axes whose values need not meet; they still vary. possible: whether a combination may be asked for.
+    Greedy and deterministic: the first pair that is missing, completed by the values that add most, then the rarest.
+    """
+    every = [item for item in itertools.product(*axes) if possible(*item)]
+    places = [both for both in itertools.combinations(range(len(axes)), 2) if both not in apart]
+    missing = dict.fromkeys((both, tuple(item[at] for at in both)) for item in every for both in places)
+    met: dict[tuple[tuple[int, int], Any], int] = {}
+    chosen: list[tuple[Any, ...]] = []
+    while missing:
+        both, pair = next(iter(missing))
+        fitting = [item for item in every if tuple(item[at] for at in both) == pair]
+
+        def worth(item: tuple[Any, ...]) -> tuple[int, int]:
+            new = sum((both, tuple(item[at] for at in both)) in missing for both in places)
+            old = sum(met.get((both, tuple(item[at] for at in both)), 0) for both in apart)
+            return new, -old
+
+        best = max(fitting, key=worth)
+        chosen.append(best)
+        for both in (*places, *apart):
+            pair = tuple(best[at] for at in both)
+            missing.pop((both, pair), None)
+            met[both, pair] = met.get((both, pair), 0) + 1
+    return chosen
 
 
 def _param(values: list[Any], *, is_quick: bool) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_targets import HYBRIDS, MTP, SIZES, Hybrids
 from peak_memory import as_on_a_device, peak_of
+from targets import HYBRIDS, MTP, SIZES, Targets
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import _Triton
@@ -44,10 +44,10 @@ def test_a_prompt_takes_what_is_planned(
     assert taken <= TOKENS * token_bytes(config, dtype) <= 1.25 * taken
 
 
-@pytest.mark.parametrize("algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "tree"])
+@pytest.mark.parametrize("algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "model-tree"])
 @pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_what_drafts_takes_no_more_than_is_planned(
-    hybrids: Hybrids, name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+    targets: Targets, name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole pass of a prompt, with the features that a draft reads and its own keys and values."""
     if algorithm == "mtp" and name not in MTP:
@@ -61,7 +61,7 @@ def test_what_drafts_takes_no_more_than_is_planned(
     as_on_a_device(monkeypatch)
     monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_: _Triton())
     monkeypatch.setattr("specbatch.engine.builder.plan_memory", plan)
-    engine = hybrids.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
+    engine = targets.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
     runner = engine._runner
     taken = peak_of(lambda: runner._prompt_pass.warm(runner._batch, 256))
     assert taken <= 256 * planned[0] <= 1.25 * taken

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hybrid_targets import HYBRIDS, SIZES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from targets import HYBRIDS, SIZES
 
 import specbatch.models
 from specbatch.errors import SpecbatchError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hybrid_targets import HYBRIDS
+from targets import HYBRIDS
 
 from specbatch.kernels.attention.qkv import split_heads_ref
 from specbatch.models.decoder import Decoder
@@ -23,10 +23,10 @@ LENGTH = 40
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_what_a_target_says_is_what_it_says_while_decoding(hybrids, name):
+def test_what_a_target_says_is_what_it_says_while_decoding(targets, name):
     """Texts of several lengths side by side: each begins with states of its own."""
-    target = Target(hybrids.checkpoint(name), torch.float32, CPU, LENGTH)
-    pairs = list(zip(hybrids.prompts(name), hybrids.greedy(name, 9), strict=True))
+    target = Target(targets.checkpoint(name), torch.float32, CPU, LENGTH)
+    pairs = list(zip(targets.prompts(name), targets.greedy(name, 9), strict=True))
     examples = [Example((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
     last, aux = target.features(Batch.of(examples, CPU), (0, 2))
     assert aux is not None
@@ -38,9 +38,9 @@ def test_what_a_target_says_is_what_it_says_while_decoding(hybrids, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "nemotron-h"])
-def test_the_engine_runs_the_mtp_head_that_was_trained(hybrids, name):
+def test_the_engine_runs_the_mtp_head_that_was_trained(targets, name):
     """A quarter of each head's channels turn in the first two, none in the last. Its MLP is dense beside experts."""
-    checkpoint = hybrids.checkpoint(name)
+    checkpoint = targets.checkpoint(name)
     target = Target(checkpoint, torch.float32, CPU, LENGTH)
     head = MtpHead(target, steps=1, max_len=LENGTH, seed=3)
     generator = torch.Generator().manual_seed(4)
@@ -64,8 +64,8 @@ def test_the_engine_runs_the_mtp_head_that_was_trained(hybrids, name):
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "mtp"])
-def test_heads_learn_from_states(hybrids, algorithm):
-    target = Target(hybrids.checkpoint("nemotron-h"), torch.float32, CPU, LENGTH)
+def test_heads_learn_from_states(targets, algorithm):
+    target = Target(targets.checkpoint("nemotron-h"), torch.float32, CPU, LENGTH)
     sizes = {"draft_layers": 1, "block_size": 4} if algorithm == "dflash" else {"unroll": 2}
     examples = [Example(tuple(range(3, 30)), 5), Example(tuple(range(9, 27)), 2)]
     head = make_head(Recipe(algorithm=algorithm, max_len=LENGTH, **sizes), target, examples, 35)

@@ -1,4 +1,4 @@
-"""Tiny recurrent and expert targets whose texts half repeat themselves, drafts that know how, and naive decoding."""
+"""Tiny targets of every family whose texts half repeat themselves, drafters that know how, and naive decoding."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }
 
+TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **HYBRIDS}
 
 MTP = ("qwen3-next", "qwen3.5", "qwen3.5-moe")  # whose checkpoints hold a draft head
 
@@ -102,6 +103,7 @@ class Letters:
 
 # Of an embedding beside the layers: about every other token is then the one that it says.
 STRENGTHS = {
+    "llama": 1.2,
     "qwen3-moe": 1.0,
     "qwen3-next": 2.6,
     "qwen3.5": 2.8,
@@ -113,8 +115,8 @@ STRENGTHS = {
 }
 
 
-class HybridCheckpoint:
-    """One of `HYBRIDS`, random, or "drafts", a Llama. Its texts half repeat themselves: on token 4n + i should follow
+class TargetCheckpoint:
+    """One of `TARGETS`, random, or "drafts", a Llama. Its texts half repeat themselves: on token 4n + i should follow
     4n + (i + 1) % 4 by the embedding, and layers make another one of it about as often. Drafts go by the embedding:
     "drafts", the MTP head beside a target and `eagle_head` have layers of little weight."""
 
@@ -122,7 +124,7 @@ class HybridCheckpoint:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        described = {"architectures": ["LlamaForCausalLM"]} if name == "drafts" else HYBRIDS[name]
+        described = {"architectures": ["LlamaForCausalLM"]} if name == "drafts" else TARGETS[name]
         self.config = ModelConfig.from_dict(SIZES | described)
         self.tensors = random_weights(self.config.tensor_shapes(), 0.05 if name == "drafts" else 1.0)
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
@@ -177,10 +179,10 @@ def head_weights(shapes: dict[str, tuple[int, ...]], join: str, shift: float) ->
 LONGEST = 25
 
 
-class Hybrids:
-    """Targets of `HYBRIDS` with naive decoding, and engines over them."""
+class Targets:
+    """`TARGETS` with naive decoding, and engines over them."""
 
-    names, checkpoint = tuple(HYBRIDS), staticmethod(cache(HybridCheckpoint))
+    checkpoint = staticmethod(cache(TargetCheckpoint))
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -194,29 +196,37 @@ class Hybrids:
         assert count <= LONGEST
         return [tokens[:count] for _, tokens in self._decoded(name)]
 
+    def logits(self, name: str, texts: list[list[int]]) -> list[torch.Tensor]:
+        """float64 [len(text), V] for each text: all of them in one pass, without a cache."""
+        found, cpu = self.checkpoint(name), torch.device("cpu")
+        config = found.config
+        model = self._reference(name)
+        types = dict.fromkeys(state_types(torch.float64, "fp32"), torch.float64)
+        attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
+        table = torch.arange(len(texts) + 1)[:, None]
+        states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
+        kv = KVCache(config, model.attention_layers, len(texts), 64, torch.float64, cpu, attention, states)
+        metadata = PrefillMetadata(table, [PromptChunk(row + 1, 0, len(text)) for row, text in enumerate(texts)], 64)
+        tokens = torch.tensor([token for text in texts for token in text])
+        hidden = model.forward(tokens, metadata.positions, metadata.bind(kv)).last
+        return list(model.logits(hidden).split([len(text) for text in texts]))
+
+    @cache  # noqa: B019
+    def _reference(self, name: str) -> Decoder:
+        found, cpu = self.checkpoint(name), torch.device("cpu")
+        return Decoder(found.config, found.tensor, dtype=torch.float64, device=cpu, max_positions=64)
+
     @cache  # noqa: B019
     def _decoded(self, name: str) -> list[tuple[list[int], list[int]]]:
         """The whole texts again for every token; prompts where no two tokens are nearly as likely."""
-        found, cpu = self.checkpoint(name), torch.device("cpu")
-        config, generator = found.config, torch.Generator().manual_seed(3)
+        generator = torch.Generator().manual_seed(3)
         shared = torch.randint(3, 37, (9,), generator=generator).tolist()
         drawn = [torch.randint(3, 37, (n,), generator=generator).tolist() for n in (11, 10, 5, 8, 1, 3, 7, 2)]
         starts = [*([*shared, 5 * n, 9] for n in range(5)), *drawn]
         texts = [list(start) for start in starts]
         clear = torch.ones(len(starts), dtype=torch.bool)
-        model = Decoder(config, found.tensor, dtype=torch.float64, device=cpu, max_positions=64)
-        table = torch.arange(len(texts) + 1)[:, None]
-        types = dict.fromkeys(state_types(torch.float64, "fp32"), torch.float64)
-        attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
         for _ in range(LONGEST):
-            states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
-            kv = KVCache(config, model.attention_layers, len(texts), 64, torch.float64, cpu, attention, states)
-            metadata = PrefillMetadata(
-                table, [PromptChunk(row + 1, 0, len(text)) for row, text in enumerate(texts)], 64
-            )
-            tokens = torch.tensor([token for text in texts for token in text])
-            hidden = model.forward(tokens, metadata.positions, metadata.bind(kv), metadata.last).last
-            best = model.logits(hidden).topk(2)
+            best = torch.stack([logits[-1] for logits in self.logits(name, texts)]).topk(2)
             clear &= best.values[:, 0] - best.values[:, 1] > 0.005
             for text, token in zip(texts, best.indices[:, 0].tolist(), strict=True):
                 text.append(token)
@@ -237,13 +247,13 @@ class Hybrids:
     ) -> Engine:
         """algorithm: one of SPECULATIONS; more: of its settings; changes: settings of EngineConfig."""
         settings = SPECULATIONS[algorithm] | (more or {})
-        if algorithm == "eagle":
+        if settings.get("algorithm") == "eagle":
             settings["draft"] = self._eagle(name)
         config = {"max_running": 4, "max_model_len": 44, "page_size": 4, "device": "cpu"} | changes
         config.setdefault("load_format", "dummy" if settings.get("draft") == "dummy" else "auto")
         config = {"speculation": Speculation(**settings, schedule=schedule)} | config
 
-        def opened(model: str, *_: Any, **__: Any) -> HybridCheckpoint:
+        def opened(model: str, *_: Any, **__: Any) -> TargetCheckpoint:
             return self.checkpoint(model)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -257,13 +267,24 @@ class Hybrids:
         return self.checkpoint(name).eagle_head(folder)
 
 
+# A recurrent draft model would need states that can go back, so "drafts" is a Llama.
+_MODEL = {"algorithm": "standalone", "draft": "drafts"}
+_TREE = {"draft_steps": 3, "draft_topk": 2, "draft_tokens": 5}
 SPECULATIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "ngram": {"algorithm": "ngram", "draft_tokens": 3, "ngram_min": 1},
+    "ngram-auto": {"algorithm": "ngram", "draft_tokens": "auto", "draft_steps": 6, "ngram_min": 1},
     "ngram-tree": {"algorithm": "ngram", "draft_steps": 3, "draft_topk": 2, "ngram_min": 1},
-    "eagle3": {"algorithm": "eagle3", "draft": "dummy"},
+    "model": {**_MODEL, "draft_tokens": 3},
+    "model-auto": {**_MODEL, "draft_tokens": "auto", "draft_steps": 3},
+    "model-tree": {**_MODEL, "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
+    "model-tree-pruned": {**_MODEL, "draft_steps": 4, "draft_topk": 4, "draft_tokens": 4},  # runs more than it verifies
     "eagle": {"algorithm": "eagle"},
+    "eagle-tree": {"algorithm": "eagle", **_TREE},
+    "eagle3": {"algorithm": "eagle3", "draft": "dummy"},
+    "eagle3-auto": {"algorithm": "eagle3", "draft": "dummy", "draft_tokens": "auto"},
     "mtp": {"algorithm": "mtp"},
+    "mtp-tree": {"algorithm": "mtp", **_TREE},
     "dflash": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3},
-    "tree": {"algorithm": "standalone", "draft": "drafts", "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
+    "dflash-auto": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3},
 }

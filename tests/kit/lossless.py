@@ -1,0 +1,163 @@
+"""The losslessness matrix: drafter x schedule x graphs x memory x target, and what each of its cases must satisfy."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from crossed import pairwise
+from stand_ins import fake_graphs, late_results, random_draft_lengths
+from targets import MTP, SPECULATIONS, TARGETS, Targets
+
+from specbatch import Completion, Engine, SamplingParams
+from specbatch.config import Graphs
+from specbatch.draft_shape import shape_of
+
+GRAPHS = {
+    "eager": Graphs(),
+    "whole": Graphs(decode="whole"),
+    "piecewise": Graphs(prefill="piecewise"),
+    "both": Graphs(decode="whole", prefill="piecewise"),
+}
+MEMORY = ("roomy", "tight", "no-cache")
+# Trees reserve so many slots that few requests run at a time, and none of a short text asks for another page.
+RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash")
+
+NEW = 12
+GREEDY, FEW = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (NEW, 3))
+_SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 0.0},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "min_p": 0.05},
+    {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
+)
+SAMPLED = [
+    SamplingParams(max_new_tokens=8, ignore_eos=True, seed=seed, logprobs=True, **how)
+    for seed, how in enumerate(_SAMPLED)
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    drafter: str
+    schedule: str
+    graphs: str
+    memory: str
+    target: str
+
+    def __str__(self) -> str:
+        return " ".join((self.target, self.drafter, self.schedule, self.graphs, self.memory))
+
+    @property
+    def is_auto(self) -> bool:
+        return self.drafter.endswith("auto")
+
+    @property
+    def keeps_seeds(self) -> bool:
+        """Drafts that are not sampled leave the sampled tokens of a seed as they are in the baseline."""
+        return "tree" in self.drafter or self.drafter.startswith(("none", "ngram"))
+
+    def settings(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"graphs": GRAPHS[self.graphs], "prefill_chunk": 16}
+        if self.drafter.startswith("mtp") and self.target not in MTP:
+            found["load_format"] = "dummy"  # its checkpoint holds no head: one of random weights
+        if self.memory == "tight":  # little more than one request may need: others lose their pages
+            rows = _rows(**SPECULATIONS[self.drafter])
+            found |= {"max_model_len": 24, "page_size": 2, "kv_pages": 12 + rows + 4, "prefill_chunk": 8}
+        if self.memory == "no-cache":
+            found |= {"prefix_cache": False, "page_size": 1, "prefill_chunk": 5}
+        return found
+
+
+def _rows(algorithm: str = "none", *, draft_steps: int | None = None, **how: Any) -> int:
+    """KV slots that a request reserves for one verify."""
+    tokens, topk = how.get("draft_tokens"), how.get("draft_topk")
+    shape = shape_of(algorithm, draft_steps, topk, None if tokens == "auto" else tokens)
+    return max(shape.tokens + 1, shape.draft_slots)
+
+
+def cases(schedules: tuple[str, ...], graphs: tuple[str, ...]) -> list[Any]:
+    """For `parametrize`. Quick: each two values meet, of targets and drafters not all. Slow: all combinations, but with
+    both kinds of graphs or none."""
+    quick = pairwise(tuple(SPECULATIONS), schedules, graphs, MEMORY, tuple(TARGETS), apart=[(0, 4)])
+    slow = itertools.product(SPECULATIONS, schedules, ("eager", "both"), MEMORY, TARGETS)
+    found = {Case(*values): () for values in quick} | {
+        Case(*values): pytest.mark.slow for values in slow if values not in quick
+    }
+    return [pytest.param(case, id=str(case), marks=marks) for case, marks in found.items()]
+
+
+def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch, device: str) -> None:
+    """Greedy tokens are those of naive decoding in float64. Sampled ones are the baseline's where drafts are not
+    sampled, else those of the drafter run eagerly; and their log probabilities are the target's."""
+    if device == "cpu":
+        fake_graphs(patch)
+    if case.schedule == "v2-late":
+        late_results(patch)
+    if case.is_auto:
+        random_draft_lengths(patch)
+    engine = _engine(case, targets, device)
+    prompts, expected = targets.prompts(case.target), targets.greedy(case.target, NEW)
+    assert _tokens(engine.generate(prompts, GREEDY)) == expected
+    if case.memory == "roomy":  # again, with the prefixes that these left
+        assert _tokens(engine.generate(prompts, FEW)) == [tokens[:3] for tokens in expected]
+    _check_record(case, engine)
+
+    sampled = engine.generate(prompts, SAMPLED)
+    for done, logits in zip(sampled, _logits(case, targets, sampled), strict=True):
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        assert done.logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
+    # A retraction, or another number of drafts, begins verifies elsewhere: other random numbers decide there.
+    if case.keeps_seeds or (case.memory == "roomy" and not case.is_auto):
+        assert _tokens(sampled) == _sampled(targets, device, case.target, "none" if case.keeps_seeds else case.drafter)
+
+
+def _engine(case: Case, targets: Targets, device: str) -> Engine:
+    settings = case.settings()
+    return targets.engine(case.target, case.drafter, case.schedule[:2], device=device, dtype="float32", **settings)
+
+
+@cache
+def _sampled(targets: Targets, device: str, target: str, drafter: str) -> list[list[int]]:
+    engine = _engine(Case(drafter, "v1", "eager", "roomy", target), targets, device)
+    return _tokens(engine.generate(targets.prompts(target), SAMPLED))
+
+
+def _check_record(case: Case, engine: Engine) -> None:
+    """The case is what it claims to be."""
+    record = engine.record()
+    metrics, graphs = record.metrics, GRAPHS[case.graphs]
+    if case.memory == "roomy":
+        assert metrics["cached_tokens"]
+    if case.memory == "tight" and case.drafter in RETRACTED:
+        assert metrics["retractions"]
+    assert metrics["graph_coverage"] == (None if case.graphs == "eager" else 1.0)
+    for name, counts in record.counters["graphs"].items():
+        replayed = graphs.decode if name == "decode" else graphs.prefill
+        assert bool(counts["replays"]) == (replayed != "off")
+    if case.drafter != "none":
+        assert metrics["drafted_tokens"]
+    if case.is_auto:
+        steps = record.counters["draft_lengths"]
+        assert len({length for row in steps.values() for length in row}) > 2
+        assert sum(count for row in steps.values() for count in row.values()) == record.counters["iterations"]
+    if engine.device.type == "cuda":
+        assert metrics["host_waits_per_step"] == 1.0 if case.schedule == "v1" else record.counters["overlapped"] > 0
+
+
+def _logits(case: Case, targets: Targets, done: list[Completion]) -> list[torch.Tensor]:
+    texts = [item.prompt_token_ids + item.token_ids for item in done]
+    return [
+        logits[len(item.prompt_token_ids) - 1 : -1]
+        for item, logits in zip(done, targets.logits(case.target, texts), strict=True)
+    ]
+
+
+def _tokens(done: list[Completion]) -> list[list[int]]:
+    return [item.token_ids for item in done]

@@ -1,0 +1,55 @@
+"""Stand-ins for parts of an engine: CUDA graphs without CUDA, results that arrive late, random draft lengths."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specbatch.core.async_copy import Ticket
+from specbatch.engine.draft_length import DraftLength
+from specbatch.engine.runner import Runner
+from specbatch.runtime.cuda_graphs import Program
+
+
+class FakeRecorder:
+    """`cuda_graphs.Recorder` without CUDA: a recording runs its program again, on fixed tensors as a graph would.
+
+    It cannot show that a program launches something a graph cannot hold: tests/test_gpu.py records for real.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded = 0
+
+    def warm(self, program: Program) -> None:
+        program()
+
+    def record(self, program: Program) -> Program:
+        self.recorded += 1
+        return program
+
+
+def fake_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Engines on a CPU accept graphs, and record them with `FakeRecorder`."""
+    patch.setattr("specbatch.engine.builder.Recorder", FakeRecorder)
+    patch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
+
+
+def late_results(patch: pytest.MonkeyPatch) -> None:
+    """The device is never done when the host asks: the overlapped schedule runs as far ahead as it may."""
+    patch.setattr(Ticket, "ready", lambda self: False)
+
+
+def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
+    """`draft_tokens="auto"` chooses at random, some lengths for several iterations, and measures no times at start."""
+    chance, chosen = random.Random(seed), [0]
+
+    def choose(self: DraftLength, rows: int) -> int:
+        if chance.random() < 0.6:
+            chosen[0] = chance.choice([0, *self.lengths])
+        return chosen[0]
+
+    patch.setattr(DraftLength, "choose", choose)
+    patch.setattr(DraftLength, "took", lambda *_: None)
+    patch.setattr(Runner, "time_lengths", lambda self: {})

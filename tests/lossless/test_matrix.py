@@ -1,0 +1,14 @@
+"""Speculative decoding is lossless: every drafter, on every target, in every schedule, from graphs, short of memory."""
+
+from __future__ import annotations
+
+import lossless
+import pytest
+from targets import Targets
+
+
+@pytest.mark.parametrize("case", lossless.cases(("v1", "v2", "v2-late"), ("eager", "whole", "both")))
+def test_tokens_are_those_of_the_baseline(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, case: lossless.Case
+) -> None:
+    lossless.check(case, targets, monkeypatch, "cpu")
