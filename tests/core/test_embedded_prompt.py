@@ -97,8 +97,9 @@ def hidden_as(checkpoint: Any, tokens: list[int], parts: list[range]) -> Embedde
 
 @pytest.mark.parametrize(
     ("name", "algorithm"),
-    slow_but([("qwen3.5", "mtp"), ("qwen3-moe", "tree")], [
-        ("qwen3.5", "mtp"), ("qwen3-next", "eagle"), ("lfm2", "eagle3"), ("lfm2", "dflash"), ("qwen3-moe", "tree"),
+    slow_but([("qwen3.5", "mtp"), ("qwen3-moe", "model-tree")], [
+        ("qwen3.5", "mtp"), ("qwen3-next", "eagle"), ("lfm2", "eagle3"), ("lfm2", "dflash"),
+        ("qwen3-moe", "model-tree"),
     ]),
 )  # fmt: skip
 def test_drafts_get_what_the_target_gets(targets: Targets, name: str, algorithm: str) -> None:
@@ -106,7 +107,7 @@ def test_drafts_get_what_the_target_gets(targets: Targets, name: str, algorithm:
     whole, kept, few = targets.prompts(name)[:4], [], SamplingParams(max_new_tokens=4, ignore_eos=True)
     parts = [range(2, 5), range(7, 8)]
     for hides in (False, True):
-        more = {"draft": "self:skip=1"} if algorithm == "tree" else None
+        more = {"draft": "self:skip=1"} if algorithm == "model-tree" else None
         engine = targets.engine(name, algorithm, more=more, prefill_chunk=5, prefix_cache=False)
         prompts = [hidden_as(targets.checkpoint(name), p, parts) if hides and len(p) > 8 else p for p in whole]
         done = engine.generate(prompts, few)

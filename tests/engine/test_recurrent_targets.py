@@ -1,0 +1,82 @@
+"""Engines over recurrent and expert targets: what tests/lossless does not cover."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from targets import STRENGTHS, TARGETS, Targets
+
+from specbatch import SpecbatchError
+from specbatch.core.request import SamplingParams
+
+ALL_RECURRENT = {
+    "qwen3.5": {"layer_types": ["linear_attention"] * 4},
+    "nemotron-h": {"hybrid_override_pattern": "MM-M"},
+    "lfm2": {"layer_types": ["conv"] * 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [("qwen3.5", "eagle"), ("nemotron-h", "model-tree"), ("lfm2", "ngram-tree")]
+)
+def test_a_target_without_attention(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, name: str, algorithm: str
+) -> None:
+    """It has no keys and values; pages still count its tokens."""
+    bare = f"{name} without attention"
+    monkeypatch.setitem(TARGETS, bare, TARGETS[name] | ALL_RECURRENT[name])
+    monkeypatch.setitem(STRENGTHS, bare, STRENGTHS[name])
+    for settings in ({}, {"kv_pages": 50, "prefill_chunk": 5}):
+        engine = targets.engine(bare, algorithm, **settings)
+        done = engine.generate(targets.prompts(bare), SamplingParams(max_new_tokens=12, ignore_eos=True))
+        assert [item.token_ids for item in done] == targets.greedy(bare, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("nemotron-h-moe", "backbone.layers.1.mixer.gate.e_score_correction_bias"),
+        ("nemotron-h-moe", "backbone.layers.1.mixer.gate.weight"),
+        ("nemotron-h", "backbone.layers.0.mixer.A_log"),
+        ("qwen3-next", "model.layers.0.linear_attn.dt_bias"),
+    ],
+)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_routing_and_decay_weights_must_be_finite(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, name: str, tensor: str, value: float
+) -> None:
+    """NaN there selects an expert or decays a state without showing in the logits."""
+    broken = targets.checkpoint(name).tensors[tensor].clone()
+    broken.view(-1)[-1] = value
+    monkeypatch.setitem(targets.checkpoint(name).tensors, tensor, broken)
+    with pytest.raises(SpecbatchError, match=f"model='{tensor}': .* not finite"):
+        targets.engine(name)
+
+
+@pytest.mark.parametrize("draft", ["self:skip=1", "lfm2"])
+def test_recurrent_draft_models_are_refused(targets: Targets, draft: str) -> None:
+    target = "qwen3-moe" if draft == "lfm2" else "qwen3.5"
+    with pytest.raises(SpecbatchError, match=f"draft='{draft}': it has 3 recurrent layers.* use a draft of attention"):
+        targets.engine(target, "model-tree", more={"draft": draft})
+
+
+def test_eagle3_layers_are_numbered_as_published(targets: Targets) -> None:
+    lines: list[str] = []
+    targets.engine("nemotron-h", "eagle3", log=lines.append)
+    assert any("inputs of layers 1, 2, 3 of 6" in line for line in lines)
+
+
+def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log and the record report it."""
+    plan = targets.engine("qwen3.5", prefix_cache=False).plan
+    few = 2 * (plan.weights + plan.workspace + plan.states + 40 * plan.page_bytes)
+    monkeypatch.setattr("specbatch.engine.builder.available_memory", lambda device: few)
+    lines: list[str] = []
+    engine = targets.engine("qwen3.5", memory_fraction=0.5, log=lines.append)
+    done = engine.generate(targets.prompts("qwen3.5"), SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert [item.token_ids for item in done] == targets.greedy("qwen3.5", 5)
+    record = engine.record()
+    assert (record.config["prefix_cache"], record.caps["prefix_cache"]) == (False, "off")
+    assert record.caps["state_checkpoints"] == record.metrics["cached_tokens"] == 0
+    assert any(line.startswith("prefix cache: off") for line in lines)
