@@ -73,7 +73,7 @@ class Speculation:
     draft: str | None = _setting(
         None,
         "standalone: a draft model with the same vocabulary, or self:skip=12-15 (the target without those layers). "
-        "eagle, eagle3, dflash: the draft trained for the target (dummy: random weights). A folder, hub id or bundled "
+        "eagle, eagle3, dflash: the draft trained for the target (dummy: random weights). A folder, hub id or known "
         "name.",
     )
     draft_tokens: int | Literal["auto"] | None = _setting(
@@ -106,7 +106,7 @@ class Speculation:
         _check_fields(self)
         _ = self.shape  # raises if it is impossible
         if self.draft is not None and not isinstance(self.draft, str):
-            raise refuse("draft", self.draft, "name a folder, a hub id, a bundled model or self:skip=FIRST-LAST")
+            raise refuse("draft", self.draft, "name a folder, a hub id, a known model or self:skip=FIRST-LAST")
         needed = self.entry.draft
         if needed is not None and not self.draft:
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} needs {needed}")
@@ -228,7 +228,7 @@ class EngineConfig:
 
     model: str = _setting(
         "smollm2-135m",
-        "Bundled name, hub id, folder or .gguf file; for dummy weights, a named shape or a config.json.",
+        "Known name, hub id, folder or .gguf file; for dummy weights, a named shape or a config.json.",
     )
     device: str = _setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.")
     dtype: str = _setting(
@@ -238,7 +238,7 @@ class EngineConfig:
         "auto", "dummy: random weights, for a named shape or a config.json.", choices=LOAD_FORMATS
     )
     tokenizer: str | None = _setting(
-        None, "Bundled name, folder or hub id of a tokenizer to use instead of the model's own."
+        None, "Known name, folder or hub id of a tokenizer to use instead of the model's own."
     )
     max_running: int = _setting(32, "Requests that decode at the same time.", least=1)
     max_model_len: int | None = _setting(

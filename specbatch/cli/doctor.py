@@ -25,10 +25,10 @@ def examine() -> dict[str, Any]:
     """Everything `specbatch doctor` shows, as plain data."""
     import torch
 
-    from specbatch.weights import bundled
+    from specbatch.weights import known_models
     from specbatch.weights.cache import cache_folder
 
-    models = bundled.rows()
+    models = known_models.rows()
     cuda = torch.cuda.is_available()
     return {
         "versions": versions(),
@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
             ),
             *(
                 _feature(
-                    f"bundled model {row['name']}",
+                    f"model {row['name']}",
                     None if row["here"] == "yes" else f"not downloaded; specbatch models pull {row['name']}",
                     "in the cache",
                 )
@@ -131,5 +131,5 @@ def _no_hub() -> str | None:
     try:
         socket.create_connection(HUB, timeout=3).close()
     except OSError as error:
-        return f"cannot connect to {HUB[0]} ({error}); bundled models and local files work"
+        return f"cannot connect to {HUB[0]} ({error}); known models and local files work"
     return None

@@ -28,7 +28,7 @@ from specbatch.training.data import Example, answers_hash, split
 from specbatch.training.recipe import ANSWER_TOKENS, Recipe
 from specbatch.training.target import Target
 from specbatch.training.trainer import History, make_head, train
-from specbatch.weights.bundled import file_hash
+from specbatch.weights.cache import file_hash
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine

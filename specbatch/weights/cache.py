@@ -1,7 +1,8 @@
-"""The folder where downloads and converted weights are kept, one per user."""
+"""The cache folder of downloads and converted weights, one per user."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -18,11 +19,17 @@ def cache_folder() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "specbatch"
 
 
+def file_hash(path: Path) -> str:
+    """sha256 of a whole file, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextmanager
 def staging(needed: int) -> Iterator[Path]:
-    """A scratch folder on the cache's own disk, gone afterwards; what is worth keeping is renamed out of it.
+    """A temporary folder on the cache's disk, from which finished files are renamed to their place.
 
-    Raises SpecbatchError where the cache cannot be written or has fewer than `needed` bytes free.
+    Raises SpecbatchError if the cache cannot be written or has fewer than `needed` bytes free.
     """
     root = cache_folder()
     try:
@@ -39,7 +46,7 @@ def staging(needed: int) -> Iterator[Path]:
 
 
 def keep(scratch: Path, target: Path) -> None:
-    """Rename a finished file or folder to its place. Where another process was faster, its result stays."""
+    """Rename a finished file or folder to its place. If another process was faster, its result stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.replace(scratch, target)

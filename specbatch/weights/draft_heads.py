@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import refuse
-from specbatch.weights import hub, read_config
+from specbatch.weights import hub
+from specbatch.weights.checkpoint import read_config
 from specbatch.weights.dummy import random_tensor
 from specbatch.weights.folder import SafetensorsFiles
 

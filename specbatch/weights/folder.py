@@ -10,7 +10,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES
 from specbatch.tokenizer import Tokenizer
-from specbatch.weights import Log, Read, read_config
+from specbatch.weights.checkpoint import Log, Read, read_config
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,8 @@ import numpy as np
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
 from specbatch.tokenizer import Tokenizer
-from specbatch.weights import Log
-from specbatch.weights.bundled import file_hash
-from specbatch.weights.cache import cache_folder, keep, staging
+from specbatch.weights.cache import cache_folder, file_hash, keep, staging
+from specbatch.weights.checkpoint import Log
 from specbatch.weights.folder import FolderCheckpoint, check_tensors
 from specbatch.weights.gguf_file import GgufFile, read_config, rename
 

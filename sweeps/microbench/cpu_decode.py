@@ -22,7 +22,7 @@ from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.records import environment
 from specbatch.sweeps.microbench.runner import Row, Table
 from specbatch.weights import open_checkpoint
-from specbatch.weights.bundled import MODELS, pull
+from specbatch.weights.known_models import KNOWN_MODELS, pull
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # (prompts, new tokens) -> new token ids
 
@@ -88,7 +88,7 @@ def _transformers(name: str) -> Generate:
     """transformers' own model class with its default cache and attention, and the weights as specbatch reads them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = pull(name) if name in MODELS else Path(name)
+    path = pull(name) if name in KNOWN_MODELS else Path(name)
     where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     config = AutoConfig.from_pretrained(path.parent if where else path, **where)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

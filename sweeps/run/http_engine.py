@@ -48,7 +48,7 @@ class Server:
 
     base_url     with or without /v1 behind it
     model        one of its models; None: the only one
-    tokenizer    bundled name, folder or hub id; None: what the server says that its model is
+    tokenizer    known name, folder or hub id; None: what the server says that its model is
     send         "ids": prompts as token ids; "text": as text, which the server reads by its own tokenizer
     api_key_env  name of the environment variable with the key that it wants
     """

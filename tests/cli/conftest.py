@@ -155,7 +155,7 @@ class StubEngine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
-    """The stub in place of the engine, a bundled-model stub, and an empty working folder."""
+    """The stub in place of the engine, a stub of the model registry, and an empty working folder."""
     monkeypatch.setattr(StubEngine, "built", [])
     monkeypatch.setattr(StubEngine, "lenders", [])
     monkeypatch.setattr(StubEngine, "places", [])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,15 +102,15 @@ def test_send_one_streams_the_same_text(run):
 
 
 def test_models(run, monkeypatch, tmp_path):
-    from specbatch.weights import bundled
+    from specbatch.weights import known_models
 
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(bundled, "pull", lambda name, log: log(f"downloading {name}") or Path("/cache") / name)
+    monkeypatch.setattr(known_models, "pull", lambda name, log, _: log(f"downloading {name}") or Path("/cache") / name)
     shown = run("models", "list").stdout
     assert "Apache-2.0" in shown
-    assert bundled.MODELS["smollm2-135m"].sha256 not in shown
+    assert known_models.KNOWN_MODELS["smollm2-135m"].sha256 not in shown
     (row, *_) = json.loads(run("models", "list", "--json").stdout)["models"]
-    assert (row["name"], row["sha256"]) == ("smollm2-135m", bundled.MODELS["smollm2-135m"].sha256)
+    assert (row["name"], row["sha256"]) == ("smollm2-135m", known_models.KNOWN_MODELS["smollm2-135m"].sha256)
     pulled = run("models", "pull", "smollm2-135m")
     assert pulled.stdout == "/cache/smollm2-135m\n"
     assert "downloading" in pulled.stderr
@@ -122,7 +124,20 @@ def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
     assert all(row["why"] for row in found["features"])
     why = {row["feature"]: row for row in found["features"]}
     assert why["engine on the CPU"]["runs"]
-    assert not why["bundled model smollm2-135m"]["runs"]
-    assert "specbatch models pull smollm2-135m" in why["bundled model smollm2-135m"]["why"]
+    assert not why["model smollm2-135m"]["runs"]
+    assert "specbatch models pull smollm2-135m" in why["model smollm2-135m"]["why"]
     assert "HF_HUB_OFFLINE" in why["models and data of the hub"]["why"]
     assert "| feature" in run("doctor").stdout
+
+
+def test_a_local_copy_of_a_known_model_is_pulled(run, monkeypatch, tmp_path):
+    from specbatch.weights import known_models
+
+    monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "copy.gguf").write_bytes(b"weights")
+    model = known_models.KNOWN_MODELS["qwen2.5-coder-0.5b"]
+    model = replace(model, size=7, sha256=hashlib.sha256(b"weights").hexdigest())
+    monkeypatch.setitem(known_models.KNOWN_MODELS, model.name, model)
+    pulled = run("models", "pull", model.name, "--from", tmp_path / "copy.gguf")
+    assert pulled.stdout == f"{model.path}\n"
+    assert model.path.read_bytes() == b"weights"

@@ -131,7 +131,7 @@ def test_config_and_weights_must_agree(tiny_model: Make, save: Make) -> None:
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.float64)}, path)
     assert "model.norm.weight is F64" in refusal(folder)
     config.write_text("[1]")
-    assert "one JSON table" in refusal(folder)
+    assert "a JSON object" in refusal(folder)
     config.unlink()
     assert "no config.json" in refusal(folder)
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.weights import bundled, gguf_checkpoint, gguf_file, open_checkpoint
+from specbatch.weights import gguf_checkpoint, gguf_file, known_models, open_checkpoint
+from specbatch.weights.cache import file_hash
 
 Make = Callable[..., Any]
 
@@ -277,14 +278,17 @@ def test_rules_that_go_with_a_pre_tokenizer(
     assert tokenizer.eos_ids == {17, 298, 300}
 
 
-def test_a_bundled_name_is_a_tokenizer_without_its_weights(
+def test_a_known_name_is_a_tokenizer_without_its_weights(
     cache: Path, tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (cache / "models").mkdir(parents=True)
     path = write_gguf(cache / "models" / "tiny.gguf", tiny_model("llama"), backend)
-    known = bundled.BundledModel("tiny", "somebody/tiny", "0", path.name, 0, bundled.file_hash(path), "Apache-2.0")
-    monkeypatch.setitem(bundled.MODELS, "tiny", known)
-    (cache / "tiny").mkdir()  # as for models, a bundled name counts before a folder
+    source = known_models.HubFile("somebody/tiny", "0", path.name)
+    known = known_models.KnownModel(
+        "tiny", "somebody", path.name, 0, file_hash(path), "Apache-2.0", "F32", "unknown", source
+    )
+    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", known)
+    (cache / "tiny").mkdir()  # as for models, a known name counts before a folder
     monkeypatch.chdir(cache)
     found = open_checkpoint("toy", "dummy", tokenizer="tiny").tokenizer()
     assert [item.name for item in cache.iterdir() if item.name != "tiny"] == ["models"]  # nothing was converted

@@ -1,0 +1,191 @@
+"""Opening checkpoints: `open_checkpoint(model)` finds a model, checks its files and returns a `Checkpoint`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specbatch.errors import refuse
+from specbatch.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbatch.tokenizer import Tokenizer
+
+Log = Callable[[str], None]
+Read = Callable[[dict[str, Any]], ModelConfig]
+
+
+class Checkpoint(Protocol):
+    """An opened model whose files are complete and whose tensor shapes are checked. No tensor is loaded yet.
+
+    origin  where it came from, for the log
+    bytes   size of its tensors as stored
+    mtp     name -> shape of the MTP draft head stored in the same files, empty without one
+    """
+
+    name: str
+    origin: str
+    config: ModelConfig
+    bytes: int
+    mtp: dict[str, tuple[int, ...]]
+
+    def names(self) -> list[str]:
+        """The names of `config.tensor_shapes()`, in the order that reads the files sequentially."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor in its stored dtype, on the CPU (random weights: on the device that generates them). It may be a
+        view of the file, so it must not be written to."""
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises SpecbatchError if there is none or it does not fit the model."""
+
+
+def open_checkpoint(
+    model: str,
+    load_format: str = "auto",
+    *,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    log: Log | None = None,
+    read: Read = ModelConfig.from_dict,
+    device: str = "cpu",
+) -> Checkpoint:
+    """Find a model and check its files.
+
+    `model` is, in this order: the name of a known model, a .gguf file, a folder (safetensors or a single .gguf), or a
+    hub id `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a config.json or a
+    folder with one, and the weights are random from `seed`, generated on `device`. `tokenizer` replaces that of the
+    model, see `open_tokenizer`. `log` receives lines about downloads and conversions. `read` turns a config.json into
+    the config; drafts have configs of their own. Raises SpecbatchError, in one line, for whatever cannot be opened.
+    """
+    override = open_tokenizer(tokenizer, log) if tokenizer else None
+    if load_format == "dummy":
+        return _open_dummy(model, seed, override, read, device)
+    from specbatch.weights.known_models import KNOWN_MODELS, pull
+
+    path = Path(model).expanduser()
+    if model in KNOWN_MODELS:
+        _refuse_safetensors(load_format, model)
+        known = KNOWN_MODELS[model]
+        return _open_gguf(pull(model, log), model, known.origin, override, log, known.sha256)
+    if path.is_file() and path.suffix == ".gguf":
+        _refuse_safetensors(load_format, model)
+        return _open_gguf(path, path.stem, str(path), override, log)
+    if path.is_dir():
+        return _open_folder(path, path.resolve().name, str(path), load_format, override, log, read)
+    if _looks_like_a_path(model):
+        found = "this file is not a model" if path.exists() else "no such file"
+        raise refuse("model", model, f"{found}; give a .gguf file or a folder with config.json and safetensors")
+    return _open_hub(model, load_format, override, log, read)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise refuse("model", str(path), f"it cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise refuse("model", str(path), f"it is not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise refuse("model", str(path), "it must hold a JSON object")
+    return found
+
+
+def _open_dummy(model: str, seed: int, tokenizer: Tokenizer | None, read: Read, device: str) -> Checkpoint:
+    from specbatch.weights.dummy import SHAPES, DummyCheckpoint
+
+    path = Path(model).expanduser()
+    if model in SHAPES:
+        config, name = SHAPES[model], model
+    elif path.is_dir() and (path / "config.json").is_file():
+        config, name = read_config(path / "config.json"), path.resolve().name
+    elif path.is_file() and path.suffix == ".json":
+        config, name = read_config(path), path.resolve().parent.name
+    else:
+        works = f"with load_format='dummy' give a config.json, its folder, or one of {', '.join(SHAPES)}"
+        raise refuse("model", model, works)
+    return DummyCheckpoint(read(config), name=name, seed=seed, tokenizer=tokenizer, device=device)
+
+
+def _open_folder(
+    folder: Path,
+    name: str,
+    origin: str,
+    load_format: str,
+    tokenizer: Tokenizer | None,
+    log: Log | None,
+    read: Read,
+) -> Checkpoint:
+    from specbatch.weights.folder import FolderCheckpoint
+
+    ggufs = sorted(folder.glob("*.gguf"))
+    if any(folder.glob("*.safetensors*")) and load_format != "gguf":
+        return FolderCheckpoint(folder, name=name, origin=origin, tokenizer=tokenizer, read=read, log=log)
+    if len(ggufs) == 1:
+        _refuse_safetensors(load_format, origin)
+        return _open_gguf(ggufs[0], ggufs[0].stem, str(ggufs[0]), tokenizer, log)
+    if ggufs:
+        raise refuse("model", origin, f"name one of its files: {', '.join(path.name for path in ggufs)}")
+    wanted = "gguf files" if load_format == "gguf" else "safetensors"
+    raise refuse("model", origin, f"the folder holds no {wanted}; give one with config.json and safetensors")
+
+
+def _open_gguf(
+    path: Path, name: str, origin: str, tokenizer: Tokenizer | None, log: Log | None, sha256: str | None = None
+) -> Checkpoint:
+    from specbatch.weights.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log, sha256=sha256)
+
+
+def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Log | None, read: Read) -> Checkpoint:
+    from specbatch.weights import hub
+    from specbatch.weights.known_models import KNOWN_MODELS
+
+    works = (
+        f"give a known name ({', '.join(KNOWN_MODELS)}), a folder or a .gguf file; "
+        "without access to the hub: specbatch models pull smollm2-135m"
+    )
+    if model.count("/") != 1:
+        raise refuse("model", model, f"no such name, file or folder; {works}")
+    if load_format == "gguf":
+        raise refuse("load_format", load_format, f"from the hub only safetensors are fetched; {works}")
+    folder = hub.snapshot("model", model, hub.MODEL_FILES, works=works)
+    return _open_folder(folder, model, model, load_format, tokenizer, log, read)
+
+
+def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
+    """The tokenizer of a known model, of a folder with tokenizer.json or of a hub id, in this order. `log` receives
+    lines about downloads. Raises SpecbatchError if there is none."""
+    from specbatch.tokenizer import Tokenizer
+    from specbatch.weights import hub
+    from specbatch.weights.known_models import KNOWN_MODELS, pull
+
+    if tokenizer in KNOWN_MODELS:
+        from specbatch.weights.gguf_tokenizer import write_tokenizer
+
+        with TemporaryDirectory() as scratch:  # the weights are not converted
+            write_tokenizer(pull(tokenizer, log), Path(scratch))
+            return Tokenizer.from_folder(Path(scratch), name=tokenizer)
+    folder = Path(tokenizer).expanduser()
+    if not folder.is_dir():
+        if _looks_like_a_path(tokenizer) or tokenizer.count("/") != 1:
+            works = f"give a known name ({', '.join(KNOWN_MODELS)}), a folder with tokenizer.json, or a hub id"
+            raise refuse("tokenizer", tokenizer, f"no such name or folder; {works}")
+        folder = hub.snapshot("tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json")
+    return Tokenizer.from_folder(folder, name=tokenizer)
+
+
+def _refuse_safetensors(load_format: str, model: str) -> None:
+    if load_format == "safetensors":
+        raise refuse("load_format", load_format, f"{model} is a GGUF file; use 'auto' or 'gguf'")
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.endswith((".gguf", ".json", ".safetensors")) or Path(name).exists()

