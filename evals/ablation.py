@@ -1,9 +1,10 @@
-"""One task on every rung: nothing drafted, v1, v2, and v2 with prompts from graphs, on one copy of the weights.
+"""Evaluates one task in every configuration: baseline, v1, v2 and v2+piecewise, sharing one copy of the weights.
 
-    folder/<rung>/: what an evaluation writes; folder/ladder.md, ladder.csv, ladder.json: the rungs side by side
+    folder/CONFIGURATION/                        the results of one configuration, as of any evaluation
+    folder/ablation.md, ablation.csv, ablation.json  all configurations in one table
 
-Scores, answers that are the lowest rung's to the token, acceptance and speed stand in one table without an empty cell:
-a rung that cannot be run is named below it with the reason.
+The table shows scores, how many answers are token for token those of the baseline, acceptance and speed. It has no
+empty cells: a configuration that cannot run is named below it, with the reason.
 """
 
 from __future__ import annotations
@@ -30,21 +31,25 @@ if TYPE_CHECKING:
 
 WARM_UP = 4  # questions
 WARM_UP_TOKENS = 16  # of each answer
-RUNGS = ("baseline", "v1", "v2", "v2+piecewise")
+CONFIGURATIONS = ("baseline", "v1", "v2", "v2+piecewise")
+NO_DRAFTS = "no speculation"
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """Reports by rung, the lowest first; left_out: why a rung is missing."""
+class Ablation:
+    """Reports by configuration, the baseline first.
+
+    left_out   why a configuration did not run
+    """
 
     reports: dict[str, EvalReport]
     left_out: dict[str, str]
 
     def rows(self) -> list[dict[str, str]]:
-        """A row for each rung; every cell says something."""
-        lowest = next(iter(self.reports.values()))
-        return [{"rung": name, **_cells(report, lowest)} for name, report in self.reports.items()]
+        """One table row per configuration."""
+        baseline = next(iter(self.reports.values()))
+        return [{"configuration": name, **_cells(report, baseline)} for name, report in self.reports.items()]
 
     def table(self) -> str:
         """Markdown."""
@@ -53,36 +58,39 @@ class Ladder:
         lines = [tabulate(self.rows(), headers="keys", tablefmt="github", disable_numparse=True)]
         lines += [f"{name}: left out, {reason}" for name, reason in self.left_out.items()]
         first = next(iter(self.reports.values()))
-        asked = f"{len(first.questions)} answers to prompts of sha256 {first.prompts_sha256[:16]}"
+        name = next(iter(self.reports))
         lines.append(
-            f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}), {asked}; score ± standard "
-            "error, of one score by itself; same answers: token for token those of the first rung; speed: output tok/s "
-            "over the first rung's"
+            f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {len(first.questions)} "
+            f"answers, prompts sha256 {first.prompts_sha256[:16]}. Score: mean ± its standard error. Same answers: "
+            f"token for token equal to {name}. Speed: output tok/s relative to {name}."
         )
         return "\n\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {"rungs": {name: one.as_dict() for name, one in self.reports.items()}, "left_out": self.left_out}
+        return {
+            "configurations": {name: one.as_dict() for name, one in self.reports.items()},
+            "left_out": self.left_out,
+        }
 
     def save(self, folder: Path) -> None:
         import pandas
 
-        write_atomic(folder / "ladder.md", self.table() + "\n")
-        write_atomic(folder / "ladder.csv", pandas.DataFrame(self.rows()).to_csv(index=False))
-        write_atomic(folder / "ladder.json", json.dumps(self.as_dict(), indent=2) + "\n")
+        write_atomic(folder / "ablation.md", self.table() + "\n")
+        write_atomic(folder / "ablation.csv", pandas.DataFrame(self.rows()).to_csv(index=False))
+        write_atomic(folder / "ablation.json", json.dumps(self.as_dict(), indent=2) + "\n")
 
 
-def rungs(base: EngineConfig, on_cuda: bool) -> tuple[dict[str, EngineConfig], dict[str, str]]:
-    """The engines of all rungs that the device can run, and why it cannot run the others. base: drafts, in v2."""
-    configs, left_out = named(base, RUNGS), {}
+def configurations(base: EngineConfig, on_cuda: bool) -> tuple[dict[str, EngineConfig], dict[str, str]]:
+    """The configurations that the device can run, and why it cannot run the others. `base` drafts, with schedule v2."""
+    configs, left_out = named(base, CONFIGURATIONS), {}
     if not on_cuda:
-        del configs[RUNGS[-1]]
-        left_out[RUNGS[-1]] = "as prompts are replayed on a CUDA device only"
+        del configs[CONFIGURATIONS[-1]]
+        left_out[CONFIGURATIONS[-1]] = "piecewise prefill graphs need a CUDA device"
     return configs, left_out
 
 
-def run_ladder(
+def run_ablation(
     configs: Mapping[str, EngineConfig],
     options: EvalOptions,
     folder: Path,
@@ -90,14 +98,17 @@ def run_ladder(
     left_out: Mapping[str, str] | None = None,
     log: Log | None = None,
     progress: Progress | None = None,
-) -> Ladder:
-    """Ask every rung the same questions. `folder` exists; what is finished is written when a later rung fails."""
+) -> Ablation:
+    """Evaluate the same questions in every configuration.
+
+    `folder` must exist. If a configuration fails, the results of those before it are kept.
+    """
     ready = prepare(replace(options, output=None))
     if not ready.task.generates:
-        works = f"task {options.task} ({ready.task.kind}) scores given texts, which is the same work on every rung"
-        raise refuse("ladder", True, f"{works}: nothing is drafted or decoded; leave it out, or use a generating task")
+        works = f"task {options.task} ({ready.task.kind}) scores given texts and decodes nothing"
+        raise refuse("ablation", True, f"{works}; leave it out, or use a task that generates")
     reports: dict[str, EvalReport] = {}
-    ladder = Ladder(reports, dict(left_out or {}))
+    ablation = Ablation(reports, dict(left_out or {}))
     done = 0
 
     def count(finished: int, wanted: int) -> None:
@@ -118,24 +129,23 @@ def run_ladder(
                 report = replace(ready, options=replace(options, output=own)).run(engine, count)
                 asked = {report.prompts_sha256, *(other.prompts_sha256 for other in reports.values())}
                 if len(asked) > 1:
-                    works = "use a task that does not, or each rung by itself with --spec"
-                    raise refuse("task", options.task, f"asks other prompts each time; {works}")
+                    works = "use another task, or run each configuration by itself with --spec"
+                    raise refuse("task", options.task, f"builds different prompts in each run; {works}")
                 reports[name] = report
                 done += len(report.questions)
     except KeyboardInterrupt:
         if not reports:
             raise
-        kept = f"kept {len(reports)} of {len(configs)} rungs ({', '.join(reports)}) and their table in {folder}"
+        kept = f"kept {len(reports)} of {len(configs)} configurations ({', '.join(reports)}) in {folder}"
         raise KeyboardInterrupt(kept) from None
     finally:
         if reports:
-            ladder.save(folder)
-    return ladder
+            ablation.save(folder)
+    return ablation
 
 
 def _warm_up(ready: PreparedEval, engine: Engine) -> None:
-    """Ask a little first: what is compiled at first use would count against the lowest rung, which the others are held
-    against."""
+    """Answer a few questions before measuring, so that compilation at first use does not slow the baseline down."""
     asked = ready.options
     tokens = min(asked.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)
     few = replace(asked, limit=min(asked.limit or WARM_UP, WARM_UP), max_new_tokens=tokens)
@@ -143,7 +153,7 @@ def _warm_up(ready: PreparedEval, engine: Engine) -> None:
     engine.forget_prefixes()
 
 
-def _cells(report: EvalReport, lowest: EvalReport) -> dict[str, str]:
+def _cells(report: EvalReport, baseline: EvalReport) -> dict[str, str]:
     cells: dict[str, str] = {}
     for score in report.scores:
         error = "one question" if score.stderr is None else f"± {score.stderr:.4f}"
@@ -151,13 +161,13 @@ def _cells(report: EvalReport, lowest: EvalReport) -> dict[str, str]:
         cells[f"{score.filter} {score.metric}"] = f"{score.value:.4f} {error}{missed}"
     same = sum(
         ours["token_ids"] == theirs["token_ids"]
-        for ours, theirs in zip(report.questions, lowest.questions, strict=True)
+        for ours, theirs in zip(report.questions, baseline.questions, strict=True)
     )
-    metrics, first = report.record.metrics, lowest.record.metrics
+    metrics, first = report.record.metrics, baseline.record.metrics
     drafts = report.record.config["speculation"]["algorithm"] != NO_SPECULATION
     cells["same answers"] = f"{same} of {len(report.questions)}"
-    cells["accept length"] = f"{metrics['accept_length']:.2f}" if drafts else "nothing drafted"
-    cells["accept rate"] = _number(metrics["accept_rate"], ".3f") if drafts else "nothing drafted"
+    cells["accept length"] = f"{metrics['accept_length']:.2f}" if drafts else NO_DRAFTS
+    cells["accept rate"] = _number(metrics["accept_rate"], ".3f") if drafts else NO_DRAFTS
     cells["mean TTFT (ms)"] = _number(metrics["mean_ttft_s"], ".1f", 1000)
     cells["mean TPOT (ms)"] = _number(metrics["mean_tpot_s"], ".2f", 1000)
     cells["output tok/s"] = _number(metrics["output_throughput"], ".1f")

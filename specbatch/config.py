@@ -122,7 +122,7 @@ class Speculation:
 
     def __str__(self) -> str:
         if self.algorithm == NO_SPECULATION:
-            return f"nothing drafted, schedule {self.schedule}"
+            return f"no speculation, schedule {self.schedule}"
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulate_accept_length
         note = "" if simulated is None else f", simulated accept length {simulated:g}"

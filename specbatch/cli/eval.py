@@ -19,22 +19,29 @@ if TYPE_CHECKING:
 
 @takes_engine()
 def evaluate(
-    task: Annotated[str, Argument(help="one_digit_sums, gsm8k, gsm8k_platinum or another lm-eval task.")],
+    task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums or another lm-eval task.")],
     engine: EngineOptions,
-    limit: Annotated[int | None, Option(help="Only the first N questions.")] = None,
+    limit: Annotated[int | None, Option(help="Use only the first N questions.")] = None,
     num_fewshot: Annotated[
-        int | None, Option(help="Worked examples before each question. Default: the task's.")
+        int | None, Option(help="Few-shot examples before each question. Default: the task's number.")
     ] = None,
-    data: Annotated[Path | None, Option(help="JSONL of question and answer to be scored.")] = None,
-    fewshot_data: Annotated[Path | None, Option(help="JSONL to take the worked examples from.")] = None,
-    fewshot_seed: Annotated[int, Option(help="Of the choice of examples; 1234 is lm-eval's own.")] = 1234,
-    chat_template: Annotated[bool, Option("--chat-template/--no-chat-template", help="Ask as a chat message.")] = False,
+    data: Annotated[
+        Path | None, Option(help="JSONL of question and answer to score. Default: the task's data set.")
+    ] = None,
+    fewshot_data: Annotated[Path | None, Option(help="JSONL of question and answer for the few-shot examples.")] = None,
+    fewshot_seed: Annotated[int, Option(help="Seed for drawing the examples; 1234 is lm-eval's default.")] = 1234,
+    chat_template: Annotated[
+        bool, Option("--chat-template/--no-chat-template", help="Ask with the model's chat template.")
+    ] = False,
     thinking: Annotated[
-        bool | None, Option("--thinking/--no-thinking", help="The chat template's enable_thinking. Default: its own.")
+        bool | None,
+        Option("--thinking/--no-thinking", help="enable_thinking of the chat template. Default: the template's own."),
     ] = None,
-    max_new_tokens: Annotated[int | None, Option(help="Longest answer. Default: the task's, else 512.")] = None,
-    ladder: Annotated[
-        bool, Option("--ladder", help="The same with nothing drafted, in v1, v2 and v2+piecewise, side by side.")
+    max_new_tokens: Annotated[
+        int | None, Option(help="Most tokens of an answer. Default: the task's limit, else 512.")
+    ] = None,
+    ablation: Annotated[
+        bool, Option("--ablation", help="Compare baseline, v1, v2 and v2+piecewise in one run.")
     ] = False,
     concurrency: Concurrency = None,
     output: Annotated[
@@ -42,27 +49,28 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Answer a task's questions, score them with lm-eval, and show acceptance and speed beside the score.
+    """Evaluate a task with lm-eval, and report acceptance and speed next to the score.
+
+    specbatch eval gsm8k --limit 100 --spec v2
+
+    specbatch eval gsm8k --ablation --algorithm eagle3 --draft HEAD
+
+    specbatch eval gsm8k --data my_questions.jsonl
 
     specbatch eval one_digit_sums --limit 40
 
-    specbatch eval gsm8k --data gsm8k_test.jsonl --limit 100 --spec v2
+    gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
+    output folder. Text inside <think> is not scored.
 
-    specbatch eval gsm8k --data gsm8k_test.jsonl --ladder --algorithm eagle3 --draft HEAD
-
-    specbatch eval one_digit_choices
-
-    one_digit_sums and one_digit_choices need no network. Per-question results go to the output folder. What a model
-    writes inside <think> is not scored.
-
-    Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) ask how
-    likely given texts are. The model says so alone, without drafts: --algorithm and --ladder are refused for them.
+    Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) compare
+    the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --ablation do not
+    apply.
     """
     from specbatch.evals.run import PARTIAL, EvalOptions, prepare
 
-    if ladder and engine.spec is not None:
-        raise refuse("spec", engine.spec, "--ladder runs all of them; leave it out")
-    config = (engine.having(spec="v2") if ladder else engine).config(concurrency=concurrency, compares=ladder)
+    if ablation and engine.spec is not None:
+        raise refuse("spec", engine.spec, "--ablation runs every schedule; leave it out")
+    config = (engine.having(spec="v2") if ablation else engine).config(concurrency=concurrency, compares=ablation)
     with fresh_folder(output, "eval") as folder:
         options = EvalOptions(
             task=task,
@@ -77,12 +85,16 @@ def evaluate(
             seed=fewshot_seed,
             output=folder,
         )
-        if ladder:
-            _climb(config, options, folder, as_json)
+        if ablation:
+            _compare(config, options, folder, as_json)
             return
         ready = prepare(options)
         if engine.decode_graph == "whole" and not ready.task.generates:
-            raise refuse("decode_graph", "whole", f"task {task} ({ready.task.kind}) decodes nothing; leave it out")
+            raise refuse(
+                "decode_graph",
+                "whole",
+                f"task {task} ({ready.task.kind}) scores given texts and decodes nothing; leave it out",
+            )
         with open_engine(ready.engine_config(config)) as running, progress(f"eval {task}") as report:
             try:
                 result = ready.run(running, report)
@@ -97,11 +109,11 @@ def evaluate(
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
 
 
-def _climb(config: EngineConfig, options: EvalOptions, folder: Path, as_json: bool) -> None:
+def _compare(config: EngineConfig, options: EvalOptions, folder: Path, as_json: bool) -> None:
     from specbatch.engine.builder import find_device
-    from specbatch.evals.ablation import run_ladder, rungs
+    from specbatch.evals.ablation import configurations, run_ablation
 
-    configs, left_out = rungs(config, find_device(config.device).type == "cuda")
+    configs, left_out = configurations(config, find_device(config.device).type == "cuda")
     with progress(f"eval {options.task}") as report:
-        found = run_ladder(configs, options, folder, left_out=left_out, log=say, progress=report)
+        found = run_ablation(configs, options, folder, left_out=left_out, log=say, progress=report)
     show(f"{found.table()}\n\nresults: {folder}", {**found.as_dict(), "output": str(folder)}, as_json=as_json)

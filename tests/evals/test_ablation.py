@@ -1,4 +1,4 @@
-"""One task on every rung: what the table holds, what is left out, what a failure leaves."""
+"""An ablation: its table, the configurations that are left out, and what is kept after a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lm_eval.api.task import ConfigurableTask
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.evals import ablation
-from specbatch.evals.ablation import run_ladder, rungs
+from specbatch.evals.ablation import configurations, run_ablation
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.memory.planner import MemoryShare
 
@@ -24,7 +24,7 @@ BASE = EngineConfig(speculation=Speculation("ngram"))
 
 
 @pytest.fixture
-def climb(
+def ablate(
     monkeypatch: pytest.MonkeyPatch,
     make_engine: Any,
     mixed_reply: Any,
@@ -32,7 +32,7 @@ def climb(
     shots_file: Path,
     tmp_path: Path,
 ) -> Any:
-    """Rungs of engines that answer alike, but for v2's first question."""
+    """Engines that give the same answers, except for v2's first question."""
     made: list[tuple[str, Any, MemoryShare]] = []
 
     @contextmanager
@@ -52,35 +52,35 @@ def climb(
     monkeypatch.setattr(ablation, "check_draft", lambda *_: None)
 
     def run(on_cuda: bool = False) -> Any:
-        configs, left_out = rungs(BASE, on_cuda)
+        configs, left_out = configurations(BASE, on_cuda)
         options = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
         seen: list[tuple[int, int]] = []
-        found = run_ladder(configs, options, tmp_path, left_out=left_out, progress=lambda *at: seen.append(at))
+        found = run_ablation(configs, options, tmp_path, left_out=left_out, progress=lambda *at: seen.append(at))
         return found, made, seen
 
     return run
 
 
-def test_no_cell_is_empty_and_answers_are_compared(climb: Any, tmp_path: Path) -> None:
-    found, made, seen = climb()
+def test_the_table_has_no_empty_cell_and_compares_answers(ablate: Any, tmp_path: Path) -> None:
+    found, made, seen = ablate()
     rows = found.rows()
-    assert [row["rung"] for row in rows] == ["baseline", "v1", "v2"]
+    assert [row["configuration"] for row in rows] == ["baseline", "v1", "v2"]
     assert all(cell.strip() for row in rows for cell in row.values())
     assert [row["same answers"] for row in rows] == ["8 of 8", "8 of 8", "7 of 8"]
-    assert [row["accept length"] for row in rows] == ["nothing drafted", "2.50", "2.50"]
+    assert [row["accept length"] for row in rows] == ["no speculation", "2.50", "2.50"]
     assert rows[0]["strict-match exact_match"].startswith("0.2500 ± 0.1637, 75.0% unparsed")
     assert {row["speed"] for row in rows[:2]} == {"1.00"}
-    assert "v2+piecewise: left out, as prompts are replayed on a CUDA device only" in found.table()
+    assert "v2+piecewise: left out, piecewise prefill graphs need a CUDA device" in found.table()
     assert seen[-1] == (24, 24)
     assert [share for _, _, share in made] == [MemoryShare(n, 3) for n in range(3)]
     assert made[0][1] is None
     assert made[1][1] is made[2][1] is not None  # the first engine's weights
-    assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3
-    assert set(json.loads((tmp_path / "ladder.json").read_text())["rungs"]) == {"baseline", "v1", "v2"}
+    assert len(list(csv.DictReader((tmp_path / "ablation.csv").open()))) == 3
+    assert set(json.loads((tmp_path / "ablation.json").read_text())["configurations"]) == {"baseline", "v1", "v2"}
     assert (tmp_path / "v1" / "questions.jsonl").exists()
 
 
-def test_an_interruption_says_what_is_kept(climb: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interruption_reports_what_is_kept(ablate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     warm_up, rest = ablation._warm_up, ["baseline"]
 
     def stop(*args: Any) -> None:
@@ -90,29 +90,31 @@ def test_an_interruption_says_what_is_kept(climb: Any, monkeypatch: pytest.Monke
         warm_up(*args)
 
     monkeypatch.setattr(ablation, "_warm_up", stop)
-    with pytest.raises(KeyboardInterrupt, match=r"^kept 1 of 3 rungs \(baseline\) and their table in "):
-        climb()
-    assert "baseline" in (tmp_path / "ladder.md").read_text()
+    with pytest.raises(KeyboardInterrupt, match=r"^kept 1 of 3 configurations \(baseline\) in "):
+        ablate()
+    assert "baseline" in (tmp_path / "ablation.md").read_text()
 
 
-def test_every_rung_is_asked_the_same(climb: Any, make_engine: Any, scored_file: Path, shots_file: Path) -> None:
-    """Examples are drawn, and a run before has drawn some."""
-    found, _, _ = climb()
+def test_configurations_get_the_same_prompts(
+    ablate: Any, make_engine: Any, scored_file: Path, shots_file: Path
+) -> None:
+    """Few-shot examples are drawn at random, and an earlier run has drawn some already."""
+    found, _, _ = ablate()
     alone = run_eval(
         make_engine(lambda text: "?"), EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
     )
     assert {report.prompts_sha256 for report in found.reports.values()} == {alone.prompts_sha256}
 
 
-def test_a_task_that_asks_otherwise_each_time_is_refused(climb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_with_different_prompts_in_each_run_is_refused(ablate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text_of, number = ConfigurableTask.doc_to_text, count()
     monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *args: f"{next(number)} {text_of(*args)}")
-    with pytest.raises(SpecbatchError, match="task='gsm8k': asks other prompts each time"):
-        climb()
+    with pytest.raises(SpecbatchError, match="task='gsm8k': builds different prompts in each run"):
+        ablate()
 
 
-def test_each_rung_is_warmed_up_before_it_is_measured(climb: Any) -> None:
-    found, made, _ = climb()
+def test_each_configuration_is_warmed_up_before_it_is_measured(ablate: Any) -> None:
+    found, made, _ = ablate()
     for _, engine, _ in made[1:]:
         warm_up, measured = engine.calls
         assert {params.max_new_tokens for params in warm_up["params"]} == {16}
@@ -121,7 +123,7 @@ def test_each_rung_is_warmed_up_before_it_is_measured(climb: Any) -> None:
     assert found.reports["v1"].record.metrics["requests"] == 8
 
 
-def test_what_is_finished_is_kept_when_a_rung_fails(climb: Any, tmp_path: Path) -> None:
+def test_finished_results_are_kept_when_a_configuration_fails(ablate: Any, tmp_path: Path) -> None:
     with pytest.raises(MemoryError):
-        climb(on_cuda=True)
-    assert len(list(csv.DictReader((tmp_path / "ladder.csv").open()))) == 3
+        ablate(on_cuda=True)
+    assert len(list(csv.DictReader((tmp_path / "ablation.csv").open()))) == 3

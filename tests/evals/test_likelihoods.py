@@ -21,7 +21,7 @@ import transformers as hf
 from lm_eval.api.instance import Instance
 
 from specbatch import Engine, EngineConfig, Graphs, SpecbatchError, Speculation
-from specbatch.evals.ablation import run_ladder
+from specbatch.evals.ablation import run_ablation
 from specbatch.evals.gate.gate import run_gate
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.report import EvalReport
@@ -355,7 +355,7 @@ def test_refuses_what_the_task_would_not_use(folder: Path, task: str, asked: dic
     assert str(refused.value).startswith(complaint)
 
 
-def test_refuses_drafts_and_ladders(make_engine: Any, folder: Path, tmp_path: Path) -> None:
+def test_refuses_drafts_and_ablations(make_engine: Any, folder: Path, tmp_path: Path) -> None:
     """Before anything is loaded: an engine is not even asked for."""
     drafting = EngineConfig(speculation=Speculation("ngram"), graphs=Graphs(decode="whole"))
     with pytest.raises(SpecbatchError) as refused:
@@ -371,8 +371,8 @@ def test_refuses_drafts_and_ladders(make_engine: Any, folder: Path, tmp_path: Pa
     plain = replace(drafting, speculation=Speculation())
     assert prepare(EvalOptions("choice")).engine_config(plain).graphs == Graphs(decode="off")
     assert prepare(EvalOptions("one_digit_sums")).engine_config(drafting) == drafting
-    with pytest.raises(SpecbatchError, match=r"ladder=True: task choice \(multiple_choice\) scores given texts"):
-        run_ladder({"baseline": plain}, EvalOptions("choice"), tmp_path)
+    with pytest.raises(SpecbatchError, match=r"ablation=True: task choice \(multiple_choice\) scores given texts"):
+        run_ablation({"baseline": plain}, EvalOptions("choice"), tmp_path)
 
 
 def test_runs_pair_by_question(make_engine: Any, folder: Path, tmp_path: Path, policy: Any) -> None:

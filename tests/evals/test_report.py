@@ -21,7 +21,7 @@ def test_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
     assert cells[4][4:7] == ["mean TTFT (s)", "of it queued (s)", "mean TPOT (s)"]
     assert cells[6][:5] == ["4", "25.0%", "2.50", "0.375", "2.000"]
     assert cells[6][6] == "0.0100"
-    assert "float32 on cpu. Speculation: nothing drafted, schedule v2." in lines[-3]
+    assert "float32 on cpu. Speculation: no speculation, schedule v2." in lines[-3]
     assert f"from: the other rows of {report.data_source}." in lines[-2]
     for part in (report.prompts_sha256[:16], "up to 512 tokens", report.lm_eval_version, "seed 1234", "plain prompt"):
         assert part in lines[-1]

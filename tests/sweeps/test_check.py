@@ -106,7 +106,7 @@ def test_what_is_checked_runs_from_graphs_and_plain_decoding_does_not(check: Any
     assert "NO REPLAYS" not in report.markdown()
     plain, checked = made
     assert (str(plain.speculation), plain.graphs, plain.prefix_cache) == (
-        "nothing drafted, schedule v1",
+        "no speculation, schedule v1",
         Graphs(),
         False,
     )

@@ -345,7 +345,7 @@ def test_default_sizes_that_the_model_cannot_hold_are_left_out(run):
     result = run(without=("--ttft-tokens",), sections="ttft,decode", batch="1", repeats=1)
     assert result.exit_code == 0, result.output
     assert {row["size"] for row in rows_of() if row["section"] == "ttft"} == {"128", "1024"}
-    assert "nothing drafted, schedule v1; graphs: decode off, prefill off; max_running 1" in result.stdout
+    assert "no speculation, schedule v1; graphs: decode off, prefill off; max_running 1" in result.stdout
     (line,) = (line for line in result.stderr.splitlines() if "left out" in line)
     assert line == "left out: ttft_tokens=8192: with 8 new tokens that is more than the model's 2048"
 
