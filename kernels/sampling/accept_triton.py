@@ -1,6 +1,6 @@
 """From logits to committed tokens in two launches: argmax, comparison, new lengths, and what the host wants to know.
 
-The references are `torch.argmax`, `verification.verify` and the last lines of `iteration.Iteration`.
+The references are `torch.argmax`, `acceptance.accept_ref` and the commit of a `DecodeStep`.
 """
 
 from __future__ import annotations

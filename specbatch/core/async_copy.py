@@ -37,7 +37,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-class Lap:
+class StepTimer:
     """Device time of an iteration, and of the gap between it and the one before."""
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Lap:
         self._begun.record()
 
     @classmethod
-    def begin(cls, device: torch.device) -> Lap | None:
+    def begin(cls, device: torch.device) -> StepTimer | None:
         """Start the clock; only CUDA devices have one."""
         return cls() if device.type == "cuda" else None
 
-    def end(self, behind: Lap | None) -> None:
+    def end(self, behind: StepTimer | None) -> None:
         """Stop it. `behind`: the iteration before, if nothing was launched between."""
         self._done.record()
         if behind is not None:
@@ -68,7 +68,7 @@ class Lap:
         return self._begun.elapsed_time(self._done) / 1000, gap
 
 
-class Ticket:
+class AsyncCopy:
     """Tensors on their way to the host, copied behind the work that makes them, on a stream of their own."""
 
     def __init__(self, *tensors: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:

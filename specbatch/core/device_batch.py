@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specbatch.kernels.sampling.filtered_distribution import Law
 
 
-class Needs(NamedTuple):
+class SamplingFlags(NamedTuple):
     """What the host knows of all rows of one pass; what no row asks for is not computed.
 
     sampled: some row has a temperature; truncated: some row uses top-k, top-p or min-p; logprobs: some row wants them.
@@ -32,7 +32,7 @@ class Needs(NamedTuple):
     logprobs: bool = False
 
     @classmethod
-    def of(cls, requests: Iterable[Request]) -> Needs:
+    def of(cls, requests: Iterable[Request]) -> SamplingFlags:
         params = [request.params for request in requests]
         return cls(
             sampled=any(p.temperature > 0 for p in params),
@@ -50,14 +50,14 @@ class Sampling:
     top_p: torch.Tensor
     min_p: torch.Tensor
     seeds: torch.Tensor
-    needs: Needs
+    flags: SamplingFlags
 
     def law(self, logits: torch.Tensor) -> Law:
         """The distributions tokens are drawn from, on a CUDA device and not written out: logits [B, n, V]."""
         from specbatch.kernels.sampling.filtered_distribution import law_of
 
         parameters = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return law_of(logits.flatten(0, 1).contiguous(), *parameters, truncated=self.needs.truncated)
+        return law_of(logits.flatten(0, 1).contiguous(), *parameters, truncated=self.flags.truncated)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The distributions tokens are drawn from: logits [B, n, V] -> float32 [B, n, V]."""
@@ -66,7 +66,7 @@ class Sampling:
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values[:, None].expand(batch, n).flatten()
 
-        cut = (spread(self.top_k), spread(self.top_p), spread(self.min_p)) if self.needs.truncated else ()
+        cut = (spread(self.top_k), spread(self.top_p), spread(self.min_p)) if self.flags.truncated else ()
         flat = probabilities_ref(logits.flatten(0, 1), spread(self.temperature), *cut)
         return flat.view(batch, n, vocabulary)
 
@@ -76,7 +76,7 @@ class Sampling:
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
         """Tokens int64 [B, n] for logits [B, n, V] that stand before `positions` [B, n]: argmax, or a draw."""
-        if not self.needs.sampled:
+        if not self.flags.sampled:
             return logits.argmax(-1)
         if dispatch.runs_kernels(logits):
             from specbatch.kernels.sampling.sample_triton import draw
@@ -146,25 +146,25 @@ class DeviceBatch:
             slot, index, page = upload(cells, self.device).unbind(1)
             self.page_table[slot, index] = page
 
-    def look_up(self, rows: torch.Tensor, needs: Needs) -> tuple[torch.Tensor, Sampling]:
+    def look_up(self, rows: torch.Tensor, flags: SamplingFlags) -> tuple[torch.Tensor, Sampling]:
         """KV lengths [B] of the given rows [B], and their parameters."""
         lengths, seeds = rows_of_both(self.lengths, self._seeds, rows)
-        return lengths, self._sampling(rows, seeds, needs)
+        return lengths, self._sampling(rows, seeds, flags)
 
-    def sampling(self, rows: torch.Tensor, needs: Needs) -> Sampling:
+    def sampling(self, rows: torch.Tensor, flags: SamplingFlags) -> Sampling:
         """Parameters of the given rows [B]."""
-        return self._sampling(rows, self._seeds[rows], needs)
+        return self._sampling(rows, self._seeds[rows], flags)
 
-    def _sampling(self, rows: torch.Tensor, seeds: torch.Tensor, needs: Needs) -> Sampling:
+    def _sampling(self, rows: torch.Tensor, seeds: torch.Tensor, flags: SamplingFlags) -> Sampling:
         # Where none is sampled nothing asks for more than the seeds.
-        values = self._parameters[rows] if needs.sampled else self._parameters[:0]
+        values = self._parameters[rows] if flags.sampled else self._parameters[:0]
         return Sampling(
             temperature=values[:, 0].float(),
             top_k=values[:, 1].long(),
             top_p=values[:, 2].float(),
             min_p=values[:, 3].float(),
             seeds=seeds,
-            needs=needs,
+            flags=flags,
         )
 
     def stage(

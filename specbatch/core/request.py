@@ -185,7 +185,8 @@ class Request:
         self.committed = 0  # KV length that the last handled result told of
         self.in_flight = 0  # iterations launched whose result is not handled yet
         self.pending = 0  # the same, a first token from prefill included: each will leave at least one token
-        self.behind: int | None = None  # from this position on a draft that rested has no keys; None: it has them all
+        # From this position on the draft, which was idle, has no keys. None: it has them all.
+        self.draft_kv_valid_until: int | None = None
         self.epoch = 0  # raised by each retraction: results launched before it are void
 
         self.submitted = submitted

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specbatch.core.attention_metadata import DecodeMetadata, Mask, PrefillMetadata
-from specbatch.core.device_batch import DeviceBatch, Sampling
+from specbatch.core.attention_metadata import PrefillMetadata
+from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.request import Completion
-from specbatch.drafters.verification import Proposal
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.runtime.loader import Loader
@@ -23,79 +23,53 @@ if TYPE_CHECKING:
 Diagnosis = Callable[[Sequence[Completion]], str]
 
 
-@dataclass(frozen=True)
-class Step:
-    """One iteration: device rows [B], their KV lengths [B] before it, and what the host knows about them.
-
-    count: tokens to draft behind each root, of a tree its nodes; at most those that the drafter was made for. No row's
-    KV can be longer than `bound` after the iteration.
-    """
-
-    batch: DeviceBatch
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    count: int
-    page_size: int
-    bound: int
-    sampling: Sampling
-
-    def decode_metadata(
-        self,
-        lengths: torch.Tensor,
-        rows: int,
-        ancestors: torch.Tensor | None = None,
-        first: int = 0,
-        masks: tuple[Mask, ...] | None = None,
-    ) -> DecodeMetadata:
-        """The shape of a pass of `rows` tokens per device row behind `lengths` [B]: a chain, or with words of
-        `ancestors` [B, rows] a tree, of which `first` nodes are in the cache already; `masks`: see `Verify`."""
-        table, size = self.batch.page_table, self.page_size
-        return DecodeMetadata(table, self.rows, lengths, rows, size, self.bound, ancestors, first, masks)
-
-
 class Drafter(Protocol):
-    """Shapes are fixed and nothing is read on the host, so that an iteration can run ahead of its results.
+    """Drafts tokens. Shapes are fixed and no device value is read on the host, so that a step can be launched before
+    the results of the previous one are known.
 
-    features: the target's, of B * N tokens after a verify; in prefill the last ones are those of all T if
-    `DraftPlan.every` says so, else of those that end a prompt. diagnose: what to say behind a run in which hardly
-    any first draft was accepted, from requests that have ended, with nothing in flight; None: there is nothing to look
-    at.
+    features: the target's hidden states, of B * N tokens after a verify. In prefill those of all T tokens if
+    `DraftPlan.needs_all_hidden` is set, else of the tokens that end a prompt. diagnose: examines the completions of a
+    run in which hardly any first draft was accepted, with nothing in flight; None: there is no such check.
     """
 
     diagnose: Diagnosis | None
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
-        """Take in prompt positions (tokens in batch.tokens[metadata.slots, metadata.positions])."""
+        """Update the draft state for prompt tokens, batch.tokens[metadata.slots, metadata.positions]."""
 
-    def propose(self, step: Step) -> Proposal:
-        """Draft `step.count` tokens behind each row's root. With none, keep what later drafts need."""
+    def propose(self, step: StepInput) -> Proposal:
+        """Draft `step.num_drafts` tokens after each root. If that is 0, only keep what later drafts need."""
         ...
 
-    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        """Take in what a verify showed; rows beyond accepted [B] are of no account.
+    def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        """Update the draft state after a verify. Queries past accepted [B] are ignored.
 
-        path int64 [B, N]: of a tree, the row of the root and those of the accepted nodes in order, then all others;
-        None for a chain, whose rows are in order.
+        path int64 [B, N], for a tree: the query of the root and those of the accepted nodes in order, then all others;
+        None for a chain, whose queries are in order.
         """
 
-    def shorten(self, step: Step) -> None:
-        """Called before an iteration that drafts fewer tokens than the one before it, with its rows."""
+    def shorten(self, step: StepInput) -> None:
+        """Called with a step's input before it runs, if it drafts fewer tokens than the step before it."""
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
-        """Take in positions that were committed by iterations without drafts (see `DraftPlan.rests`)."""
+        """Update the draft state for tokens that steps without drafts committed (see `DraftPlan.idle_at_zero`)."""
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a drafter takes, known before anything is loaded, and how it is built once the target is.
+    """What a drafter needs, known before anything is loaded, and how to build it once the target is loaded.
 
-    config: the model that drafts, or the target; kv_layers: layers of its KV cache; weights: whose weights are loaded
-    for it, None if they are the target's or none; parameters: how many are loaded beside those; every: it wants the
-    target's last features of every prompt token; aux: it wants the residual stream behind these layers, of every token,
-    which takes `every` where the last layer is one of them; drafted: tokens drafted per verify, or the most of them,
-    None if what was asked for stands; slots: KV slots from a root on that it writes to while drafting; lag: of a
-    request that has ended, so many of the newest positions may lack the draft's own keys; rests: it does nothing where
-    nothing is drafted, and must catch up before it drafts again.
+    config            the model that drafts, or the target
+    kv_layers         layers of its KV cache
+    weights           the model whose weights are loaded for it; None if it has none, or uses the target's
+    parameters        how many parameters are loaded besides those
+    needs_all_hidden  it reads the target's last hidden states of every prompt token
+    aux               it reads the residual stream after these layers, for every token; if the last layer is one of
+                      them, this takes `needs_all_hidden`
+    drafted           tokens drafted per verify, or the most of them; None: as configured
+    scratch_slots     KV slots, from the root's on, that it writes to while drafting
+    uncached_tail     of a finished request, so many of the newest positions may lack the draft's keys and values
+    idle_at_zero      it does not run in steps without drafts, and has to catch up before it drafts again
     """
 
     build: Callable[[Decoder, Loader], Drafter]
@@ -103,44 +77,44 @@ class DraftPlan:
     kv_layers: int = 0
     weights: ModelConfig | None = None
     parameters: int = 0
-    every: bool = False
+    needs_all_hidden: bool = False
     aux: tuple[int, ...] = ()
     drafted: int | None = None
-    slots: int = 0
-    lag: int = 1
-    rests: bool = False
+    scratch_slots: int = 0
+    uncached_tail: int = 1
+    idle_at_zero: bool = False
 
-    def slots_of(self, rows: int) -> int:
-        """KV slots from a root on that an iteration with a verify of `rows` rows may write to."""
-        return max(self.slots, rows)
+    def kv_slots_per_step(self, num_queries: int) -> int:
+        """KV slots, from the root's on, that a step with a verify of `num_queries` tokens may write to."""
+        return max(self.scratch_slots, num_queries)
 
 
 class NoDraft:
-    """The baseline: a verify of the root alone."""
+    """The baseline, no speculation: a verify of the root alone."""
 
     diagnose: Diagnosis | None = None
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         pass
 
-    def propose(self, step: Step) -> Proposal:
+    def propose(self, step: StepInput) -> Proposal:
         return no_drafts(step)
 
-    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+    def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         pass
 
-    def shorten(self, step: Step) -> None:
+    def shorten(self, step: StepInput) -> None:
         pass
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         pass
 
 
-def no_drafts(step: Step) -> Proposal:
+def no_drafts(step: StepInput) -> Proposal:
     """No drafts."""
-    return Proposal(step.rows.new_empty(len(step.rows), 0), step.batch.filled(0, step.rows))
+    return Proposal(step.slots.new_empty(len(step.slots), 0), step.batch.filled(0, step.slots))
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """Plain decoding takes nothing."""
+    """The baseline needs nothing."""
     return DraftPlan(lambda model, loader: NoDraft(), target.config)

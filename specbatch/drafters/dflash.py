@@ -9,8 +9,8 @@ import torch
 from specbatch import weights
 from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.drafters.base import DraftPlan, NoDraft, Step, no_drafts
-from specbatch.drafters.verification import Proposal
+from specbatch.core.step_input import Proposal, StepInput
+from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context, write_verified
 from specbatch.kernels.sampling.argmax_topk import likeliest
@@ -41,28 +41,28 @@ class DFlashDrafter(NoDraft):
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         write_context(self._context(features), self._model.heads, *self._stores, metadata.positions, metadata.kv_slots)
 
-    def propose(self, step: Step) -> Proposal:
-        if not step.count:
+    def propose(self, step: StepInput) -> Proposal:
+        if not step.num_drafts:
             return no_drafts(step)
         model, count = self._model, self._count
-        masks = step.rows.new_full((len(step.rows), count), model.config.mask_token)
-        tokens, positions = step.batch.stage(step.rows, step.lengths, masks, None)
+        masks = step.slots.new_full((len(step.slots), count), model.config.mask_token)
+        tokens, positions = step.batch.stage(step.slots, step.lengths, masks, None)
         metadata = step.decode_metadata(step.lengths, count + 1, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
         # Row i stands for the token at its own position: the first, the root, is known.
-        logits = self._logits(hidden.unflatten(0, (-1, count + 1)), step.count)
-        drafted = step.batch.filled(step.count, step.rows)
-        if step.sampling.needs.sampled:
+        logits = self._logits(hidden.unflatten(0, (-1, count + 1)), step.num_drafts)
+        drafted = step.batch.filled(step.num_drafts, step.slots)
+        if step.sampling.flags.sampled:
             return self._draw(step, logits, drafted)
         return Proposal(likeliest(logits, model.ids), drafted)
 
-    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        where = (step.batch.page_table, step.rows, step.lengths, accepted)
+    def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        where = (step.batch.page_table, step.slots, step.lengths, accepted)
         write_verified(self._context(features), self._model.heads, *self._stores, *where)
 
-    def _draw(self, step: Step, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
+    def _draw(self, step: StepInput, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
         """Each draft from the law of its own row: given the context they are independent of each other."""
-        tokens, laws = step.sampling.draw(logits, positions_from(step.lengths + 1, step.count), DRAFT)
+        tokens, laws = step.sampling.draw(logits, positions_from(step.lengths + 1, step.num_drafts), DRAFT)
         ids, total = self._model.ids, self._model.config.vocab_size
         if ids is None:
             return Proposal(tokens, drafted, laws)
@@ -119,8 +119,10 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         own = DFlash(shape, draft.tensor, model, loader.max_positions)
         return DFlashDrafter(own, loader.cache(shape, shape.num_layers, "draft"), count)
 
-    every, aux = target.config.ends_in(shape.target_layers), shape.target_layers
-    return DraftPlan(build, shape, shape.num_layers, weights=shape, every=every, aux=aux, drafted=count)
+    needs_all_hidden, aux = target.config.ends_in(shape.target_layers), shape.target_layers
+    return DraftPlan(
+        build, shape, shape.num_layers, weights=shape, needs_all_hidden=needs_all_hidden, aux=aux, drafted=count
+    )
 
 
 def _open(target: Checkpoint, config: EngineConfig, log: Log) -> Checkpoint:

@@ -10,10 +10,10 @@ import torch
 from specbatch import weights
 from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, Step, no_drafts
+from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.tree import Beams, expand
-from specbatch.drafters.verification import Proposal
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.sampling.argmax_topk import likeliest
 from specbatch.kernels.sampling.sampling import DRAFT
@@ -51,29 +51,29 @@ class DraftModelChain(NoDraft):
         tokens = batch.tokens[metadata.slots, metadata.positions]
         self._forward(self._known(tokens), metadata, rows=metadata.last[:0])  # for its keys and values alone
 
-    def propose(self, step: Step) -> Proposal:
-        if not step.count:
+    def propose(self, step: StepInput) -> Proposal:
+        if not step.num_drafts:
             return no_drafts(step)
         batch = step.batch
         start, rows = step.lengths - 1, 2
         positions = positions_from(start, rows)
-        tokens = batch.tokens[step.rows[:, None], positions].flatten()
-        drafts = step.rows.new_empty(len(step.rows), step.count)
+        tokens = batch.tokens[step.slots[:, None], positions].flatten()
+        drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
         laws = []
-        for index in range(step.count):
+        for index in range(step.num_drafts):
             context = step.decode_metadata(start, rows).bind(self._cache)
             features = self._model.forward(self._known(tokens), positions.flatten(), context)
-            newest = features.last.view(len(step.rows), rows, -1)[:, -1]
+            newest = features.last.view(len(step.slots), rows, -1)[:, -1]
             logits = self._fit(self._model.logits(newest))
             start = positions = start + rows
             rows = 1
-            if step.sampling.needs.sampled:
+            if step.sampling.flags.sampled:
                 drawn, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT)
                 tokens = drafts[:, index].copy_(drawn[:, 0])
                 laws.append(law)
             else:
                 tokens = likeliest(logits, out=drafts[:, index])
-        return Proposal(drafts, batch.filled(step.count, step.rows), torch.cat(laws, 1) if laws else None)
+        return Proposal(drafts, batch.filled(step.num_drafts, step.slots), torch.cat(laws, 1) if laws else None)
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the draft has embeddings for: a target with more rows may choose one that stands for no text."""
@@ -106,12 +106,12 @@ class DraftModelTree(DraftModelChain):
         super().prefill(batch, metadata, features)
         self._new.index_fill_(0, metadata.slots, 1)
 
-    def propose(self, step: Step) -> Proposal:
+    def propose(self, step: StepInput) -> Proposal:
         model, lengths = self._model, step.lengths
-        new = self._new[step.rows]
+        new = self._new[step.slots]
         start, count = lengths + 1 - new, self._shape.steps + 1
         positions = positions_from(start, count)
-        tokens = self._known(step.batch.tokens[step.rows[:, None], positions])
+        tokens = self._known(step.batch.tokens[step.slots[:, None], positions])
         context = step.decode_metadata(start, count).bind(self._cache)
         hidden = model.forward(tokens.flatten(), positions.flatten(), context).last.unflatten(0, (-1, count))
         newest = (new - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
@@ -125,10 +125,10 @@ class DraftModelTree(DraftModelChain):
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
         drafts, ancestors = expand(logits, self._shape, run)
-        return Proposal(drafts, step.batch.filled(self._shape.tokens, step.rows), ancestors=ancestors)
+        return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
-    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        self._new[step.rows] = torch.where(step.rows > 0, accepted + 1, 1)
+    def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        self._new[step.slots] = torch.where(step.slots > 0, accepted + 1, 1)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
@@ -140,8 +140,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     asked = config.speculation
     shape = asked.shape
     assert asked.draft is not None
-    slots, lag = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, 1)
-    takes = partial(DraftPlan, slots=slots, lag=lag, rests=asked.is_auto)
+    scratch, uncached_tail = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, 1)
+    takes = partial(DraftPlan, scratch_slots=scratch, uncached_tail=uncached_tail, idle_at_zero=asked.is_auto)
 
     def drafter(model: Decoder, loader: Loader) -> DraftModelChain:
         way = loader.draft(model)

@@ -56,8 +56,10 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return drafter
 
     behind = tuple(boundary - 1 for boundary in aux)
-    every = target.config.ends_in(behind)
-    return head_plan(build, layer, config, parameters=parameters(files.shapes), every=every, aux=behind)
+    needs_all_hidden = target.config.ends_in(behind)
+    return head_plan(
+        build, layer, config, parameters=parameters(files.shapes), needs_all_hidden=needs_all_hidden, aux=behind
+    )
 
 
 def _aux(

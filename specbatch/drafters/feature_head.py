@@ -18,10 +18,10 @@ import torch
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch, Sampling
 from specbatch.core.embedded_prompt import EmbeddingOverrides
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, Step, no_drafts
+from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.tree import Beams, expand
-from specbatch.drafters.verification import Proposal
 from specbatch.kernels.attention.qkv import split_heads
 from specbatch.kernels.drafting.draft_inputs import Due, beam_pairs, due_pairs, keep_waiting
 from specbatch.kernels.elementwise.gather_rows import rows_of_both
@@ -142,28 +142,28 @@ class FeatureChain(NoDraft):
         self._waiting[rows, 0] = self._head.project(taken[metadata.last])
         self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
 
-    def propose(self, step: Step) -> Proposal:
-        if not step.count:
+    def propose(self, step: StepInput) -> Proposal:
+        if not step.num_drafts:
             self._write(step)
             return no_drafts(step)
         hidden, places = self._newest(step)
-        drafts = step.rows.new_empty(len(step.rows), step.count)
+        drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
         laws: list[torch.Tensor] = []
-        for index in range(step.count):
+        for index in range(step.num_drafts):
             embedded, law = self.choose(hidden, step.sampling, places[index], drafts[:, index])
             laws += [] if law is None else [law]
-            if index + 1 < step.count:
+            if index + 1 < step.num_drafts:
                 place = places[index + 1]
                 hidden = self._run(step.decode_metadata(place, 1), embedded, hidden, place)
-        drafted = step.batch.filled(step.count, step.rows)
+        drafted = step.batch.filled(step.num_drafts, step.slots)
         return Proposal(drafts, drafted, torch.cat(laws, 1) if laws else None)
 
-    def update(self, step: Step, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+    def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         hidden = self._head.project(self._head.take(features))
-        keep_waiting(hidden, step.rows, accepted, path, self._waiting, self._ready)
+        keep_waiting(hidden, step.slots, accepted, path, self._waiting, self._ready)
 
-    def shorten(self, step: Step) -> None:
-        rows, most = step.rows, self._waiting.shape[1]
+    def shorten(self, step: StepInput) -> None:
+        rows, most = step.slots, self._waiting.shape[1]
         self._write(step, most)
         self._waiting[rows, 0] = self._waiting[rows, self._ready[rows] - 1]
         self._ready.index_fill_(0, rows, 1)
@@ -176,35 +176,35 @@ class FeatureChain(NoDraft):
         likeliest."""
         head = self._head
         logits, ids = head.logits(hidden), head.vocabulary
-        if not sampling.needs.sampled:
+        if not sampling.flags.sampled:
             return likeliest_embedded(logits, head.embedding, ids, out), None
         tokens, law = sampling.draw(logits[:, None], places[:, None] + 2, DRAFT)  # a pair's token is one further
         if ids is not None:  # what the head cannot draft has probability 0
             tokens, law = ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
         return head.embed(out.copy_(tokens[:, 0])), law
 
-    def _newest(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _newest(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root,
         and the places from its own on, int64 [n, B]."""
-        most = min(step.count + 1, self._waiting.shape[1])
+        most = min(step.num_drafts + 1, self._waiting.shape[1])
         due = self._due(step, most)
         return self._run(
             step.decode_metadata(due.start, most), due.embedded, due.hidden, due.positions, due.newest
         ), due.places
 
-    def _write(self, step: Step, most: int = 1) -> None:
+    def _write(self, step: StepInput, most: int = 1) -> None:
         """Write the pairs that have waited, up to `most` of a row, and compute nothing else."""
         due, size, cache = self._due(step, most), step.page_size, self._cache
-        rows = step.rows.repeat_interleave(most)
+        rows = step.slots.repeat_interleave(most)
         slots = step.batch.page_table[rows, due.positions // size] * size + due.positions % size
         _, qkv = self._head.enter(due.embedded, due.hidden)
         split_heads(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
 
-    def _due(self, step: Step, most: int) -> Due:
+    def _due(self, step: StepInput, most: int) -> Due:
         """Up to `most` pairs of each row. Of those beyond the ready ones the places are written again before anything
         sees them."""
         memory = self._waiting, self._ready
-        return due_pairs(step.batch.tokens, step.rows, step.lengths, *memory, self._head.embedding, most)
+        return due_pairs(step.batch.tokens, step.slots, step.lengths, *memory, self._head.embedding, most)
 
     def _run(
         self,
@@ -232,7 +232,7 @@ class FeatureTree(FeatureChain):
         super().__init__(head, cache, prefill, shape.steps, slots, vocabulary)
         self._shape = shape
 
-    def propose(self, step: Step) -> Proposal:
+    def propose(self, step: StepInput) -> Proposal:
         head = self._head
         newest, places = self._newest(step)
         before, root = newest[:, None], places[0]
@@ -247,7 +247,7 @@ class FeatureTree(FeatureChain):
             return logits
 
         drafts, ancestors = expand(head.logits(newest), self._shape, run, head.vocabulary)
-        drafted = step.batch.filled(self._shape.tokens, step.rows)
+        drafted = step.batch.filled(self._shape.tokens, step.slots)
         return Proposal(drafts, drafted, ancestors=ancestors)
 
 
@@ -258,7 +258,7 @@ def head_plan(
     *,
     weights: ModelConfig | None = None,
     parameters: int = 0,
-    every: bool = True,
+    needs_all_hidden: bool = True,
     aux: tuple[int, ...] = (),
 ) -> DraftPlan:
     """What a head of one `layer` takes; weights, parameters, every and aux as in `DraftPlan`. Of a request that ends,
@@ -270,10 +270,10 @@ def head_plan(
         kv_layers=1,
         weights=weights,
         parameters=parameters,
-        every=every,
+        needs_all_hidden=needs_all_hidden,
         aux=aux,
-        slots=shape.draft_slots,
-        lag=shape.steps + 1,
+        scratch_slots=shape.draft_slots,
+        uncached_tail=shape.steps + 1,
     )
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, Step, no_drafts
-from specbatch.drafters.verification import Proposal
+from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.kernels import dispatch
 from specbatch.kernels.drafting.ngram import merge, ngram_match_ref
 
@@ -27,19 +27,19 @@ class NGram(NoDraft):
         self._shortest = shortest
         self._longest = longest
 
-    def propose(self, step: Step) -> Proposal:
+    def propose(self, step: StepInput) -> Proposal:
         batch, (steps, texts, count) = step.batch, self._shape
         if texts == 1:
-            steps = count = step.count
+            steps = count = step.num_drafts
         if not count:
             return no_drafts(step)
         sizes = self._longest, self._shortest, steps, texts
-        if dispatch.runs_kernels(step.rows):
+        if dispatch.runs_kernels(step.slots):
             from specbatch.kernels.drafting.ngram_triton import ngram_match
 
-            tokens, found = ngram_match(batch.tokens, step.rows, step.lengths, *sizes)
+            tokens, found = ngram_match(batch.tokens, step.slots, step.lengths, *sizes)
         else:
-            tokens, found = ngram_match_ref(batch.tokens[step.rows, : step.bound + 1], step.lengths, *sizes)
+            tokens, found = ngram_match_ref(batch.tokens[step.slots, : step.bound + 1], step.lengths, *sizes)
         if texts == 1:
             return Proposal(tokens[:, 0], found[:, 0] * count)
         tokens, ancestors, drafted = merge(tokens, found, count)

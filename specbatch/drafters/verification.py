@@ -23,26 +23,10 @@ from typing import NamedTuple
 import torch
 
 from specbatch.core.device_batch import DeviceBatch, Sampling
+from specbatch.core.step_input import Proposal
 from specbatch.kernels import dispatch
 from specbatch.kernels.sampling.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref, simulated_accept_ref
 from specbatch.kernels.sampling.tree import in_order, walk_ref
-
-
-class Proposal(NamedTuple):
-    """A chain or a tree of N - 1 drafts behind each root.
-
-    tokens [B, N-1] int64; drafted [B] int64: how many of them count, the first ones (a row without a match drafts
-    nothing); probabilities float32 [B, N-1, V]: what each was drawn from, or None for deterministic drafts, which those
-    of a tree are.
-
-    ancestors [B, N] int64: a tree, of which the root is node 0 and draft i node i + 1; bit j of a node's word says that
-    it sees node j, itself included. Parents come before children. None is a chain.
-    """
-
-    tokens: torch.Tensor
-    drafted: torch.Tensor
-    probabilities: torch.Tensor | None = None
-    ancestors: torch.Tensor | None = None
 
 
 class Verdict(NamedTuple):
@@ -83,7 +67,7 @@ def accept_and_commit(
     drafts, drafted, q, ancestors = proposal
     where = (batch.tokens, batch.lengths, rows)
     rows_finite: torch.Tensor | None = None  # None: the kernel checks the chosen logits
-    if not sampling.needs.sampled:
+    if not sampling.flags.sampled:
         flat = logits.flatten(0, 1)
         if ancestors is None:
             return greedy_accept(flat, drafts, drafted, *where, simulate=simulate, seeds=sampling.seeds), None
@@ -113,7 +97,7 @@ def verify(
     """
     assert proposal.ancestors is None or proposal.probabilities is None, "drafts of a tree are not drawn"
     ancestors, path = proposal.ancestors, None
-    if proposal.probabilities is not None and sampling.needs.sampled and simulate is None:
+    if proposal.probabilities is not None and sampling.flags.sampled and simulate is None:
         tokens, accepted = _reject(sampling.probabilities(logits), proposal, positions, sampling)
         return Verdict(tokens, accepted, are_finite(logits, tokens, sampling))
     tokens = sampling.choose(logits, positions, TARGET)
@@ -131,7 +115,7 @@ def verify(
 
 def are_finite(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Are logits [B, n, V], from which `tokens` [B, n] were chosen, free of NaN and infinity? bool [B]."""
-    if sampling.needs.sampled:
+    if sampling.flags.sampled:
         return logits.amax(-1).isfinite().all(-1)
     # The argmax is a NaN where there is one: what it picked tells, without another pass.
     return logits.gather(-1, tokens[..., None]).isfinite().flatten(1).all(-1)

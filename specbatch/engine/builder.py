@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -22,7 +21,7 @@ from specbatch.engine.prefill import PromptPass
 from specbatch.engine.runner import OnTokens, Runner
 from specbatch.engine.scheduler import Scheduler
 from specbatch.engine.scoring import Scorer
-from specbatch.engine.step import Iteration
+from specbatch.engine.step import DecodeStep
 from specbatch.errors import refuse
 from specbatch.kernels import dispatch
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
@@ -39,9 +38,7 @@ from specbatch.runtime.cuda_graphs import Program, Recorder, Recordings, batch_b
 from specbatch.runtime.loader import Loader, float8_said, rounds_activations, weight_bytes
 from specbatch.runtime.prefill_forward import PromptWork, static_bytes
 from specbatch.tokenizer import Tokenizer
-from specbatch.weights import Checkpoint
-
-Say = Callable[[str], None]
+from specbatch.weights import Checkpoint, Log
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Prepared(NamedTuple):
     draft: DraftPlan
 
 
-def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) -> Prepared:
+def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) -> Prepared:
     """Refuse what cannot run, a draft that was made for another model among it, before anything is planned or loaded.
 
     shared: the target as another engine has loaded it.
@@ -86,7 +83,7 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
         config.load_format,
         seed=config.seed,
         tokenizer=config.tokenizer,
-        log=say,
+        log=log,
         device=str(device),
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
@@ -95,8 +92,8 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
         works = f"the weights are {type_name(shared.dtype)} on {shared.device}; ask for the same"
         raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
-    say(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
-    draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, say)
+    log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
+    draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if draft.drafted is not None:
         asked = config.speculation
         if asked.is_auto:  # then this is the most
@@ -104,7 +101,7 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
     if not config.float8_activations and not rounds_activations(True, dtype, device, target.config, draft.config):
-        say("float8_activations: off, which changes nothing: on gives this model nothing to multiply in float8 here")
+        log("float8_activations: off, which changes nothing: on gives this model nothing to multiply in float8 here")
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
@@ -113,7 +110,7 @@ def prepare(config: EngineConfig, say: Say, *, shared: Decoder | None = None) ->
 
 def build(
     config: EngineConfig,
-    say: Say,
+    log: Log,
     report: Report,
     on_tokens: OnTokens,
     *,
@@ -121,20 +118,20 @@ def build(
     share: MemoryShare = EXCLUSIVE,
 ) -> Parts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
-    prepared = prepare(config, say, shared=shared)
+    prepared = prepare(config, log, shared=shared)
     config, device, target, dtype, attention, draft = prepared
     plan = memory_plan(prepared, share, is_shared=shared is not None)
     if config.prefix_cache and plan.states and not plan.cached_states:
-        say("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
+        log("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
         config = replace(config, prefix_cache=False)
-    say(f"speculation: {config.speculation}")
+    log(f"speculation: {config.speculation}")
     if config.speculation.is_auto:
-        say(announced(config.speculation.lengths))
+        log(announced(config.speculation.lengths))
     for line in plan.lines():
-        say(line)
+        log(line)
     try:
         with on_device(device):
-            return _assemble(config, target, shared, draft, attention, plan, dtype, device, say, report, on_tokens)
+            return _assemble(config, target, shared, draft, attention, plan, dtype, device, log, report, on_tokens)
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
 
@@ -151,8 +148,8 @@ def memory_plan(prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared
         lengths=len(config.speculation.lengths),
     )
     if config.graphs.prefill == "piecewise":
-        graphs += static_bytes(target.config, dtype, chunk, every=draft.every, aux=len(draft.aux))
-        graphs += static_bytes(draft.config, dtype, chunk, every=False) if draft.kv_layers else 0
+        graphs += static_bytes(target.config, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
+        graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.kv_layers else 0
     return plan_memory(
         config,
         free=available_memory(device),
@@ -166,7 +163,7 @@ def memory_plan(prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared
         state_bytes=_state_bytes(config, target.config, dtype, config.speculation.drafted + 1),
         cached_state_bytes=_state_bytes(config, target.config, dtype, 0),
         vocabulary=target.config.vocab_size,
-        rows=draft.slots_of(config.speculation.drafted + 1),
+        rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
         token_bytes=_token_bytes(target.config, draft, dtype),
         graphs=graphs,
         share=share,
@@ -175,7 +172,7 @@ def memory_plan(prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared
 
 def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
     """Activations of a token: those of the target, or of what drafts behind it, which reads its features."""
-    features = (draft.every + len(draft.aux)) * target.hidden_size * dtype.itemsize
+    features = (draft.needs_all_hidden + len(draft.aux)) * target.hidden_size * dtype.itemsize
     behind = features + token_bytes(draft.config, dtype) if draft.kv_layers else 0
     return max(token_bytes(target, dtype) + features, behind)
 
@@ -195,12 +192,12 @@ def _assemble(
     plan: MemoryPlan,
     dtype: torch.dtype,
     device: torch.device,
-    say: Say,
+    log: Log,
     report: Report,
     on_tokens: OnTokens,
 ) -> Parts:
     rows = config.speculation.drafted + 1
-    slots = draft.slots_of(rows)
+    slots = draft.kv_slots_per_step(rows)
     width = reach_of(plan.max_model_len, slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
@@ -222,8 +219,8 @@ def _assemble(
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
     float8 = rounds_activations(config.float8_activations, dtype, device, target.config, draft.config)
     for line in float8_said(model, draft.config, loads=(shared is None, draft.weights is not None), rounds=float8):
-        say(line)
-    forward, cache = loader.target(model, every=draft.every)
+        log(line)
+    forward, cache = loader.target(model, needs_all_hidden=draft.needs_all_hidden)
     drafter = draft.build(model, loader)
     if drafter.diagnose is not None:
         drafter.diagnose = dispatch.activations(float8=float8)(drafter.diagnose)
@@ -241,20 +238,20 @@ def _assemble(
         max_model_len=plan.max_model_len,
         prefill_chunk=config.prefill_chunk,
         rows=slots,
-        lag=draft.lag,
+        uncached_tail=draft.uncached_tail,
         state_cache=state_cache,
     )
     lengths = DraftLength(config.speculation.lengths, batch_buckets(config.max_running))
-    ways = {"every": draft.every, "float8": float8}
+    ways = {"needs_all_hidden": draft.needs_all_hidden, "float8": float8}
     prompt_pass = PromptPass(model, forward, cache.page_size, drafter, states=cache.states, **ways)
     scorer = Scorer(model, forward, batch, plan, chunk=config.prefill_chunk, shares=config.prefix_cache, **ways)
     runner = Runner(
         scheduler,
         batch,
-        Iteration(model, cache, drafter, config.speculation.simulate_accept_length, float8=float8),
+        DecodeStep(model, cache, drafter, config.speculation.simulate_accept_length, float8=float8),
         prompt_pass,
         lengths=lengths,
-        rests=draft.rests,
+        idle_at_zero=draft.idle_at_zero,
         depth=config.speculation.depth,
         page_size=config.page_size,
         chunk=config.prefill_chunk,
@@ -295,7 +292,7 @@ def _assemble(
             # Behind the last attention a pass has as many rows as prompts end in it: Triton compiles its products for
             # one row, for 16 and for those between.
             passes += [partial(prompt_pass.warm, batch, sizes[0], ends=n) for n in (2, 16) if n <= config.max_running]
-        caps |= _capture(recordings, passes, device, say, report, float8=float8)
+        caps |= _capture(recordings, passes, device, log, report, float8=float8)
     if lengths.is_auto:
         times = runner.time_lengths().items()
         caps["draft_length_s"] = {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times}
@@ -319,7 +316,7 @@ def _capture(
     recordings: list[Recordings],
     passes: list[Program],
     device: torch.device,
-    say: Say,
+    log: Log,
     report: Report,
     *,
     float8: bool,
@@ -340,7 +337,7 @@ def _capture(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     took = {"capture_s": time.perf_counter() - start, "graph_bytes": max(free - available_memory(device), 0)}
-    say(f"graphs: {total} buckets recorded in {took['capture_s']:.1f} s, {size_text(int(took['graph_bytes']))}")
+    log(f"graphs: {total} buckets recorded in {took['capture_s']:.1f} s, {size_text(int(took['graph_bytes']))}")
     return took
 
 

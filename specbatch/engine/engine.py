@@ -17,7 +17,7 @@ from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.request import Completion, Request, SamplingParams
-from specbatch.engine.builder import Say, build
+from specbatch.engine.builder import build
 from specbatch.engine.schedules import SCHEDULES
 from specbatch.engine.scoring import Likelihood, OnScore, Pair
 from specbatch.errors import SpecbatchError, at_least, refuse
@@ -29,6 +29,7 @@ from specbatch.progress import Report
 from specbatch.records.low_acceptance import LowAcceptanceWarning
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import device_metrics, emitted_histogram, summarize, total_acceptance
+from specbatch.weights import Log
 
 Prompt = str | list[int] | EmbeddedPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -55,7 +56,7 @@ class Engine:
         self,
         config: EngineConfig,
         *,
-        log: Say | None = None,
+        log: Log | None = None,
         report: Report | None = None,
         weights_of: Engine | None = None,
         share: MemoryShare = EXCLUSIVE,

@@ -8,7 +8,7 @@ import torch
 
 from specbatch.core.async_copy import upload
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
-from specbatch.core.device_batch import DeviceBatch, Needs
+from specbatch.core.device_batch import DeviceBatch, SamplingFlags
 from specbatch.drafters.base import Drafter
 from specbatch.drafters.verification import are_finite, logprobs_of
 from specbatch.engine.scheduler import PrefillPlan
@@ -30,7 +30,7 @@ class PromptPass:
         page_size: int,
         drafter: Drafter,
         *,
-        every: bool,
+        needs_all_hidden: bool,
         states: RecurrentStates | None = None,
         float8: bool = False,
     ) -> None:
@@ -40,7 +40,7 @@ class PromptPass:
         self._forward = forward
         self._page_size = page_size
         self._drafter = drafter
-        self._every = every
+        self._needs_all_hidden = needs_all_hidden
         self._states = states
         self._float8 = float8
         self.watch: Callable[[torch.Tensor], None] | None = None  # is shown logits [B, V] behind prompts
@@ -51,7 +51,7 @@ class PromptPass:
         most = batch.width - 1
         count = min(count, most)
         start = min(prefix, most - count)
-        self._run(batch, [PromptChunk(0, start, start + count)], [0] * ends, Needs())
+        self._run(batch, [PromptChunk(0, start, start + count)], [0] * ends, SamplingFlags())
         batch.lengths[0] = 1  # as it was
 
     def __call__(self, batch: DeviceBatch, plan: PrefillPlan) -> Result | None:
@@ -62,7 +62,7 @@ class PromptPass:
         ending = [index for index, chunk in enumerate(chunks) if chunk.last]
         if self._states is not None:
             self._states.load(plan.loads)
-        result = self._run(batch, spans, ending, Needs.of(chunks[i].request for i in ending))
+        result = self._run(batch, spans, ending, SamplingFlags.of(chunks[i].request for i in ending))
         if self._states is not None:
             self._states.save(plan.saves)
         return result
@@ -73,25 +73,27 @@ class PromptPass:
             with dispatch.activations(float8=self._float8):
                 self._drafter.catch_up(batch, PrefillMetadata(batch.page_table, part, self._page_size))
 
-    def _run(self, batch: DeviceBatch, spans: list[PromptChunk], ending: list[int], needs: Needs) -> Result | None:
+    def _run(
+        self, batch: DeviceBatch, spans: list[PromptChunk], ending: list[int], flags: SamplingFlags
+    ) -> Result | None:
         """ending: the spans whose prompts are then complete."""
         metadata = PrefillMetadata(batch.page_table, spans, self._page_size)
         ends = upload(ending, batch.device)
         last = metadata.last[ends]
         tokens = batch.tokens[metadata.slots, metadata.positions]
         with dispatch.activations(float8=self._float8):
-            features = self._forward(tokens, metadata, None if self._every else last)
+            features = self._forward(tokens, metadata, None if self._needs_all_hidden else last)
             self._drafter.prefill(batch, metadata, features)
         if not ending:
             return None
         _, lengths, rows, _ = metadata.spans.table[:, ends]
-        sampling = batch.sampling(rows, needs)
-        logits = self._model.logits(features.last[last] if self._every else features.last)[:, None]
+        sampling = batch.sampling(rows, flags)
+        logits = self._model.logits(features.last[last] if self._needs_all_hidden else features.last)[:, None]
         if self.watch is not None:
             self.watch(logits[:, 0])
         first = sampling.choose(logits, lengths[:, None], TARGET)
         batch.tokens[rows, lengths] = first[:, 0]
         batch.lengths[rows] = lengths
         sound = are_finite(logits, first, sampling)
-        logprobs = logprobs_of(logits, first) if needs.logprobs else None
+        logprobs = logprobs_of(logits, first) if flags.logprobs else None
         return torch.stack([first[:, 0], sound.long()], 1), logprobs

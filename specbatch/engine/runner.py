@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from specbatch.core.async_copy import Lap, Ticket, seconds_of, upload
+from specbatch.core.async_copy import AsyncCopy, StepTimer, seconds_of, upload
 from specbatch.core.attention_metadata import PromptChunk
-from specbatch.core.device_batch import DeviceBatch, Needs
+from specbatch.core.device_batch import DeviceBatch, SamplingFlags
 from specbatch.core.request import Request
-from specbatch.drafters.base import Step
+from specbatch.core.step_input import StepInput
 from specbatch.engine.draft_length import DraftLength, rising
 from specbatch.engine.prefill import PromptPass
-from specbatch.engine.scheduler import Row, Scheduler
-from specbatch.engine.step import Iteration
+from specbatch.engine.scheduler import ScheduledRequest, Scheduler
+from specbatch.engine.step import DecodeStep
 from specbatch.errors import SpecbatchError
 from specbatch.runtime.cuda_graphs import GraphCounters, Recorder, Result, WholeGraphs
 
@@ -30,10 +30,10 @@ ENOUGH_S = 0.05  # of timing the same thing
 class Launched:
     """Work on the device whose result the host has not looked at. `first` tells prefill from an iteration."""
 
-    rows: list[Row]
-    ticket: Ticket
+    rows: list[ScheduledRequest]
+    result: AsyncCopy
     first: bool
-    lap: Lap | None = None  # device time of an iteration
+    timer: StepTimer | None = None  # device time of an iteration
     host_s: float = 0.0  # host time in launching it
     drafts: int = 0
     judged: frozenset[int] = frozenset()  # rows whose drafter had all it needs, by their place
@@ -85,11 +85,11 @@ class Runner:
         self,
         scheduler: Scheduler,
         batch: DeviceBatch,
-        iteration: Iteration,
+        iteration: DecodeStep,
         prompt_pass: PromptPass,
         *,
         lengths: DraftLength,
-        rests: bool,
+        idle_at_zero: bool,
         depth: int,
         page_size: int,
         chunk: int,
@@ -105,7 +105,7 @@ class Runner:
         self._iteration = iteration
         self._prompt_pass = prompt_pass
         self._lengths = lengths
-        self._rests = rests
+        self._idle_at_zero = idle_at_zero
         self._drafts = 0  # of the last iteration
         self._chunk = chunk
         self._depth = depth
@@ -114,7 +114,7 @@ class Runner:
         self._on_tokens = on_tokens
         self._stream = torch.cuda.Stream(batch.device) if batch.device.type == "cuda" else None
         self._launched_at = 0.0
-        self._lap: Lap | None = None  # of the last iteration, if nothing was launched behind it
+        self._last_timer: StepTimer | None = None  # of the last iteration, if nothing was launched behind it
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
@@ -127,7 +127,7 @@ class Runner:
 
     def start_record(self) -> Counters:
         """New counters. What the host did until now left a gap behind the last iteration that is not theirs."""
-        self._lap = None
+        self._last_timer = None
         self.counters = Counters()
         return self.counters
 
@@ -141,13 +141,13 @@ class Runner:
         if plan.admitted:
             self._batch.admit(plan.admitted, [self._seed_of(request) for request in plan.admitted])
         result = self._prompt_pass(self._batch, plan)
-        self._lap = None
+        self._last_timer = None
         self.counters.prefill_passes += 1
         self.counters.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.counters.prefill_s += time.perf_counter() - start
         if result is None:
             return None
-        rows = [Row(chunk.request, chunk.epoch, chunk.slot) for chunk in plan.chunks if chunk.last]
+        rows = [ScheduledRequest(chunk.request, chunk.epoch, chunk.slot) for chunk in plan.chunks if chunk.last]
         return Launched(rows, self._send(result), first=True)
 
     @torch.inference_mode()
@@ -159,31 +159,31 @@ class Runner:
             return None
         self._batch.add_pages(plan.new_pages)
         slots = [row.slot for row in plan.rows]
-        needs = Needs.of(row.request for row in plan.rows)
+        flags = SamplingFlags.of(row.request for row in plan.rows)
         drafts = self._lengths.choose(len(slots))
         if self._prepare(plan.rows, drafts, plan.bound):
-            self._lap = None  # that is no part of an iteration with so many drafts
+            self._last_timer = None  # that is no part of an iteration with so many drafts
         begun = time.perf_counter()
-        lap, recorded = Lap.begin(self._batch.device), self.decode_counters.recorded_late
-        result = self._launch(slots, needs, drafts, plan.bound)
+        timer, recorded = StepTimer.begin(self._batch.device), self.decode_counters.recorded_late
+        result = self._launch(slots, flags, drafts, plan.bound)
         if self.decode_counters.recorded_late > recorded:
-            lap = None  # its time is that of recording
-        if lap is not None:
-            lap.end(behind=self._lap)
-        self._lap = lap
-        judged = frozenset(place for place, row in enumerate(plan.rows) if row.request.behind is None)
-        ticket = self._send(result)
+            timer = None  # its time is that of recording
+        if timer is not None:
+            timer.end(behind=self._last_timer)
+        self._last_timer = timer
+        judged = frozenset(place for place, row in enumerate(plan.rows) if row.request.draft_kv_valid_until is None)
+        copy = self._send(result)
         self._launched_at = time.perf_counter()
         if self._lengths.is_auto:
             steps = self.counters.draft_lengths.setdefault(self._lengths.bucket(len(slots)), {})
             steps[drafts] = steps.get(drafts, 0) + 1
-            if lap is None and self._stream is None:  # a CPU is done
+            if timer is None and self._stream is None:  # a CPU is done
                 self._lengths.took(len(slots), drafts, self._launched_at - begun)
         self.counters.iterations += 1
         self.counters.iteration_rows += len(plan.rows)
         self.counters.iteration_s += self._launched_at - start
         host_s = self._launched_at - start
-        return Launched(plan.rows, ticket, first=False, lap=lap, host_s=host_s, drafts=drafts, judged=judged)
+        return Launched(plan.rows, copy, first=False, timer=timer, host_s=host_s, drafts=drafts, judged=judged)
 
     @torch.inference_mode()
     def time_lengths(self) -> dict[int, dict[int, float]]:
@@ -207,15 +207,15 @@ class Runner:
             measured[bucket] = {}
             for n in reversed(lengths.lengths):
                 self._shorten(slots, n, bound)
-                measured[bucket][n] = time_it(partial(self._launch, slots, Needs(), n, bound))
+                measured[bucket][n] = time_it(partial(self._launch, slots, SamplingFlags(), n, bound))
         lengths.times = rising(measured)
-        if self._rests:
+        if self._idle_at_zero:
             count = min(self._chunk, self._batch.width - 1)
             spans = [PromptChunk(0, 0, count)]
             lengths.catch_up_s = time_it(partial(self._prompt_pass.catch_up, self._batch, spans, self._chunk))
         return lengths.times
 
-    def _prepare(self, rows: list[Row], drafts: int, bound: int) -> bool:
+    def _prepare(self, rows: list[ScheduledRequest], drafts: int, bound: int) -> bool:
         """Let the drafter get ready for another number of drafts. True if anything was launched."""
         shortened = self._shorten([row.slot for row in rows], drafts, bound)
         return self._wake(rows, drafts) or shortened
@@ -227,58 +227,59 @@ class Runner:
             return False
         bucket = self._lengths.bucket(len(slots))
         rows = upload([*slots, *[0] * (bucket - len(slots))], self._batch.device)
-        self._iteration.shorten(self._step(rows, Needs(), drafts, bound))
+        self._iteration.shorten(self._step(rows, SamplingFlags(), drafts, bound))
         return True
 
-    def _wake(self, rows: list[Row], drafts: int) -> bool:
+    def _wake(self, rows: list[ScheduledRequest], drafts: int) -> bool:
         """Let a drafter that rests while nothing is drafted catch up. True if anything was launched."""
-        if not self._rests:
+        if not self._idle_at_zero:
             return False
         requests = [row.request for row in rows]
         if not drafts:
             for request in requests:
-                if request.behind is None:  # the newest committed token may be without keys, too
-                    request.behind = max(request.committed - 1, 0)
+                if request.draft_kv_valid_until is None:  # the newest committed token may be without keys, too
+                    request.draft_kv_valid_until = max(request.committed - 1, 0)
             return False
         spans: list[PromptChunk] = []
         budget = self._chunk
         # Each result in flight leaves a token, and no more where nothing was drafted. The draft runs the newest itself.
         missing = [
-            (request.committed + request.in_flight - 2 - request.behind, request)
+            (request.committed + request.in_flight - 2 - request.draft_kv_valid_until, request)
             for request in requests
-            if request.behind is not None
+            if request.draft_kv_valid_until is not None
         ]
         for count, request in sorted(missing, key=lambda item: item[0]):
             budget -= count
             if self._lengths.probing and budget < 0 and spans:
                 break  # these are enough to learn from
-            assert request.behind is not None
+            assert request.draft_kv_valid_until is not None
             assert request.slot is not None
             if count > 0:
-                spans.append(PromptChunk(request.slot, request.behind, request.behind + count))
-            request.behind = None
+                start = request.draft_kv_valid_until
+                spans.append(PromptChunk(request.slot, start, start + count))
+            request.draft_kv_valid_until = None
         self._prompt_pass.catch_up(self._batch, spans, self._chunk)
         return bool(spans)
 
-    def _launch(self, slots: list[int], needs: Needs, drafts: int, bound: int) -> Result:
+    def _launch(self, slots: list[int], flags: SamplingFlags, drafts: int, bound: int) -> Result:
         """One iteration, replayed or not."""
         if self.graphs is not None:
-            return self.graphs(slots, needs, drafts)
+            return self.graphs(slots, flags, drafts)
         self.decode_counters.fall_back("off")
-        return self._run(upload(slots, self._batch.device), needs, drafts, bound)
+        return self._run(upload(slots, self._batch.device), flags, drafts, bound)
 
-    def _run(self, slots: torch.Tensor, needs: Needs, drafts: int, bound: int | None = None) -> Result:
+    def _run(self, slots: torch.Tensor, flags: SamplingFlags, drafts: int, bound: int | None = None) -> Result:
         """One iteration over device rows [B]; what a graph records."""
-        return self._iteration(self._step(slots, needs, drafts, self._batch.width - 1 if bound is None else bound))
+        return self._iteration(self._step(slots, flags, drafts, self._batch.width - 1 if bound is None else bound))
 
-    def _step(self, slots: torch.Tensor, needs: Needs, drafts: int, bound: int) -> Step:
+    def _step(self, slots: torch.Tensor, flags: SamplingFlags, drafts: int, bound: int) -> StepInput:
         batch = self._batch
-        lengths, sampling = batch.look_up(slots, needs)
-        return Step(
+        lengths, sampling = batch.look_up(slots, flags)
+        return StepInput(
             batch=batch,
-            rows=slots,
+            slots=slots,
             lengths=lengths,
-            count=drafts,
+            num_drafts=drafts,
             page_size=self._page_size,
             bound=bound,
             sampling=sampling,
@@ -287,8 +288,8 @@ class Runner:
     def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
         """Wait for a result and book it: tokens, lengths, endings. `overlapped`: another iteration is launched."""
         start = time.perf_counter()
-        late = overlapped and launched.ticket.ready()
-        values, *logprobs = launched.ticket.wait()
+        late = overlapped and launched.result.ready()
+        values, *logprobs = launched.result.wait()
         now = time.perf_counter()
         if not launched.first:
             self._count_times(launched, start, now, overlapped, late)
@@ -308,17 +309,17 @@ class Runner:
         counters = self.counters
         counters.iteration_s += now - start
         rows = len(launched.rows)
-        if launched.lap is None:
+        if launched.timer is None:
             if self._stream is None:  # a CPU runs each operation before the host goes on
                 counters.add_step(rows, launched.host_s + now - start)
             return
         if not overlapped:
             counters.host_waits += 1
-        elif self._lap is not None and self._lap.follows:  # else the device had a prefill to run between them
+        elif self._last_timer is not None and self._last_timer.follows:  # no prefill between them
             counters.overlapped += 1
             counters.late_launches += late
             counters.launch_lead_s += 0.0 if late else now - self._launched_at
-        step, gap = launched.lap.seconds()
+        step, gap = launched.timer.seconds()
         counters.device_s += step
         counters.device_steps += 1
         if gap is not None:
@@ -349,8 +350,8 @@ class Runner:
             self.scheduler.release(request)
         self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
 
-    def _send(self, result: tuple[torch.Tensor, torch.Tensor | None]) -> Ticket:
-        return Ticket(*(item for item in result if item is not None), stream=self._stream)
+    def _send(self, result: tuple[torch.Tensor, torch.Tensor | None]) -> AsyncCopy:
+        return AsyncCopy(*(item for item in result if item is not None), stream=self._stream)
 
     def _seed_of(self, request: Request) -> int:
         """The request's own seed, or one from the engine's seed and its index; as a signed 64-bit number."""

@@ -18,7 +18,7 @@ from specbatch.memory.state_cache import Found, StateCache
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ScheduledChunk:
     """Tokens start..end-1 of a request, to be computed in one pass; `last` if the prompt then is complete."""
 
     request: Request
@@ -35,13 +35,13 @@ class PrefillPlan:
     cached state) to store after the pass."""
 
     admitted: list[Request] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduledRequest:
     """A request's place in one iteration. `epoch` tells a result from before a retraction."""
 
     request: Request
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass
 class DecodePlan:
-    rows: list[Row]
+    rows: list[ScheduledRequest]
     new_pages: list[tuple[int, int, int]]  # reserved since the last plan: slot, index in its page row, page
     bound: int  # no row's KV is longer than this after the iteration
 
@@ -75,7 +75,7 @@ class Scheduler:
         max_model_len: int,
         prefill_chunk: int,
         rows: int,
-        lag: int = 1,
+        uncached_tail: int = 1,
         state_cache: StateCache | None = None,
     ) -> None:
         self._pool = pool
@@ -85,7 +85,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
         self.rows = rows
-        self._lag = lag
+        self._uncached_tail = uncached_tail
         self._slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -184,7 +184,7 @@ class Scheduler:
         if count <= 0:
             return 0
         last = end == len(request.tokens)
-        plan.chunks.append(Chunk(request, request.epoch, request.slot, request.prefilled, end, last))
+        plan.chunks.append(ScheduledChunk(request, request.epoch, request.slot, request.prefilled, end, last))
         request.prefilled = end
         if self._cache is not None:
             self._cache.insert(request.tokens, min(end, request.textual), request.pages)
@@ -204,7 +204,7 @@ class Scheduler:
 
         Raises OutOfPagesError when pages run out and `may_retract` is false; what was reserved until then stays so.
         """
-        rows: list[Row] = []
+        rows: list[ScheduledRequest] = []
         bound = 0
         for request in list(self._running):
             # Each pending result leaves at least one token: skip an iteration that could only be thrown away.
@@ -223,7 +223,7 @@ class Scheduler:
                 for page in self._pool.take(max(need, 0)):
                     self._new_pages.append((request.slot, len(request.pages), page))
                     request.pages.append(page)
-                rows.append(Row(request, request.epoch, request.slot))
+                rows.append(ScheduledRequest(request, request.epoch, request.slot))
                 bound = max(bound, reach)
         if not rows:
             return None
@@ -247,8 +247,10 @@ class Scheduler:
             return
         if self._cache is not None and request.committed:
             # The newest committed positions are left out: a drafter may not have written its own KV there yet.
-            known = max(min(len(request.tokens), request.committed) - self._lag, 0)
-            known = min(known, request.textual if request.behind is None else min(request.textual, request.behind))
+            known = max(min(len(request.tokens), request.committed) - self._uncached_tail, 0)
+            known = min(known, request.textual)
+            if request.draft_kv_valid_until is not None:
+                known = min(known, request.draft_kv_valid_until)
             self._cache.insert(request.tokens, known, request.pages)
         self._vacate(request)
 
@@ -262,7 +264,7 @@ class Scheduler:
         self._vacate(request)
         request.epoch += 1
         request.prefilled = request.committed = request.in_flight = request.pending = 0
-        request.behind = None
+        request.draft_kv_valid_until = None
         request.metrics.retractions += 1
         self._waiting.appendleft(request)
 

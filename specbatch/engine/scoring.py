@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specbatch.core.async_copy import Ticket, upload
+from specbatch.core.async_copy import AsyncCopy, upload
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.errors import SpecbatchError, refuse
@@ -104,7 +104,7 @@ class Scorer:
         plan: MemoryPlan,
         *,
         chunk: int,
-        every: bool,
+        needs_all_hidden: bool,
         shares: bool,
         float8: bool = False,
     ) -> None:
@@ -115,7 +115,7 @@ class Scorer:
         self._batch = batch
         self._plan = plan
         self._chunk = chunk
-        self._every = every
+        self._needs_all_hidden = needs_all_hidden
         self._float8 = float8
         self._shares = shares and not model.recurrent_layers
         # Rows of logits at a time: they may take what the activations of their pass have left.
@@ -153,9 +153,9 @@ class Scorer:
         start = time.perf_counter()
         found: dict[int, Likelihood] = {}
         launched = (self._launch(group, pairs) for group in self._groups(_texts(pairs)))
-        for (owners, ticket), _ in pairwise(chain(launched, [([], None)])):  # the next one runs meanwhile
-            assert ticket is not None
-            for index, likelihood in _sums(owners, *ticket.wait()):
+        for (owners, copy), _ in pairwise(chain(launched, [([], None)])):  # the next one runs meanwhile
+            assert copy is not None
+            for index, likelihood in _sums(owners, *copy.wait()):
                 if not math.isfinite(likelihood.logprob):
                     raise SpecbatchError(
                         f"logits of pair {index} are not finite: the weights are damaged or overflow in this dtype; "
@@ -196,7 +196,7 @@ class Scorer:
     def _pages(self, text: _Text, begin: int) -> int:
         return pages_for(len(text.tokens), self._plan.page_size) - begin // self._plan.page_size
 
-    def _launch(self, group: list[_Placed], pairs: list[Checked]) -> tuple[list[int], Ticket]:
+    def _launch(self, group: list[_Placed], pairs: list[Checked]) -> tuple[list[int], AsyncCopy]:
         """The pair that each scored token is of, and on their way to the host the tokens' log-probabilities float32 and
         whether they are greedy."""
         owners: list[int] = []
@@ -215,10 +215,10 @@ class Scorer:
                     read.append(offset + position - span.start)
             rows = upload(read, device)
             with dispatch.activations(float8=self._float8):
-                last = self._forward(upload(tokens, device), metadata, None if self._every else rows).last
-            found += self._read_off(last[rows] if self._every else last, asked)
+                last = self._forward(upload(tokens, device), metadata, None if self._needs_all_hidden else rows).last
+            found += self._read_off(last[rows] if self._needs_all_hidden else last, asked)
         logprobs, greedy = (torch.cat(values) for values in zip(*found, strict=True))
-        return owners, Ticket(logprobs, greedy, stream=self._stream)
+        return owners, AsyncCopy(logprobs, greedy, stream=self._stream)
 
     def _place(self, group: list[_Placed]) -> list[PromptChunk]:
         """What is to be computed of the texts on device rows 1, 2, ..., with the pool's pages in order."""

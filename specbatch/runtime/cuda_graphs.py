@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from specbatch.config import Graphs
-from specbatch.core.device_batch import Needs
+from specbatch.core.device_batch import SamplingFlags
 from specbatch.kernels.elementwise.gather_rows import put_next
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -137,7 +137,7 @@ class WholeGraphs:
 
     def __init__(
         self,
-        run: Callable[[torch.Tensor, Needs, int], Result],
+        run: Callable[[torch.Tensor, SamplingFlags, int], Result],
         recorder: Recorder,
         most: int,
         lengths: tuple[int, ...],
@@ -149,7 +149,7 @@ class WholeGraphs:
         self._recorder = recorder
         self._buckets = batch_buckets(most)
         self._lengths = lengths
-        self._graphs: dict[tuple[int, int, Needs], Program] = {}
+        self._graphs: dict[tuple[int, int, SamplingFlags], Program] = {}
         # Where the last result is. Replays count for themselves, so that as a rule the host has nothing to tell them.
         self._turn = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -169,15 +169,15 @@ class WholeGraphs:
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):  # the largest first: the others fit into the memory it leaves
             for drafts in reversed(self._lengths):
-                self._capture(bucket, drafts, Needs())
+                self._capture(bucket, drafts, SamplingFlags())
                 yield
 
-    def __call__(self, slots: list[int], needs: Needs, drafts: int) -> Result:
+    def __call__(self, slots: list[int], flags: SamplingFlags, drafts: int) -> Result:
         """One iteration over the device rows `slots`."""
         bucket = bucket_of(self._buckets, len(slots))
-        replay = self._graphs.get((bucket, drafts, needs))
+        replay = self._graphs.get((bucket, drafts, flags))
         if replay is None:
-            replay = self._capture(bucket, drafts, needs)
+            replay = self._capture(bucket, drafts, flags)
             self.counters.recorded_late += 1
         self._turn = turn = (self._turn + 1) % RING
         rows = [*slots, *[0] * (bucket - len(slots))]
@@ -189,7 +189,7 @@ class WholeGraphs:
         self.counters.replays += 1
         self.counters.padded += bucket - len(slots)
         packed, logprobs = self._results(len(slots), drafts)
-        return packed[turn], logprobs[turn] if needs.logprobs else None
+        return packed[turn], logprobs[turn] if flags.logprobs else None
 
     def _results(self, count: int, drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where results of `count` rows are, one behind the other: [RING, count, N + 3] and [RING, count, N]."""
@@ -197,12 +197,12 @@ class WholeGraphs:
         packed = self._packed[:, : count * (rows + 3)].unflatten(1, (count, rows + 3))
         return packed, self._logprobs[:, : count * rows].unflatten(1, (count, rows))
 
-    def _capture(self, bucket: int, drafts: int, needs: Needs) -> Program:
+    def _capture(self, bucket: int, drafts: int, flags: SamplingFlags) -> Program:
         rows = self._rows[:bucket]
         all_packed, all_logprobs = self._results(bucket, drafts)
 
         def program() -> None:
-            packed, logprobs = self._run(rows, needs, drafts)
+            packed, logprobs = self._run(rows, flags, drafts)
             put_next(all_packed, self._place, packed)
             if logprobs is not None:
                 all_logprobs.index_copy_(0, self._place, logprobs[None])
@@ -212,5 +212,5 @@ class WholeGraphs:
         self._sent = []
         self._recorder.warm(program)
         self._place.fill_(self._turn)
-        replay = self._graphs[bucket, drafts, needs] = self._recorder.record(program)
+        replay = self._graphs[bucket, drafts, flags] = self._recorder.record(program)
         return replay

@@ -102,9 +102,9 @@ class Loader:
             of_draft=of_draft,
         )
 
-    def target(self, model: Decoder, *, every: bool) -> tuple[Forward, KVCache]:
+    def target(self, model: Decoder, *, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
         """The target's way through a prompt, and its cache. every: the features of all tokens are wanted."""
-        return self._way(model, "target", every)
+        return self._way(model, "target", needs_all_hidden)
 
     def draft(self, model: Decoder) -> tuple[Forward, KVCache]:
         """The same for a model that drafts."""
@@ -124,10 +124,12 @@ class Loader:
             shapes, model.recurrent_layers, device_rows, self.rows, types, self.device, self.cached_states
         )
 
-    def _way(self, model: Decoder, role: str, every: bool) -> tuple[Forward, KVCache]:
+    def _way(self, model: Decoder, role: str, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
         cache = self.cache(model.config, model.attention_layers, role, self._states(model))
         forward: Forward = EagerForward(model, cache)
         if self.recorder is not None:
-            forward = PiecewiseGraphs(model, cache, self.recorder, self.chunk, self.page_table, every=every)
+            forward = PiecewiseGraphs(
+                model, cache, self.recorder, self.chunk, self.page_table, needs_all_hidden=needs_all_hidden
+            )
         self.forwards[role] = forward
         return forward, cache

@@ -54,11 +54,11 @@ class EagerForward:
         return self._model.forward(tokens, metadata.positions, metadata.bind(self._cache), rows, overrides)
 
 
-def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, every: bool, aux: int = 0) -> int:
+def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, needs_all_hidden: bool, aux: int = 0) -> int:
     """Memory of the tensors that the pieces of a model with `aux` auxiliary layers share with their surroundings."""
     projected, mixed = config.mixer_widths
     heads = projected + mixed + (config.num_heads + config.num_kv_heads) * config.head_dim  # q and k
-    features = (1 + every + aux) * config.hidden_size
+    features = (1 + needs_all_hidden + aux) * config.hidden_size
     return most * ((heads + features) * dtype.itemsize + 3 * torch.int64.itemsize)
 
 
@@ -68,7 +68,14 @@ class PiecewiseGraphs:
     run eagerly."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, recorder: Recorder, most: int, page_table: torch.Tensor, *, every: bool
+        self,
+        model: Decoder,
+        cache: KVCache,
+        recorder: Recorder,
+        most: int,
+        page_table: torch.Tensor,
+        *,
+        needs_all_hidden: bool,
     ) -> None:
         """most: tokens of the largest pass. page_table: the one that all passes use. every: the last features are
         wanted of all rows, so that what lies behind the last attention is recorded too."""
@@ -78,7 +85,7 @@ class PiecewiseGraphs:
         self._model = model
         self._cache = cache
         self._recorder = recorder
-        self._every = every
+        self._needs_all_hidden = needs_all_hidden
         self._buckets = token_buckets(most)
         self._pieces: dict[int, list[Program]] = {}
         self._wholes: dict[int, Program] = {}
@@ -97,7 +104,7 @@ class PiecewiseGraphs:
         self._mixed = static(max(mixer.mixed for mixer in mixers))
         self._q = static(config.num_heads, config.head_dim)
         self._k = static(config.num_kv_heads, config.head_dim)
-        self._last = static(config.hidden_size) if every else None
+        self._last = static(config.hidden_size) if needs_all_hidden else None
         self._aux = static(len(model.aux) * config.hidden_size) if model.aux else None
 
     def __len__(self) -> int:
@@ -116,7 +123,7 @@ class PiecewiseGraphs:
 
     def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
         """As `Decoder.forward`. The result may lie in memory that the next call writes to."""
-        assert (rows is None) == self._every, "which rows are wanted is recorded"
+        assert (rows is None) == self._needs_all_hidden, "which rows are wanted is recorded"
         count, spans = len(tokens), metadata.spans
         self._cache.begin(spans.table[2, :-1])
         overrides = metadata.embedding_overrides(self._model.embedding)
@@ -207,7 +214,7 @@ class PiecewiseGraphs:
 
         yield enter
         yield from (piece(index) for index in range(len(layers) - 1))
-        if self._every:
+        if self._needs_all_hidden:
             yield finish
 
 

@@ -13,8 +13,9 @@ from functools import partial
 
 import torch
 
-from specbatch.core.device_batch import Needs, Sampling
-from specbatch.drafters.verification import Proposal, verify
+from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.step_input import Proposal
+from specbatch.drafters.verification import verify
 from specbatch.kernels.drafting.ngram import ngram_match_ref
 from specbatch.kernels.drafting.ngram_triton import ngram_match
 from specbatch.kernels.sampling.accept_triton import commit, greedy_accept, stage
@@ -52,7 +53,7 @@ class Inputs:
         one = torch.ones(self.batch, device="cuda")
         cut = top_k > 0 or top_p < 1
         return Sampling(
-            one * temperature, one.long() * top_k, one * top_p, one * 0, self.seeds, Needs(temperature > 0, cut)
+            one * temperature, one.long() * top_k, one * top_p, one * 0, self.seeds, SamplingFlags(temperature > 0, cut)
         )
 
     def reference(self, logits: torch.Tensor, sampling: Sampling, q: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,11 +66,11 @@ class Inputs:
 
     def sample(self, logits: torch.Tensor, s: Sampling) -> torch.Tensor:
         filters = (s.temperature, s.top_k, s.top_p, s.min_p)
-        tokens, sound = sample(logits, *filters, self.seeds, self.positions, TARGET, truncated=s.needs.truncated)
+        tokens, sound = sample(logits, *filters, self.seeds, self.positions, TARGET, truncated=s.flags.truncated)
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows)
 
     def reject(self, logits: torch.Tensor, s: Sampling, q: torch.Tensor) -> torch.Tensor:
-        law = law_of(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.needs.truncated)
+        law = law_of(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.flags.truncated)
         tokens, accepted, sound = reject(law, self.drafts, self.drafted, q, self.seeds, self.positions)
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows, accepted=accepted)
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
-from specbatch.core.device_batch import DeviceBatch, Needs, Sampling
-from specbatch.drafters.base import Drafter, Step
+from specbatch.core.device_batch import DeviceBatch, Sampling, SamplingFlags
+from specbatch.core.step_input import StepInput
+from specbatch.drafters.base import Drafter
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -100,18 +101,18 @@ class Bench:
                 features = model.forward(tokens, metadata.positions, metadata.bind(cache))
             drafter.prefill(self.batch, metadata, features)
 
-    def step(self, drafts: int, *, spare: int = 0, **sampling: Any) -> Step:
+    def step(self, drafts: int, *, spare: int = 0, **sampling: Any) -> StepInput:
         """One iteration over all rows. `spare`: how far the bound lies above what this iteration can reach."""
         lengths = self.batch.lengths[self.rows]
         bound = int(lengths.max()) + drafts + 1 + spare
         count = len(self.texts)
         values = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling
         temperature, top_k, top_p, min_p = (torch.as_tensor(value).expand(count) for value in values.values())
-        return Step(
+        return StepInput(
             batch=self.batch,
-            rows=self.rows,
+            slots=self.rows,
             lengths=lengths,
-            count=drafts,
+            num_drafts=drafts,
             page_size=PAGE,
             bound=bound,
             sampling=Sampling(
@@ -120,7 +121,7 @@ class Bench:
                 top_p=top_p,
                 min_p=min_p,
                 seeds=torch.arange(count) + 40,
-                needs=Needs(
+                flags=SamplingFlags(
                     sampled=bool((temperature > 0).any()),
                     truncated=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
                 ),

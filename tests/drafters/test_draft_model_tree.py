@@ -154,4 +154,4 @@ def test_a_draft_whose_vocabulary_is_padded_otherwise(bench: Any, tiny: Any, voc
     step, proposal = life.propose()
     assert proposal.tokens.min() >= 0
     assert proposal.tokens.max() < min(vocabulary, VOCABULARY)
-    assert step.rows.shape == proposal.drafted.shape
+    assert step.slots.shape == proposal.drafted.shape

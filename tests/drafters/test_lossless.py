@@ -15,7 +15,7 @@ from specbatch.drafters.base import Drafter, NoDraft
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.drafters.draft_model import DraftModelChain, DraftModelTree
 from specbatch.drafters.ngram import NGram
-from specbatch.engine.step import Iteration
+from specbatch.engine.step import DecodeStep
 from specbatch.models.decoder import Decoder
 from specbatch.models.dflash import DFlash, DFlashConfig
 
@@ -44,7 +44,7 @@ class Run:
             drafters[drafter] = DraftModelTree(draft, *here.way_of(draft), shape, VOCABULARY, rows + 3)
         cache = here.cache_for(target)
         here.prefill(drafters[drafter], target=(target, cache))
-        iteration = Iteration(target, cache, drafters[drafter])
+        iteration = DecodeStep(target, cache, drafters[drafter])
         drafts = 0 if drafter == "none" else DRAFTS
         self.accepted = self.drafted = 0
         for _ in range(3):

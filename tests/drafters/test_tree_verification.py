@@ -16,11 +16,12 @@ import pytest
 import torch
 from scipy import stats
 
-from specbatch.core.device_batch import Needs, Sampling
+from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.step_input import Proposal
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters import verification
 from specbatch.drafters.tree import expand
-from specbatch.drafters.verification import Proposal, Verdict, verify
+from specbatch.drafters.verification import Verdict, verify
 from specbatch.kernels.sampling import tree
 from specbatch.kernels.sampling.sampling import TARGET
 from specbatch.kernels.sampling.tree import ancestors_of, depths_of
@@ -60,7 +61,7 @@ def sampling_of(rows: int, temperature: float = 1.0, **changes: Any) -> Sampling
     return Sampling(
         **{name: torch.as_tensor(value).expand(rows) for name, value in values.items()},
         seeds=torch.arange(rows),
-        needs=Needs(sampled=True, truncated=bool(changes)),
+        flags=SamplingFlags(sampled=True, truncated=bool(changes)),
     )
 
 
@@ -271,6 +272,6 @@ def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float) 
     proposal = Proposal(torch.tensor([[1, 2, 3]]).expand(5, -1), torch.full((5,), 3), ancestors=words)
     sampling = sampling_of(5, temperature)
     if not temperature:
-        sampling = Sampling(**{**sampling.__dict__, "needs": Needs()})
+        sampling = Sampling(**{**sampling.__dict__, "flags": SamplingFlags()})
     verdict = verify(logits, proposal, depths_of(words) + 4, sampling)
     assert verdict.finite.tolist() == [False] * 4 + [True]

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from specbatch.core import device_batch
-from specbatch.core.device_batch import Needs, Sampling
+from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.step_input import Proposal
 from specbatch.drafters import verification
-from specbatch.drafters.verification import Proposal, Verdict, logprobs_of, verify
+from specbatch.drafters.verification import Verdict, logprobs_of, verify
 from specbatch.kernels.sampling.sampling import ACCEPT, DRAFT, RESIDUAL, TARGET, draw_ref, uniform_ref
 
 Verify = Callable[[torch.Tensor, Proposal, torch.Tensor, Any], Verdict]
@@ -38,7 +39,7 @@ def sampling_of(rows: int, temperature: float = 1.0, **changes: Any) -> Sampling
     return Sampling(
         **tensors,
         seeds=torch.as_tensor(values.get("seeds", torch.arange(rows))),
-        needs=Needs(
+        flags=SamplingFlags(
             sampled=values.get("sampled", bool((tensors["temperature"] > 0).any())),
             truncated=bool(((tensors["top_k"] > 0) | (tensors["top_p"] < 1) | (tensors["min_p"] > 0)).any()),
             logprobs=values.get("logprobs", False),
@@ -510,7 +511,7 @@ def test_greedy_is_a_plain_loop(
     sampling = sampling_of(len(listed), 0.0)
     verdicts = [verify(logits, Proposal(drafts, drafted), positions, sampling)]
     # The same among rows that are sampled, with deterministic drafts and with one-hot laws.
-    mixed = replace(sampling, needs=Needs(sampled=True))
+    mixed = replace(sampling, flags=SamplingFlags(sampled=True))
     verdicts.append(verify(logits, Proposal(drafts, drafted), positions, mixed))
     if drafts.shape[1]:
         verdicts.append(verify(logits, Proposal(drafts, drafted, one_hot(drafts, logits.shape[2])), positions, mixed))

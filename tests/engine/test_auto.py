@@ -14,12 +14,12 @@ from crossed import crossed, slow_but
 
 from specbatch import Engine, SamplingParams, SpecbatchError
 from specbatch.config import Graphs, Speculation
-from specbatch.core.async_copy import Lap, Ticket
+from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.drafters.draft_model import DraftModelChain
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.scheduler import Scheduler
-from specbatch.engine.step import Iteration
+from specbatch.engine.step import DecodeStep
 from specbatch.runtime.cuda_graphs import Program, graph_bytes
 
 BOTH = Graphs(decode="whole", prefill="piecewise")
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_chosen(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, name: str, setting: str, schedule: str
 ) -> None:
     if schedule == "v2-late":
-        monkeypatch.setattr(Ticket, "ready", lambda self: False)
+        monkeypatch.setattr(AsyncCopy, "ready", lambda self: False)
     prompts = [list(prompt) for prompt in toy.prompts()[8:20]]
     engine = toy_engine(speculation=auto(name, schedule[:2]), **SETTINGS[setting])
     done = engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
@@ -202,9 +202,9 @@ def test_a_request_that_is_retracted_is_read_again_by_its_draft_too(
     retract = Scheduler._retract
 
     def watched(self: Scheduler, request: Any) -> None:
-        before = request.behind
+        before = request.draft_kv_valid_until
         retract(self, request)
-        behind.append((before, request.behind))
+        behind.append((before, request.draft_kv_valid_until))
 
     monkeypatch.setattr(Scheduler, "_retract", watched)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
@@ -219,7 +219,7 @@ def test_a_request_that_is_retracted_is_read_again_by_its_draft_too(
 # -- what is chosen ---------------------------------------------------------------------------------------------------
 
 
-class MadeUpClock(Lap):
+class MadeUpClock(StepTimer):
     """An iteration takes what `cost` says of its rows and drafts."""
 
     now = 0.0
@@ -233,10 +233,10 @@ class MadeUpClock(Lap):
         self._start = MadeUpClock.now
 
     @classmethod
-    def begin(cls, device: torch.device) -> Lap:
+    def begin(cls, device: torch.device) -> StepTimer:
         return cls()
 
-    def end(self, behind: Lap | None) -> None:
+    def end(self, behind: StepTimer | None) -> None:
         self._previous = behind
         self._took = MadeUpClock.now - self._start
 
@@ -246,10 +246,10 @@ class MadeUpClock(Lap):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpClock]:
-    run = Iteration.__call__
+    run = DecodeStep.__call__
 
-    def timed(self: Iteration, step: Any) -> Any:
-        MadeUpClock.now += MadeUpClock.cost(len(step.rows), step.count)
+    def timed(self: DecodeStep, step: Any) -> Any:
+        MadeUpClock.now += MadeUpClock.cost(len(step.slots), step.num_drafts)
         return run(self, step)
 
     def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -257,8 +257,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpClock]:
         work()
         return MadeUpClock.now - start
 
-    monkeypatch.setattr(Iteration, "__call__", timed)
-    monkeypatch.setattr("specbatch.engine.runner.Lap", MadeUpClock)
+    monkeypatch.setattr(DecodeStep, "__call__", timed)
+    monkeypatch.setattr("specbatch.engine.runner.StepTimer", MadeUpClock)
     monkeypatch.setattr("specbatch.engine.runner.seconds_of", seconds_of)
     return MadeUpClock
 

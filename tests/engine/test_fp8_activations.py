@@ -13,11 +13,11 @@ import torch
 from specbatch import Engine, SpecbatchError, weights
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
-from specbatch.drafters.base import Step
+from specbatch.core.step_input import StepInput
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.engine.builder import _capture
 from specbatch.engine.draft_length import DraftLength
-from specbatch.engine.step import Iteration
+from specbatch.engine.step import DecodeStep
 from specbatch.kernels import dispatch
 from specbatch.records import low_acceptance
 from specbatch.training.data import Batch
@@ -97,13 +97,13 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
     """By the kind of pass: is an activation rounded?"""
     found: set[tuple[str, bool]] = set()
-    place, rounds, run = ["prompt"], dispatch.rounds, Iteration.__call__
+    place, rounds, run = ["prompt"], dispatch.rounds, DecodeStep.__call__
 
     def spied(x: torch.Tensor) -> bool:
         found.add((place[-1], rounds(x)))
         return rounds(x)
 
-    def iterate(self: Iteration, *args: Any) -> Any:
+    def iterate(self: DecodeStep, *args: Any) -> Any:
         place.append("iteration")
         try:
             return run(self, *args)
@@ -111,7 +111,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
             place.pop()
 
     monkeypatch.setattr(dispatch, "rounds", spied)
-    monkeypatch.setattr(Iteration, "__call__", iterate)
+    monkeypatch.setattr(DecodeStep, "__call__", iterate)
     return found
 
 
@@ -157,8 +157,8 @@ def test_a_head_is_shortened_as_it_drafts(
     """What has waited then goes through its own layer, outside of any iteration."""
     plan, shorten, seen = [2, 2, 1, 2, 0, 2, 1], FeatureChain.shorten, list[int]()
 
-    def spied(self: FeatureChain, step: Step) -> None:
-        seen.append(step.count)
+    def spied(self: FeatureChain, step: StepInput) -> None:
+        seen.append(step.num_drafts)
         asked.clear()
         shorten(self, step)
         assert {rounds for _, rounds in asked} == {True}

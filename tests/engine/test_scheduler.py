@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specbatch.core.request import Request, SamplingParams
-from specbatch.engine.scheduler import OutOfPagesError, PrefillPlan, Row, Scheduler
+from specbatch.engine.scheduler import OutOfPagesError, PrefillPlan, ScheduledRequest, Scheduler
 from specbatch.errors import SpecbatchError
 from specbatch.memory.page_pool import PagePool
 from specbatch.memory.prefix_cache import PrefixCache
@@ -89,7 +89,7 @@ class Device:
 
 
 class Launched:
-    def __init__(self, rows: list[Row], outputs: list[list[int]], first: bool) -> None:
+    def __init__(self, rows: list[ScheduledRequest], outputs: list[list[int]], first: bool) -> None:
         self.rows, self.outputs, self.first = rows, outputs, first
 
 
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
                 assert chunk.end == len(chunk.request.tokens)
                 token = STOP if stops() else 1 + chunk.end % 2
                 self.truth[chunk.request.index].append(token)
-                rows.append(Row(chunk.request, chunk.epoch, chunk.request.slot or 0))
+                rows.append(ScheduledRequest(chunk.request, chunk.epoch, chunk.request.slot or 0))
                 outputs.append([token])
         return Launched(rows, outputs, True)
 
@@ -249,7 +249,7 @@ class Machine(RuleBasedStateMachine):
             outputs.append(run)
         return Launched(plan.rows, outputs, False)
 
-    def void(self, row: Row) -> bool:
+    def void(self, row: ScheduledRequest) -> bool:
         return self.scheduler.is_void(row.request, row.epoch)
 
     def handle(self, launched: Launched) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.core.async_copy import Ticket
+from specbatch.core.async_copy import AsyncCopy
 from specbatch.engine.runner import Launched, Runner
 
 _SELF = {"algorithm": "standalone", "draft": "self:skip=1"}
@@ -50,7 +50,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """v2-late: the device is never done when the host asks, as a GPU is."""
     if request.param == "v2-late":
-        monkeypatch.setattr(Ticket, "ready", lambda self: False)
+        monkeypatch.setattr(AsyncCopy, "ready", lambda self: False)
     return str(request.param)[:2]
 
 
@@ -187,7 +187,7 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(
     concurrency = draw(st.one_of(st.none(), st.integers(1, 4)), "concurrency")
     with pytest.MonkeyPatch.context() as patch:
         if late:
-            patch.setattr(Ticket, "ready", lambda self: False)
+            patch.setattr(AsyncCopy, "ready", lambda self: False)
         check(toy, engine, prompts, params, concurrency=concurrency)
         check(toy, engine, prompts[::-1], params[::-1])  # once more, with the prefixes of before
 
@@ -288,7 +288,7 @@ def test_v2_launches_before_it_handles_and_v1_does_not(
     if schedule == "v1":
         assert order == ["first", *["launch", "handle"] * 4]
     else:  # a first token that is there is looked at before anything else
-        begin = ["first", "launch"] if Ticket().ready() else ["launch", "first"]
+        begin = ["first", "launch"] if AsyncCopy().ready() else ["launch", "first"]
         assert order == [*begin, *["launch", "handle"] * 3, "handle"]
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specbatch.core.async_copy import Ticket
+from specbatch.core.async_copy import AsyncCopy
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.runner import Runner
 from specbatch.runtime.cuda_graphs import Program
@@ -38,7 +38,7 @@ def fake_graphs(patch: pytest.MonkeyPatch) -> None:
 
 def late_results(patch: pytest.MonkeyPatch) -> None:
     """The device is never done when the host asks: the overlapped schedule runs as far ahead as it may."""
-    patch.setattr(Ticket, "ready", lambda self: False)
+    patch.setattr(AsyncCopy, "ready", lambda self: False)
 
 
 def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:

@@ -200,7 +200,7 @@ def planned(target: str = "toy", **speculation: Any) -> tuple[DraftPlan, list[st
 
 def test_the_plan_of_a_dummy_and_what_is_said_of_it() -> None:
     plan, lines = planned("qwen3-8b")
-    assert (plan.drafted, plan.kv_layers, plan.every, plan.aux) == (15, 5, False, (1, 9, 17, 25, 33))
+    assert (plan.drafted, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (15, 5, False, (1, 9, 17, 25, 33))
     text = "\n".join(lines)
     for part in ("layers 1, 9, 17, 25, 33", "block of 16", "151669", "theta 1e+06", "32 heads of 128, 8 for keys"):
         assert part in text

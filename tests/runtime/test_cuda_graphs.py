@@ -17,7 +17,7 @@ from crossed import crossed
 
 from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config import Graphs, Speculation
-from specbatch.core.async_copy import Lap
+from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.prefill import PromptPass
@@ -174,17 +174,17 @@ def test_a_late_recording_leaves_results_on_their_way_alone(
     assert tuple(done[1].token_ids) == toy.greedy(tuple(prompts[1]))[:20]
 
 
-class Clock(Lap):
+class Clock(StepTimer):
     """A lap of one second, half a second behind the one before."""
 
     def __init__(self) -> None:
         self._previous: Any = None
 
     @classmethod
-    def begin(cls, device: torch.device) -> Lap:
+    def begin(cls, device: torch.device) -> StepTimer:
         return cls()
 
-    def end(self, behind: Lap | None) -> None:
+    def end(self, behind: StepTimer | None) -> None:
         self._previous = behind
 
     def seconds(self) -> tuple[float, float | None]:
@@ -195,7 +195,7 @@ def test_what_the_device_does_between_iterations_is_nobodys_lateness(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a recording nor a prefill counts as an iteration's time, as a gap or as a late launch."""
-    monkeypatch.setattr("specbatch.engine.runner.Lap", Clock)
+    monkeypatch.setattr("specbatch.engine.runner.StepTimer", Clock)
     engine = graph_engine(graphs=BOTH, max_running=2)
     params = [SamplingParams(temperature=t, max_new_tokens=n, ignore_eos=True) for t, n in ((0, 5), (0, 25), (0.8, 6))]
     engine.generate([list(prompt) for prompt in toy.prompts()[:3]], params, concurrency=2)
@@ -210,7 +210,7 @@ def test_what_the_device_does_between_iterations_is_nobodys_lateness(
 def test_a_gap_that_began_before_the_record_is_not_its_own(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbatch.engine.runner.Lap", Clock)
+    monkeypatch.setattr("specbatch.engine.runner.StepTimer", Clock)
     engine = graph_engine(graphs=BOTH)
     events = engine.stream([list(toy.prompts()[0])], SamplingParams(max_new_tokens=20, ignore_eos=True))
     for _ in range(5):
@@ -296,17 +296,19 @@ def test_a_cpu_refuses_graphs(toy_engine: Callable[..., Any], graphs: Graphs, me
         toy_engine(graphs=graphs)
 
 
-@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("needs_all_hidden", [True, False])
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
 def test_features_of_pieces_are_those_of_a_whole_pass(
-    graph_engine: Callable[..., Any], count: int, every: bool
+    graph_engine: Callable[..., Any], count: int, needs_all_hidden: bool
 ) -> None:
     """Last and auxiliary ones; what is padded, or left from a longer pass before, is not among them."""
     runner = graph_engine(graphs=Graphs())._runner
     batch, page_size = runner._batch, runner._prompt_pass._page_size
     model, cache = runner._iteration._model, runner._iteration._cache
-    model = model.with_aux((2, 0)) if every else model
-    pieces = PiecewiseGraphs(model, cache, Recorder(torch.device("cpu")), 48, batch.page_table, every=every)  # type: ignore[arg-type]
+    model = model.with_aux((2, 0)) if needs_all_hidden else model
+    pieces = PiecewiseGraphs(
+        model, cache, Recorder(torch.device("cpu")), 48, batch.page_table, needs_all_hidden=needs_all_hidden
+    )  # type: ignore[arg-type]
     for _ in pieces.capture():
         pass
     batch.page_table[1, :12] = torch.arange(1, 13)
@@ -314,25 +316,27 @@ def test_features_of_pieces_are_those_of_a_whole_pass(
         metadata = PrefillMetadata(batch.page_table, [PromptChunk(1, 0, tokens_count)], page_size)
         tokens = torch.arange(3, 3 + tokens_count) % 37
         rows = torch.tensor([tokens_count - 1, 0])
-        replayed = pieces(tokens, metadata, None if every else rows)
+        replayed = pieces(tokens, metadata, None if needs_all_hidden else rows)
         whole = model.forward(tokens, metadata.positions, metadata.bind(cache))
-        wanted = whole.last if every else whole.last[rows]
+        wanted = whole.last if needs_all_hidden else whole.last[rows]
         torch.testing.assert_close(replayed.last, wanted, rtol=0, atol=1e-5)
         assert (replayed.aux is None) == (whole.aux is None)
         if replayed.aux is not None:
             torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
-        if not every:
+        if not needs_all_hidden:
             assert pieces(tokens, metadata, rows[:0]).last.shape == (0, model.config.hidden_size)
 
 
-@pytest.mark.parametrize(("every", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
-def test_what_the_pieces_hold_is_known(graph_engine: Callable[..., Any], every: bool, aux: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("needs_all_hidden", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
+def test_what_the_pieces_hold_is_known(
+    graph_engine: Callable[..., Any], needs_all_hidden: bool, aux: tuple[int, ...]
+) -> None:
     runner = graph_engine()._runner
     model, cache = runner._iteration._model.with_aux(aux), runner._iteration._cache
     recorder: Any = Recorder(torch.device("cpu"))
-    pieces = PiecewiseGraphs(model, cache, recorder, 48, runner._batch.page_table, every=every)
+    pieces = PiecewiseGraphs(model, cache, recorder, 48, runner._batch.page_table, needs_all_hidden=needs_all_hidden)
     held = sum(item.nbytes for item in vars(pieces).values() if isinstance(item, torch.Tensor))
-    assert static_bytes(model.config, model.dtype, 48, every=every, aux=len(aux)) == held
+    assert static_bytes(model.config, model.dtype, 48, needs_all_hidden=needs_all_hidden, aux=len(aux)) == held
 
 
 @pytest.mark.parametrize("name", ["none", "self"])
@@ -343,7 +347,9 @@ def test_what_the_pieces_hold_is_planned_for(graph_engine: Callable[..., Any], n
         engine = graph_engine(graphs=BOTH, prefill_chunk=chunk, speculation=SPECULATIONS[name])
         planned.append(engine.plan.graphs)
     models = 2 if name == "self" else 1
-    assert planned[0] - planned[1] == models * static_bytes(engine._model.config, torch.float32, 1, every=False)
+    assert planned[0] - planned[1] == models * static_bytes(
+        engine._model.config, torch.float32, 1, needs_all_hidden=False
+    )
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 31, 32, 64, 100, 128, 300])

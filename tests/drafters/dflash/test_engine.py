@@ -59,7 +59,7 @@ class Watch:
 
         def watched(drafter: DFlashDrafter, step: Any) -> Any:
             proposal = propose(drafter, step)
-            for row, length, drafts in zip(step.rows.tolist(), step.lengths.tolist(), proposal.tokens, strict=True):
+            for row, length, drafts in zip(step.slots.tolist(), step.lengths.tolist(), proposal.tokens, strict=True):
                 if row:
                     self.compare(step.batch.tokens[row, : length + 1].tolist(), drafts)
             return proposal

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
+from specbatch.core.step_input import Proposal
 from specbatch.drafters import eagle, eagle3, mtp
 from specbatch.drafters.base import Drafter, DraftPlan
-from specbatch.drafters.verification import Proposal
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
@@ -341,7 +341,7 @@ class Run:
 
     def verify(self, step: Any, proposal: Proposal, accepted: list[int], bonus: list[int]) -> None:
         here = self.here
-        tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens, None)
+        tokens, positions = here.batch.stage(step.slots, step.lengths, proposal.tokens, None)
         metadata = step.decode_metadata(step.lengths, self.count + 1)
         features = self.target.forward(tokens, positions, metadata.bind(self.cache))
         here.commit(proposal.tokens, accepted, bonus)

@@ -248,7 +248,7 @@ def test_the_usual_eagle3_head_of_qwen3_8b() -> None:
     assert layer.intermediate_size == 12288
     assert not layer.qk_norm
     assert plan.aux == (1, 17, 32)
-    assert not plan.every
+    assert not plan.needs_all_hidden
     hidden = 4096
     expected = 3 * hidden * hidden  # fc
     expected += 2 * hidden * (32 + 2 * 8) * 128 + 32 * 128 * hidden + 3 * hidden * 12288
@@ -273,7 +273,7 @@ def test_a_random_head_of_a_config(kit: Any, tmp_path: Path, as_folder: bool) ->
     path.write_text(json.dumps(kit.llama(**sizes, eagle_aux_hidden_state_layer_ids=[1, 4, 2])))
     plan, _ = dummy("toy", "eagle3", str(tmp_path if as_folder else path))
     assert plan.aux == (0, 3, 1)
-    assert plan.every  # the last of four layers is one of them
+    assert plan.needs_all_hidden  # the last of four layers is one of them
     assert plan.config.head_dim == kit.DIM
     with pytest.raises(SpecbatchError, match=r"draft='nothing'.*config.json, its folder, or 'dummy'"):
         dummy("toy", "eagle3", "nothing")

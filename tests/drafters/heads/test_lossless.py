@@ -10,7 +10,7 @@ import torch
 from crossed import slow_but
 from scipy import stats
 
-from specbatch.engine.step import Iteration
+from specbatch.engine.step import DecodeStep
 
 VOCABULARY, ROWS, DRAFTS, TEMPERATURE = 5, 6_000, 2, 1.3
 PROMPT = [1, 4, 0, 2, 1, 4]  # the last token is the root
@@ -28,7 +28,7 @@ def test_tokens_follow_the_target(kit: Any, write: Any, bench: Any, algorithm: s
     else:
         run = kit.Run(here, kit.TargetStub(1, VOCABULARY, kit.stored(kit.mtp())), algorithm, DRAFTS, None)
     run.prefill(1000)
-    iteration = Iteration(run.target, run.cache, run.drafter)
+    iteration = DecodeStep(run.target, run.cache, run.drafter)
     correct = 0
     for _ in range(3):
         result, _ = iteration(here.step(DRAFTS, temperature=TEMPERATURE))

@@ -59,7 +59,7 @@ def test_the_likeliest_nodes_are_drafted_whatever_was_accepted_before(
     randomness = random.Random(4)
     here = bench([[randomness.randrange(13) for _ in range(length)] for length in LENGTHS])
     run = kit.Run(here, stub, algorithm, shape.tokens, folder, draft_steps=shape.steps, draft_topk=shape.topk)
-    assert run.plan.lag == shape.steps + 1
+    assert run.plan.uncached_tail == shape.steps + 1
     run.prefill(5)
     for turn in range(5):
         step = here.step(shape.tokens, spare=8, temperature=float(turn % 2))
@@ -78,10 +78,10 @@ def test_the_likeliest_nodes_are_drafted_whatever_was_accepted_before(
 
 def verify(run: Any, step: Any, proposal: Any, path: torch.Tensor, accepted: list[int], bonus: list[int]) -> None:
     here, rows = run.here, path.shape[1]
-    tokens, positions = here.batch.stage(step.rows, step.lengths, proposal.tokens, proposal.ancestors)
+    tokens, positions = here.batch.stage(step.slots, step.lengths, proposal.tokens, proposal.ancestors)
     metadata = step.decode_metadata(step.lengths, rows, proposal.ancestors)
     features = run.target.forward(tokens, positions, metadata.bind(run.cache))
     counts = torch.tensor(accepted)
-    run.cache.commit(here.batch.page_table, step.rows, step.lengths, counts, path)
+    run.cache.commit(here.batch.page_table, step.slots, step.lengths, counts, path)
     here.commit(proposal.tokens.gather(1, path[:, 1:] - 1), accepted, bonus)
     run.drafter.update(step, features, counts, path)

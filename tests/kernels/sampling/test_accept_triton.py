@@ -11,8 +11,9 @@ from crossed import crossed
 
 pytest.importorskip("triton")
 
-from specbatch.core.device_batch import Needs, Sampling
-from specbatch.drafters.verification import Proposal, verify
+from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.step_input import Proposal
+from specbatch.drafters.verification import verify
 from specbatch.kernels.sampling.accept_triton import _BLOCK, argmax_partials, commit, greedy_accept, stage
 from specbatch.kernels.sampling.sampling import simulated_accept_ref
 
@@ -26,7 +27,7 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 def greedy(seeds: torch.Tensor) -> Sampling:
     zero = torch.zeros(len(seeds), device=seeds.device)
-    return Sampling(zero, zero.long(), zero + 1, zero, seeds, Needs())
+    return Sampling(zero, zero.long(), zero + 1, zero, seeds, SamplingFlags())
 
 
 class Case:

@@ -10,9 +10,9 @@ from crossed import crossed, slow_but
 
 pytest.importorskip("triton")
 
-from specbatch.core.device_batch import Needs, Sampling
+from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.step_input import Proposal
 from specbatch.drafters import verification
-from specbatch.drafters.verification import Proposal
 from specbatch.kernels.sampling import filtered_distribution as law_module
 from specbatch.kernels.sampling.filtered_distribution import law_of, probabilities
 from specbatch.kernels.sampling.sample_triton import draw, reject, sample
@@ -111,7 +111,7 @@ def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None
     generator = torch.Generator().manual_seed(5)
     seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator).to(device)
     positions = (torch.randint(0, 1000, (batch, 1), generator=generator) + torch.arange(n)).to(device)
-    sampling = Sampling(*settings, seeds, Needs(sampled=True, truncated=True))
+    sampling = Sampling(*settings, seeds, SamplingFlags(sampled=True, truncated=True))
     near = logits.float().view(batch, n, -1)[:, :-1] + torch.randn(batch, n - 1, vocabulary, generator=generator).to(
         device
     )
