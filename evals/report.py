@@ -12,36 +12,19 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
+from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines
-from specbatch.records.run_record import RunRecord
-
-Better = Literal["higher", "lower"]
 
 
-@dataclass(frozen=True)
-class Score:
-    """One metric under one answer filter. stderr is None for one question and where lm-eval has none, unparsed where
-    the filter cannot fail; better: which way the metric is."""
-
-    filter: str
-    metric: str
-    value: float
-    stderr: float | None
-    n: int
-    unparsed: float | None
-    better: Better = "higher"
-
-
-@dataclass(frozen=True)
-class EvalReport:
+@dataclass(frozen=True, kw_only=True)
+class EvalReport(EvalAnswers):
     """The outcome of `run_eval`.
 
     questions   one row per answer: doc_id, repeat, question, target, text, token_ids, filtered and scores by filter,
@@ -52,7 +35,6 @@ class EvalReport:
     record      the engine's record of the run; its `workload` holds the fields below
     """
 
-    task: str
     task_version: str
     lm_eval_version: str
     data_source: str
@@ -62,25 +44,9 @@ class EvalReport:
     limit: int | None
     chat_template: bool
     prompts_sha256: str
-    scores: list[Score]
-    questions: list[dict[str, Any]]
-    record: RunRecord
     thinking: bool | None = None
     max_new_tokens: int | None = None
-    kind: str = "generate_until"
     cut: int | None = None
-
-    @property
-    def generates(self) -> bool:
-        return self.kind == "generate_until"
-
-    @property
-    def finish_reasons(self) -> dict[str, int]:
-        return dict(Counter(row["finish_reason"] for row in self.questions))
-
-    @property
-    def truncated(self) -> float:
-        return self.finish_reasons.get("length", 0) / len(self.questions)
 
     def settings(self) -> dict[str, Any]:
         """Everything but the rows and the record: what `load` builds the report from."""
@@ -170,18 +136,9 @@ class EvalReport:
 
         self.record.save(folder)
         rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.questions)
-        write_atomic(folder / "questions.jsonl", rows)
+        write_atomic(folder / QUESTIONS, rows)
         write_atomic(folder / "summary.md", self.table() + "\n")
         write_atomic(folder / "summary.csv", pandas.DataFrame(self._flat()).to_csv(index=False))
-
-    @classmethod
-    def load(cls, folder: Path) -> EvalReport:
-        """The report that `save` wrote into `folder`."""
-        record = RunRecord.load(folder)
-        settings = {item.name: record.workload[item.name] for item in fields(cls) if item.name in record.workload}
-        settings["scores"] = [Score(**score) for score in settings["scores"]]
-        rows = [json.loads(line) for line in (folder / "questions.jsonl").read_text().split("\n") if line]
-        return cls(**settings, questions=rows, record=record)
 
     def _flat(self) -> list[dict[str, Any]]:
         """One row per score, with everything that the table shows."""

@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, Any
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.errors import refuse
 from specbatch.evals.likelihoods import said_of
-from specbatch.evals.report import Better, EvalReport, Score
+from specbatch.evals.report import EvalReport
 from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globals
+from specbatch.records.answers import Score
+from specbatch.records.metrics import Better
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig

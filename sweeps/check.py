@@ -31,7 +31,7 @@ from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
 from specbatch.records.markdown import acceptance_table, draft_length_lines
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.summaries import drafts, heading, replay_notes, run_on
+from specbatch.sweeps.report.summaries import heading, replay_notes, run_on
 from specbatch.sweeps.run.runner import check_draft, load_engine
 from specbatch.sweeps.run.workloads import Workload, sha256_of
 
@@ -183,7 +183,7 @@ class CheckReport:
                 "can move it to the next float8 value, and logits by more than the margin. --no-float8-activations "
                 "tells such a parting from one that drafts have made."
             )
-        if drafts(record) and not record.metrics["drafted_tokens"]:
+        if record.drafts and not record.metrics["drafted_tokens"]:
             notes.append("NO DRAFTS: nothing was drafted, so this says nothing of drafts.")
         notes += replay_notes(record, "checked")
         return notes

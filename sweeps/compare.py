@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import SpecbatchError
+from specbatch.jobs.batch_job import read_output
+from specbatch.records.answers import load_answers
 from specbatch.records.intervals import CONFIDENCE, Interval, interval
-from specbatch.records.mcnemar import changes, is_binary, load_answers
+from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS, Better
-from specbatch.records.runs import Measured, Run, Where, differences, load_run, match
+from specbatch.records.runs import PointKey, Replicates, Run, differences, load_run, match
 from specbatch.sweeps.report.summaries import replay_notes
 
 COMPARED = (
@@ -104,7 +106,7 @@ class Comparison:
 
 def compare(before: Path, after: Path) -> Comparison:
     """Hold run `after` against run `before`. Refused: runs of other models or workloads, with what differs."""
-    old, new = load_run("before", before), load_run("after", after)
+    old, new = load_run("before", before, read_output), load_run("after", after, read_output)
     pairs = match(old, new)
     notes = [
         f"ONLY IN {path}: {place}"
@@ -120,9 +122,9 @@ def compare(before: Path, after: Path) -> Comparison:
     for place, points in pairs.both.items():
         for path, point in zip((before, after), points, strict=True):
             where = f"{path} {place}".rstrip()
-            notes += [f"FAILED: {where}: {point.failed}"] if point.failed else list(_notes(point, where))
+            notes += [f"FAILED: {where}: {point.error}"] if point.error else list(_notes(point, where))
         notes += _same_tokens(*points)
-        if not any(point.failed for point in points):
+        if not any(point.error for point in points):
             rows += [*_answers(place, *points), *_numbers(place, *points)]
     if not rows:
         raise SpecbatchError(f"{before} and {after} have no number in common; every point of one of them failed")
@@ -130,16 +132,16 @@ def compare(before: Path, after: Path) -> Comparison:
     return Comparison(before, after, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
 
 
-def _numbers(place: Where, before: Measured, after: Measured) -> Iterator[Row]:
+def _numbers(place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
     for metric in (METRICS[key] for key in COMPARED):
-        old, new = before.value(metric.key), after.value(metric.key)
+        old, new = before.mean(metric.key), after.mean(metric.key)
         if metric.better is None or (old is None and new is None):
             continue
         found = interval(metric, before, after)
         yield _row(place, metric.title, metric.unit, metric.better, (old, new), found, metric.scale, metric.decimals)
 
 
-def _answers(place: Where, before: Measured, after: Measured) -> Iterator[Row]:
+def _answers(place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
     """Accuracy, question by question, under every filter; how many answers ran into their limit. Of one run a side."""
     if len(before.paths) > 1 or len(after.paths) > 1:
         return
@@ -165,7 +167,7 @@ def _answers(place: Where, before: Measured, after: Measured) -> Iterator[Row]:
 
 
 def _row(
-    place: Where,
+    place: PointKey,
     title: str,
     unit: str,
     better: Better,
@@ -199,7 +201,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _notes(point: Measured, where: str) -> Iterator[str]:
+def _notes(point: Replicates, where: str) -> Iterator[str]:
     for record in point.records:
         yield from replay_notes(record, where)
         wanted = record.workload.get("prompts", len(record.requests))
@@ -209,7 +211,7 @@ def _notes(point: Measured, where: str) -> Iterator[str]:
         yield f"RESUMED: {where}: {point.resumed}"
 
 
-def _same_tokens(before: Measured, after: Measured) -> Iterator[str]:
+def _same_tokens(before: Replicates, after: Replicates) -> Iterator[str]:
     """How many answers are the same, of the prompts that both sides answered. Only `generate` keeps the tokens."""
     old, new = (
         {row["index"]: list(row["token_ids"]) for row in point.records[0].requests if row.get("token_ids") is not None}

@@ -14,11 +14,11 @@ from typing import Any
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.gate.policy import Accuracy, Bound, Policy, load_policy
-from specbatch.evals.report import EvalReport
-from specbatch.records.mcnemar import Changes, changes, detectable_drop, load_answers, pick_score
+from specbatch.jobs.batch_job import read_output
+from specbatch.records.answers import EvalAnswers, load_answers
+from specbatch.records.mcnemar import Changes, changes, detectable_drop, pick_score
 from specbatch.records.metrics import METRICS
-from specbatch.records.runs import Measured, Pairs, load_run, match
-from specbatch.sweeps.report.summaries import graphs_of, simulated
+from specbatch.records.runs import Pairs, Replicates, load_run, match
 
 SCHEMA = 1
 
@@ -105,12 +105,12 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     simulated, times of another device).
     """
     policy = load_policy(policy_file)
-    after = load_run("run", run)
+    after = load_run("run", run, read_output)
     pairs: Pairs | None = None
     if policy.needs_baseline:
         if baseline is None:
             raise refuse("baseline", None, "the policy compares with one; name its record with --baseline")
-        before = load_run("baseline", baseline)
+        before = load_run("baseline", baseline, read_output)
         pairs = match(before, after)
         if pairs.only_after:
             places = "; ".join(map(str, pairs.only_after))
@@ -123,8 +123,8 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     points = after.points if pairs is None else {place: point for place, (_, point) in pairs.both.items()}
     for place, point in points.items():
         old = None if pairs is None else pairs.both[place][0]
-        if point.failed:
-            checks.append(Check("measured", str(place), False, "failed", "a number", detail=point.failed))
+        if point.error:
+            checks.append(Check("measured", str(place), False, "failed", "a number", detail=point.error))
             continue
         checks.append(_finished(str(place), point))
         checks += _graphs(str(place), point)
@@ -156,7 +156,7 @@ def _refuse_other_device(policy: Policy, pairs: Pairs) -> None:
             raise refuse("baseline", devices[0], f"{works}at_most in place of worsens_at_most")
 
 
-def _finished(point: str, found: Measured) -> Check:
+def _finished(point: str, found: Replicates) -> Check:
     """Every prompt has an answer."""
     done = sum(int(record.metrics.get("requests") or 0) for record in found.records)
     wanted = sum(max(_prompts(record.workload), len(record.requests)) for record in found.records) or done
@@ -168,21 +168,21 @@ def _prompts(workload: dict[str, Any]) -> int:
     return wanted if isinstance(wanted, int) else 0
 
 
-def _graphs(point: str, found: Measured) -> Iterator[Check]:
+def _graphs(point: str, found: Replicates) -> Iterator[Check]:
     """Graphs that were asked for are replayed, in each repeat."""
     for kind, mode in found.records[0].config["graphs"].items():
         if mode == "off":
             continue
-        names = dict.fromkeys(name for record in found.records for name in graphs_of(record, kind)) or {kind: None}
+        names = dict.fromkeys(name for record in found.records for name in record.graphs(kind)) or {kind: None}
         for name in names:
-            replays = [graphs_of(record, kind).get(name, {"replays": 0})["replays"] for record in found.records]
+            replays = [record.graphs(kind).get(name, {"replays": 0})["replays"] for record in found.records]
             yield Check(f"{name.replace('_', ' ')} graphs replayed", point, min(replays) > 0, str(min(replays)), "> 0")
 
 
-def _bounds(name: str, bound: Bound, point: str, after: Measured, before: Measured | None) -> Iterator[Check]:
+def _bounds(name: str, bound: Bound, point: str, after: Replicates, before: Replicates | None) -> Iterator[Check]:
     higher = METRICS[name].better == "higher"
-    value = after.value(name)
-    old = None if before is None else before.value(name)
+    value = after.mean(name)
+    old = None if before is None else before.mean(name)
     absolute = bound.at_least if higher else bound.at_most
     limits: list[tuple[str, float | None, str]] = [] if absolute is None else [(name, absolute, "")]
     if (share := bound.worsens_at_most) is not None:
@@ -203,7 +203,7 @@ def _bounds(name: str, bound: Bound, point: str, after: Measured, before: Measur
 
 
 def _accuracy(
-    rules: Accuracy, point: str, after: Measured, before: Measured | None
+    rules: Accuracy, point: str, after: Replicates, before: Replicates | None
 ) -> tuple[list[Check], AccuracyTest | None]:
     new = _answers("run", after)
     filter, metric = pick_score(new, rules.filter, rules.metric)
@@ -239,14 +239,14 @@ def _accuracy(
     return checks, test
 
 
-def _answers(setting: str, point: Measured) -> EvalReport:
+def _answers(setting: str, point: Replicates) -> EvalAnswers:
     path, *others = point.paths
     if others:
         raise refuse(setting, str(path.parent), f"holds {1 + len(others)} runs, and answers are judged of one; name it")
     report = load_answers(setting, path)
     if report is None:
         raise refuse(setting, str(path), "holds no answers of specbatch eval, and the policy has rules of accuracy")
-    if simulated(report.record) is not None:
+    if report.record.simulated_accept_length is not None:
         raise refuse(setting, str(path), "its acceptance was simulated, so that its answers are no model's")
     return report
 

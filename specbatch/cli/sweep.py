@@ -136,7 +136,7 @@ def sweep(
     was asked (cut off, reasoning where it is off, marks of a template) are told. The same command with the --out of a
     sweep that was cut short runs what is missing.
     """
-    from specbatch.records.points import PLAN
+    from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.run.grid import by_model
     from specbatch.sweeps.run.process import run_in_process
     from specbatch.sweeps.run.runner import SweepOptions, check, run_server, run_sweep

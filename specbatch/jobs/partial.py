@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import refuse
+from specbatch.records.differences import describe_differences
 
 SECONDS_BETWEEN_SYNCS = 5.0
 Row = dict[str, Any]
@@ -56,7 +57,7 @@ class PartialRows:
             raise refuse("output", str(self.path), said)
         differs = [name for name in self.header if header[name] != self.header[name]]
         if set(differs) - set(self._told) and len(lines) > 1:
-            other = difference(header, self.header, differs)
+            other = describe_differences(header, self.header, differs)
             works = f"was made with another {other}; finish that job, name another output or {self._anew}"
             raise refuse("output", str(self.path), works)
         for number, line in enumerate(lines[1:], start=2):
@@ -125,20 +126,3 @@ def _line(row: Row) -> str:
 def _whole_lines(text: str) -> str:
     """Without a last line that a crash cut short."""
     return text[: text.rfind("\n") + 1]
-
-
-def difference(old: Row, new: Row, names: Collection[str]) -> str:
-    """What two headers differ in, for a person: temperature (0.7 there, 0.0 now), input file."""
-    parts = []
-    for name in names:
-        before, after = old.get(name), new[name]
-        if isinstance(before, dict) and isinstance(after, dict):
-            parts.append(difference(before, after, [key for key in after if before.get(key) != after[key]]))
-        elif name.endswith("_sha256"):
-            hashed = name.removesuffix("_sha256")
-            if hashed not in names:  # which says more
-                parts.append(hashed.replace("input", "input file"))
-        else:
-            there = f"{before!r} there" if name in old else "which the version there has not"
-            parts.append(f"{name} ({there}, {after!r} now)")
-    return ", ".join(dict.fromkeys(parts))

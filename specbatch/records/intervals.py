@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from specbatch.records.metrics import Metric
 from specbatch.records.run_record import RunRecord
-from specbatch.records.runs import Measured
+from specbatch.records.runs import Replicates
 
 CONFIDENCE = 0.95
 RESAMPLES = 2_000
@@ -53,9 +53,9 @@ class Sample:
     indices: tuple[int, ...] | None
 
 
-def interval(metric: Metric, before: Measured, after: Measured) -> Interval:
+def interval(metric: Metric, before: Replicates, after: Replicates) -> Interval:
     """The interval of `metric`."""
-    if before.value(metric.key) is None or after.value(metric.key) is None:
+    if before.mean(metric.key) is None or after.mean(metric.key) is None:
         return Interval(None, None, "not measured")
     if metric.is_time and min(len(before.records), len(after.records)) > 1:
         values = ([record.metrics[metric.key] or 0.0 for record in point.records] for point in (before, after))
@@ -118,7 +118,7 @@ def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Inte
     return Interval(float(found.low), float(found.high), over)
 
 
-def _in_turns(before: Measured, after: Measured) -> bool:
+def _in_turns(before: Replicates, after: Replicates) -> bool:
     old, new = ([record.created for record in point.records] for point in (before, after))
     return min(new) <= max(old) and min(old) <= max(new)
 

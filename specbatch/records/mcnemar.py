@@ -8,10 +8,9 @@ points of 500 questions noise; the same answers, paired, can show one of a point
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.evals.report import EvalReport
+from specbatch.records.answers import EvalAnswers
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Changes:
         return float(binomtest(len(self.lost), self.changed, alternative=alternative).pvalue)
 
 
-def pick_score(report: EvalReport, filter: str | None, metric: str | None) -> tuple[str, str]:
+def pick_score(report: EvalAnswers, filter: str | None, metric: str | None) -> tuple[str, str]:
     """The answer filter and metric meant; None is the only one there is."""
     known = [(score.filter, score.metric) for score in report.scores]
     found = [pair for pair in known if filter in (None, pair[0]) and metric in (None, pair[1])]
@@ -74,7 +73,7 @@ def pick_score(report: EvalReport, filter: str | None, metric: str | None) -> tu
     raise refuse(setting, value, f"{report.task} has {named}; name one of them in [accuracy]")
 
 
-def changes(before: EvalReport, after: EvalReport, filter: str, metric: str) -> Changes:
+def changes(before: EvalAnswers, after: EvalAnswers, filter: str, metric: str) -> Changes:
     """Pair the answers by question. Refused: other questions, and scores that are not right or wrong."""
     old, new = (_verdicts(report, filter, metric) for report in (before, after))
     if apart := sorted(doc for doc in {*old, *new} if old.get(doc, ("",))[0] != new.get(doc, ("",))[0]):
@@ -86,19 +85,8 @@ def changes(before: EvalReport, after: EvalReport, filter: str, metric: str) -> 
     return Changes(len(old), sum(right for _, right in old.values()), lost, gained)
 
 
-def is_binary(report: EvalReport, filter: str, metric: str) -> bool:
+def is_binary(report: EvalAnswers, filter: str, metric: str) -> bool:
     return all(row["scores"].get(filter, {}).get(metric) in (0, 1) for row in report.questions)
-
-
-def load_answers(setting: str, path: Path) -> EvalReport | None:
-    """The report of an `eval` in `path`; None where it is another command's."""
-    if not (path / "questions.jsonl").is_file():
-        return None
-    try:
-        return EvalReport.load(path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        line = next(iter(str(error).splitlines()), "")
-        raise refuse(setting, str(path), f"its answers cannot be read ({type(error).__name__}: {line})") from error
 
 
 def detectable_drop(n: int, churn: float, *, alpha: float, power: float) -> float | None:
@@ -142,7 +130,7 @@ def _least_lost(first: int, last: int, alpha: float) -> list[int]:
     return found
 
 
-def _verdicts(report: EvalReport, filter: str, metric: str) -> dict[int, tuple[str, bool]]:
+def _verdicts(report: EvalAnswers, filter: str, metric: str) -> dict[int, tuple[str, bool]]:
     """By question: the hash of its prompt, and whether the answer was right. lm-eval scores repeats together."""
     if not is_binary(report, filter, metric):
         raise refuse("metric", metric, "is not 0 or 1 for every question; a paired test needs right or wrong")

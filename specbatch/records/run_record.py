@@ -8,10 +8,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import write_atomic
+from specbatch.config import Speculation
+from specbatch.draft_shape import AUTO
 from specbatch.records.environment import hardware, versions
 
 SCHEMA = 1
+# Capacities of an engine that headings show.
+CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "state_bytes", "cached_states")
 
 
 @dataclass
@@ -39,6 +44,37 @@ class RunRecord:
     def processor(self) -> str:
         """The GPU of the run, or the CPU with its number of cores."""
         return self.gpu or f"{self.hardware.get('cpu')}, {self.hardware.get('cores')} cores"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the run used speculation."""
+        return bool(self.config["speculation"]["algorithm"] != NO_SPECULATION)
+
+    @property
+    def speculation(self) -> Speculation:
+        settings = self.config["speculation"]
+        layers = settings.get("aux_layers")  # a list in JSON
+        return Speculation(**settings | {"aux_layers": None if layers is None else tuple(layers)})
+
+    @property
+    def chooses_draft_length(self) -> bool:
+        """Whether the number of drafted tokens was chosen during the run."""
+        return bool(self.config["speculation"].get("draft_tokens") == AUTO)
+
+    @property
+    def simulated_accept_length(self) -> float | None:
+        """The mean of simulated accept lengths; None if acceptance was real."""
+        mean: float | None = self.config["speculation"].get("simulate_accept_length")
+        return mean
+
+    def graphs(self, kind: str) -> dict[str, dict[str, Any]]:
+        """Counters of CUDA graphs by name, empty where graphs of this kind were off.
+
+        kind: decode, prefill (of target and draft), target_prefill or draft_prefill.
+        """
+        if self.config["graphs"][kind.rpartition("_")[2]] == "off":
+            return {}
+        return {name: graph for name, graph in self.counters.get("graphs", {}).items() if name.endswith(kind)}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

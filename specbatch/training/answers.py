@@ -19,8 +19,9 @@ import torch
 
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import refuse
-from specbatch.jobs.partial import PartialRows, Row, difference, parsed, row_seed
+from specbatch.jobs.partial import PartialRows, Row, parsed, row_seed
 from specbatch.progress import Report
+from specbatch.records.differences import describe_differences
 from specbatch.training.data import LEAST_OUTPUT, Example
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _same_model(path: Path, header: Header, target: Checkpoint) -> None:
     differs = [name for name in now if name not in _TOLD and header[name] != now[name]]
     if differs:
         there, here = ("{model} ({origin})".format_map(who) for who in (header, now))
-        works = f"{there} answered, and the target is {here}, with another {difference(header, now, differs)}"
+        works = f"{there} answered, and the target is {here}, with another {describe_differences(header, now, differs)}"
         raise refuse("answers", str(path), f"{works}; use that model, or --data to have this one answer")
 
 

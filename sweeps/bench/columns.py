@@ -8,7 +8,6 @@ from typing import Any
 
 from specbatch.config import Graphs
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.summaries import drafts, graphs_of
 
 SECTIONS = ("machine", "decode", "closed", "ttft", "verify")
 BASELINE = "baseline"  # beside what drafts: plain decoding, schedule v2, prompts as fast as the device can
@@ -78,7 +77,7 @@ def _graphs(name: str, *kinds: str) -> Callable[[RunRecord], Any]:
     """A counter of graphs, summed over those of the kinds that were asked for."""
 
     def value(record: RunRecord) -> int | None:
-        found = [graph[name] for kind in kinds for graph in graphs_of(record, kind).values()]
+        found = [graph[name] for kind in kinds for graph in record.graphs(kind).values()]
         return sum(sum(one.values()) if isinstance(one, dict) else one for one in found) if found else None
 
     return value
@@ -89,7 +88,7 @@ def _coverage(record: RunRecord) -> Any:
 
 
 def _accept_length(record: RunRecord) -> Any:
-    return record.metrics["accept_length"] if drafts(record) else None
+    return record.metrics["accept_length"] if record.drafts else None
 
 
 def _step_ms(record: RunRecord) -> Any:
@@ -98,7 +97,7 @@ def _step_ms(record: RunRecord) -> Any:
 
 def step_tokens(record: RunRecord) -> Any:
     """Tokens that a step gives a request: the accept length that the run had, also where another was asked for."""
-    return record.metrics["accept_length"] if drafts(record) else 1.0
+    return record.metrics["accept_length"] if record.drafts else 1.0
 
 
 def _speed(record: RunRecord) -> Any:
@@ -218,5 +217,5 @@ PRIMARY = tuple(dict.fromkeys(section.primary for section in SHOWN.values()))
 
 def shown(records: list[RunRecord]) -> dict[str, Section]:
     """The sections of a bench of plain decoding, or of one that drafts (the verify section's drafts are its own)."""
-    drafting = any(drafts(record) for record in records if record.workload["section"] != "verify")
+    drafting = any(record.drafts for record in records if record.workload["section"] != "verify")
     return SHOWN | DRAFTING if drafting else SHOWN

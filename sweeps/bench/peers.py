@@ -17,7 +17,7 @@ from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.draft_shape import shape_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.summaries import drafts, run_on, simulated, speculation_of
+from specbatch.sweeps.report.summaries import run_on
 
 PEERS = "peers.csv"
 _COLUMNS = ("model", "dtype", "gpu", "section", "size", "column", "peer", "value")
@@ -87,9 +87,9 @@ def comparable(folder: Path, records: list[RunRecord], points: set[Point]) -> di
 
 def drafting_of(record: RunRecord) -> str:
     """Algorithm, shape and simulated accept length of a record of a bench; "" for plain decoding."""
-    if not drafts(record):
+    if not record.drafts:
         return ""
-    asked, mean = speculation_of(record), simulated(record)
+    asked, mean = record.speculation, record.simulated_accept_length
     return f"{asked.algorithm}, {asked.shape}, accept length {'real' if mean is None else f'{mean:g}'}"
 
 

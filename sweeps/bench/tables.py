@@ -19,7 +19,8 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.errors import refuse
 from specbatch.records.markdown import draft_length_lines
-from specbatch.records.run_record import RunRecord
+from specbatch.records.run_record import CAPS, RunRecord
+from specbatch.records.store import find_records
 from specbatch.records.summarize import break_even
 from specbatch.sweeps.bench.columns import (
     BASELINE,
@@ -39,16 +40,12 @@ from specbatch.sweeps.bench.peers import Peer, Point, comparable, drafting_of
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth
 from specbatch.sweeps.report.summaries import (
     BREAK_EVEN,
-    CAPS,
     caps_text,
-    drafts,
     heading,
     losses,
     number,
     replay_notes,
     run_on,
-    simulated,
-    speculation_of,
     verdict,
     with_spread,
 )
@@ -58,7 +55,7 @@ POINT = ("section", "configuration", "size")  # the folders of a point, those th
 
 def load_records(folder: Path) -> list[RunRecord]:
     """The records of a bench, ordered by section, size, configuration and repeat."""
-    records = [RunRecord.load(path.parent) for path in folder.rglob("r*/record.json")]
+    records = [record for _, record in find_records("folder", folder, "**/r*/record.json")]
     if not records:
         raise refuse("folder", str(folder), "holds no records of a bench (SECTION/CONFIGURATION/SIZE/rN/record.json)")
 
@@ -111,7 +108,7 @@ def _row(
     steps = [record for record in records if section != "ttft"]  # which has hardly any
     needed = [even for record in steps if (even := _break_even(record, plain)) is not None]
     row["break_even"] = median(needed) if needed else None
-    row["speculation"] = verdict(row["accept_length"], row["break_even"], simulated(records[0]))
+    row["speculation"] = verdict(row["accept_length"], row["break_even"], records[0].simulated_accept_length)
     row["not_measured"] = next((why for record in records if (why := unmeasured(record))), None)
     row["failed"] = next((work["error"] for record in records if "error" in (work := record.workload)), None)
     return row
@@ -120,8 +117,8 @@ def _row(
 def _break_even(record: RunRecord, beside: list[RunRecord]) -> float | None:
     """Over the plain decoding of the same repeat."""
     repeat = record.workload["repeat"]
-    plain = [other for other in beside if not drafts(other) and other.workload["repeat"] == repeat]
-    if not drafts(record):
+    plain = [other for other in beside if not other.drafts and other.workload["repeat"] == repeat]
+    if not record.drafts:
         return None
     if "full_batch_steps" not in record.workload:
         return break_even(record, plain)
@@ -251,7 +248,7 @@ def _heading(records: list[RunRecord], rows: list[Row]) -> str:
         graphs = Graphs(**record.config["graphs"])
         caps = caps_text(record, (*CAPS, "prefix_cache", "kv_dtype", "attention_backend", "capture_s"))
         lines[name] = (
-            f"{speculation_of(record)}; graphs: decode {graphs.decode}, prefill {graphs.prefill}"
+            f"{record.speculation}; graphs: decode {graphs.decode}, prefill {graphs.prefill}"
             f"{'; ' if caps else ''}{caps}{_started(record)}"
         )
     return heading(lines)

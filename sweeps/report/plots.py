@@ -11,7 +11,6 @@ from specbatch.records.markdown import sum_lists
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import percentile
 from specbatch.sweeps.report.plot_style import INK, legend, marks, panels
-from specbatch.sweeps.report.summaries import simulated
 from specbatch.sweeps.report.tables import points_of
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def draw(records: list[RunRecord]) -> list[Plot]:
 def label(name: str, record: RunRecord) -> str:
     """Of a configuration in a legend, from which matplotlib leaves out what begins with an underscore."""
     shown = f" {name}" if name.startswith("_") else name
-    return shown if simulated(record) is None else f"{shown} (simulated)"
+    return shown if record.simulated_accept_length is None else f"{shown} (simulated)"
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

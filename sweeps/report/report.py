@@ -25,8 +25,8 @@ from specbatch.errors import refuse
 from specbatch.records.low_acceptance import is_low
 from specbatch.records.markdown import acceptance_cells
 from specbatch.records.metrics import ACCEPTANCE, glossary
-from specbatch.records.points import Point, unfinished
 from specbatch.records.run_record import RunRecord
+from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report import plot_style
 from specbatch.sweeps.report.plots import Plot, draw
 from specbatch.sweeps.report.serving import (

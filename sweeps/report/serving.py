@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.summaries import simulated
 from specbatch.sweeps.report.tables import points_of
 
 Row = dict[str, Any]
@@ -77,7 +76,7 @@ def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
         "max_concurrency": concurrency,
         "request_rate": records[0].workload.get("request_rate"),
         "repeats": len(records),
-        "simulated_accept_length": simulated(records[0]),
+        "simulated_accept_length": records[0].simulated_accept_length,
     }
     measured = [_numbers(record) for record in records]
     for line in (line for lines in BLOCK.values() for line in lines):

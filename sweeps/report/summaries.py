@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from specbatch.algorithms import NO_SPECULATION, causes_of_low_acceptance
-from specbatch.config import Speculation
-from specbatch.draft_shape import AUTO
-from specbatch.records.run_record import RunRecord
+from specbatch.algorithms import causes_of_low_acceptance
+from specbatch.records.run_record import CAPS, RunRecord
 
 BREAK_EVEN = (
     "Break-even: the accept length at which steps that draft are as fast as plain decoding's beside them (step time "
@@ -18,7 +15,6 @@ BREAK_EVEN = (
 )
 CHOOSING = 0.03  # what drafting at the best length may lose where that is nothing
 ERRORS_SHOWN = 3
-CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "state_bytes", "cached_states")
 
 
 def run_on(records: list[RunRecord]) -> dict[str, str]:
@@ -64,50 +60,36 @@ def with_spread(values: tuple[float | None, float | None, float | None], decimal
     return middle if middle == "-" or repeats < 2 else f"{middle} ({low}-{high})"
 
 
-def drafts(record: RunRecord) -> bool:
-    return bool(record.config["speculation"]["algorithm"] != NO_SPECULATION)
-
-
-def speculation_of(record: RunRecord) -> Speculation:
-    asked = record.config["speculation"]
-    layers = asked.get("aux_layers")  # JSON knows no tuples
-    return Speculation(**asked | {"aux_layers": None if layers is None else tuple(layers)})
-
-
-def chooses(record: RunRecord) -> bool:
-    """Was the number of drafts chosen as it ran?"""
-    return bool(record.config["speculation"].get("draft_tokens") == AUTO)
-
-
-def simulated(record: RunRecord) -> float | None:
-    mean: float | None = record.config["speculation"].get("simulate_accept_length")
-    return mean
+def gain_of(accept_length: float | None, needed: float | None) -> float | None:
+    """What drafting gains by its steps: accept length / break-even - 1. None where that is unknown."""
+    if accept_length is None or needed is None or math.isnan(accept_length) or math.isnan(needed):
+        return None
+    return accept_length / needed - 1
 
 
 def verdict(accept_length: float | None, needed: float | None, simulated: float | None = None) -> str | None:
-    """Does drafting pay? None where that is not known. simulated: the mean that a coin was given; at 1 nothing is
-    accepted, so that a step can be measured."""
-    if accept_length is None or needed is None or math.isnan(accept_length) or math.isnan(needed):
+    """Does drafting pay? None where that is unknown. simulated: the mean of simulated accept lengths; at 1 no draft is
+    accepted, which measures the step alone."""
+    gain = gain_of(accept_length, needed)
+    if gain is None:
         return None
     if simulated == 1:
         return f"pays above {needed:.2f}"
-    gain = accept_length / needed - 1
     return f"pays, {gain:+.1%}" if gain >= 0 else f"loses by {-gain:.1%}"
 
 
 def losses(points: Iterable[tuple[str, float | None, float | None, RunRecord]]) -> str | None:
-    """What to say of points at which drafting loses: where, accept length, break-even, and the record of each; None if
-    there are none. Where nothing is drafted for long because it would lose, little is lost and nothing said."""
-    below = [point for point in points if (verdict(*point[1:3], simulated(point[3])) or "").startswith("loses")]
-    below = [
-        (where, mean, needed, record)
-        for where, mean, needed, record in below
-        if not (chooses(record) and mean is not None and needed is not None and mean > needed * (1 - CHOOSING))
-    ]
+    """The warning about points at which drafting loses: (name, accept length, break-even, record) of each. None if
+    there are none. A loss up to `CHOOSING` is no warning where the draft length was chosen during the run."""
+    below = []
+    for where, mean, needed, record in points:
+        gain = None if record.simulated_accept_length == 1 else gain_of(mean, needed)
+        if gain is not None and gain < (-CHOOSING if record.chooses_draft_length else 0):
+            below.append((where, mean, needed, record))
     if not below:
         return None
     places = "; ".join(f"{where} (accept length {mean:.2f}, {needed:.2f} needed)" for where, mean, needed, _ in below)
-    real = [record.config for *_, record in below if simulated(record) is None]
+    real = [record.config for *_, record in below if record.simulated_accept_length is None]
     causes = dict.fromkeys(
         causes_of_low_acceptance(config["speculation"]["algorithm"], config["load_format"]) for config in real
     )
@@ -122,17 +104,9 @@ def failures(record: RunRecord) -> list[tuple[str, int]]:
     return found[:ERRORS_SHOWN] + ([("other errors", rest)] if rest else [])
 
 
-def graphs_of(record: RunRecord, kind: str) -> dict[str, dict[str, Any]]:
-    """The counters of graphs by name: decode, prefill (of target and draft), or one of target_prefill and
-    draft_prefill; none where eager was asked for."""
-    if record.config["graphs"][kind.rpartition("_")[2]] == "off":
-        return {}
-    return {name: graph for name, graph in record.counters.get("graphs", {}).items() if name.endswith(kind)}
-
-
 def replay_notes(record: RunRecord, where: str) -> Iterator[str]:
     for kind, mode in record.config["graphs"].items():
         if mode != "off":
-            replays = {name: graph["replays"] for name, graph in graphs_of(record, kind).items()} or {kind: 0}
+            replays = {name: graph["replays"] for name, graph in record.graphs(kind).items()} or {kind: 0}
             for name in (name for name, count in replays.items() if not count):
                 yield f"NO REPLAYS: {where}: {name.replace('_', ' ')} graphs were asked for and none was replayed."

@@ -18,21 +18,19 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.errors import refuse
 from specbatch.records.markdown import acceptance_table, draft_length_lines
-from specbatch.records.points import Point, unfinished
-from specbatch.records.run_record import SCHEMA, RunRecord
+from specbatch.records.run_record import RunRecord
+from specbatch.records.store import find_records
 from specbatch.records.summarize import break_even
+from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report.summaries import (
     BREAK_EVEN,
     caps_text,
-    drafts,
     failures,
     heading,
     losses,
     number,
     replay_notes,
     run_on,
-    simulated,
-    speculation_of,
     verdict,
     with_spread,
 )
@@ -64,25 +62,14 @@ _WARNING = re.compile(r"(?!CACHED)([A-Z]+(?: [A-Z]+)*)(?:: (?=\S)| (?=between ))
 
 
 def load_records(folder: Path) -> list[RunRecord]:
-    """The records of a sweep, ordered by concurrency, repeat and place in the round."""
-    records = [_load(folder, path.parent) for path in folder.glob("*/c*/r*/record.json")]
+    """The records of a sweep, ordered by concurrency, repeat and position in the round."""
+    records = [record for _, record in find_records("folder", folder, "*/c*/r*/record.json")]
     if not records:
-        several = sorted({str(path.parents[3].name) for path in folder.glob("*/*/c*/r*/record.json")})
+        several = sorted({path.parents[3].name for path in folder.glob("*/*/c*/r*/record.json")})
         works = f"holds a sweep of each of several models; name the folder of one: {', '.join(several)}"
         none = "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)"
         raise refuse("folder", str(folder), works if several else none)
     return sorted(records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")])
-
-
-def _load(folder: Path, point: Path) -> RunRecord:
-    try:
-        record = RunRecord.load(point)
-    except (OSError, TypeError, ValueError) as error:  # torn, not readable, or without what a record has
-        raise refuse("folder", str(folder), f"{point} cannot be read ({error}); move it away or run it again") from None
-    if record.schema != SCHEMA:
-        works = f"{point} has records of schema {record.schema}, this version reads {SCHEMA}; use the version it names"
-        raise refuse("folder", str(folder), f"{works}: {record.versions.get('specbatch')}")
-    return record
 
 
 def table(records: list[RunRecord]) -> pd.DataFrame:
@@ -92,7 +79,7 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
     runs = pd.DataFrame(
         {
             **{key: record.workload[key] for key in (*_POINT, "repeat")},
-            "simulated_accept_length": simulated(record),
+            "simulated_accept_length": record.simulated_accept_length,
             **{
                 column: factor * (math.nan if (value := record.metrics.get(metric)) is None else value)
                 for column, (metric, factor, _, _) in COLUMNS.items()
@@ -123,9 +110,9 @@ def _break_even(record: RunRecord, records: list[RunRecord]) -> float:
     plain = [
         other
         for other in records
-        if not drafts(other) and all(other.workload[key] == record.workload[key] for key in place)
+        if not other.drafts and all(other.workload[key] == record.workload[key] for key in place)
     ]
-    needed = break_even(record, plain) if drafts(record) else None
+    needed = break_even(record, plain) if record.drafts else None
     return math.nan if needed is None else needed
 
 
@@ -267,7 +254,7 @@ def _by_name(texts: dict[str, str]) -> str:
 
 
 def _made_of(record: RunRecord) -> str:
-    return str(record.config.get("server") or f"{speculation_of(record)}, {Graphs(**record.config['graphs'])}")
+    return str(record.config.get("server") or f"{record.speculation}, {Graphs(**record.config['graphs'])}")
 
 
 def _prefix_cache(record: RunRecord) -> str:
@@ -299,11 +286,11 @@ def _notes(records: list[RunRecord]) -> list[str]:
     for record in records:
         work = record.workload
         where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
-        if simulated(record) is None:  # a simulated text is no model's: nothing to compare
+        if record.simulated_accept_length is None:  # a simulated text is no model's: nothing to compare
             tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
         if record.metrics["requests"] != work["prompts"]:
             notes.append(f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished.")
-        if drafts(record) and not record.metrics.get("drafted_tokens"):
+        if record.drafts and not record.metrics.get("drafted_tokens"):
             notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
         notes += replay_notes(record, where)
         for remark in _remarks(record):
@@ -319,7 +306,7 @@ def _notes(records: list[RunRecord]) -> list[str]:
             )
     for remark, (first, *others) in remarks.items():
         notes.append(f"{remark} ({first}{f', and {len(others)} other points' if others else ''}).")
-    means = {record.workload["configuration"]: mean for record in records if (mean := simulated(record))}
+    means = {record.workload["configuration"]: mean for record in records if (mean := record.simulated_accept_length)}
     for name, mean in means.items():
         notes.append(
             f"SIMULATED: {name}: an accept length of {mean:g} was drawn by a coin; the text is no model's. "

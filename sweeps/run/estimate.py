@@ -11,7 +11,7 @@ from tabulate import tabulate
 from specbatch.config import EngineConfig
 from specbatch.engine.builder import memory_plan, prepare
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
-from specbatch.records.points import Point, points
+from specbatch.records.sweep_plan import Point, points
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
 from specbatch.sweeps.run.runner import SweepOptions, fitted, of_lengths
 

@@ -25,7 +25,7 @@ from typing import Any
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import refuse
-from specbatch.records.points import folder_name
+from specbatch.records.sweep_plan import folder_name
 
 Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")

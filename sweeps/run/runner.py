@@ -21,9 +21,9 @@ from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.progress import Report
-from specbatch.records.points import Described, Point, check_plan, plan_of, points, save
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.summaries import failures, simulated
+from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, save
+from specbatch.sweeps.report.summaries import failures
 from specbatch.sweeps.report.tables import load_records, losses_of, write_summary
 from specbatch.sweeps.run.sanity_checks import doubts
 from specbatch.sweeps.run.workloads import Workload, sha256_of, shown
@@ -266,7 +266,7 @@ def _measure(
     )
     record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
-    real = simulated(record) is None  # else the text is no model's
+    real = record.simulated_accept_length is None  # else the text is no model's
     record.workload["doubts"] = list(doubts(workload, completions, params)) if real else []
     return record
 

@@ -97,7 +97,7 @@ def test_a_resumed_job_is_judged_by_all_its_prompts_and_not_by_its_times(run, re
             assert (row[side] is None) == (metric != "accept length")
         assert (throughput["verdict"], throughput["over"]) == ("not judged", "not measured")
         (said,) = (note for note in body["notes"] if note.startswith("RESUMED"))
-        assert f"{out}: 5 of 12 answers are of runs before the last one" in said
+        assert f"{out}: 5 of 12 answers come from earlier, interrupted runs" in said
         assert "ANSWERS: 11 of 12 have the same tokens; others by index: 2" in body["notes"]
         assert not any(note.startswith("INCOMPLETE") for note in body["notes"])
     whole = json.loads(run("compare", resumed / "a.jsonl", resumed / "a.jsonl", "--json").stdout)
@@ -116,7 +116,7 @@ def test_a_gate_knows_no_times_of_a_resumed_job(run, resumed):
         assert checks["requests finished"]["found"] == "12"
         assert checks["accept_length"]["passed"]
         assert checks["output_throughput"]["passed"] == passed
-        assert ("5 of 12 answers are of runs before" in checks["output_throughput"]["detail"]) != passed
+        assert ("5 of 12 answers come from earlier" in checks["output_throughput"]["detail"]) != passed
 
 
 @pytest.mark.parametrize(("least", "status"), [(2.0, 0), (2.1, 1)])

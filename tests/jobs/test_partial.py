@@ -7,7 +7,8 @@ import json
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.jobs.partial import PartialRows, difference
+from specbatch.jobs.partial import PartialRows
+from specbatch.records.differences import describe_differences
 
 HEADER = {"model": "a", "place": "here", "limit": 3}
 ROWS = [{"index": index, "text": "é"} for index in (2, 0)]
@@ -90,5 +91,5 @@ def test_a_folder_is_refused(opened):
 
 def test_what_an_older_version_did_not_have_is_said_to_be_new():
     old, new = ({"engine": {"seed": seed} | more} for seed, more in ((1, {"gone": 2}), (3, {"fresh": True})))
-    found = difference(old, new, ["engine"])
-    assert found == "seed (1 there, 3 now), fresh (which the version there has not, True now)"
+    found = describe_differences(old, new, ["engine"])
+    assert found == "seed (1 there, 3 now), fresh (not set by the version there, True now)"

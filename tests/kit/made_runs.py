@@ -7,7 +7,8 @@ from typing import Any
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.evals.report import EvalReport, Score
+from specbatch.evals.report import EvalReport
+from specbatch.records.answers import Score
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
 
@@ -69,7 +70,8 @@ def make_report(right: str, *, unparsed: float = 0.0, config: EngineConfig | Non
     scores = [Score("loose", "match", share, None, len(right), unparsed)]
     scores.append(Score("strict", "match", 1 - share, None, len(right), None))
     report = EvalReport(
-        "sums", "1", "0.4", "here", 0, "none", 1, None, False, "same", scores, rows, record,
+        task="sums", task_version="1", lm_eval_version="0.4", data_source="here", num_fewshot=0, fewshot_source="none",
+        seed=1, limit=None, chat_template=False, prompts_sha256="same", scores=scores, questions=rows, record=record,
         max_new_tokens=32,
     )  # fmt: skip
     record.workload.update({"command": "eval", **report.settings(), **work})

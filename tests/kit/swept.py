@@ -10,9 +10,9 @@ from typing import Any
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.records.points import Point
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import emitted_histogram, summarize, total_acceptance
+from specbatch.records.sweep_plan import Point
 
 DRAFTS = 4
 ORDER = ("baseline", "v1", "v2", "v2+piecewise")  # within a round

@@ -8,7 +8,8 @@ from swept import saved
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.records.runs import Where, load_run
+from specbatch.jobs.batch_job import read_output
+from specbatch.records.runs import PointKey, load_run
 from specbatch.sweeps.compare import compare
 
 
@@ -52,11 +53,11 @@ def test_a_folder_of_different_runs_is_refused(tmp_path):
     saved(tmp_path / "a", make_record([metrics_of()]))
     saved(tmp_path / "b", make_record([metrics_of()], config=EngineConfig(speculation=Speculation("ngram", "v2"))))
     with pytest.raises(SpecbatchError, match=r"speculation\.schedule v1 and v2"):
-        load_run("before", tmp_path)
+        load_run("before", tmp_path, read_output)
     saved(tmp_path / "c" / "1", make_record([metrics_of()]))
     saved(tmp_path / "c" / "2", make_record([metrics_of()], prompts_sha256="other"))
     with pytest.raises(SpecbatchError, match="prompts_sha256 same and other"):
-        load_run("before", tmp_path / "c")
+        load_run("before", tmp_path / "c", read_output)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +67,19 @@ def test_a_folder_of_different_runs_is_refused(tmp_path):
 def test_a_damaged_record_is_one_line(tmp_path, text, said):
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(SpecbatchError, match=said) as error:
-        load_run("before", tmp_path)
+        load_run("before", tmp_path, read_output)
     assert "\n" not in str(error.value)
 
 
 def test_no_record_and_another_schema_are_refused(tmp_path):
     with pytest.raises(SpecbatchError, match=r"holds no record\.json"):
-        load_run("before", tmp_path)
+        load_run("before", tmp_path, read_output)
     with pytest.raises(SpecbatchError, match=r"holds no record\.json"):
-        load_run("before", tmp_path / "nowhere")
+        load_run("before", tmp_path / "nowhere", read_output)
     record = make_record([metrics_of()])
     record.schema = 2
-    with pytest.raises(SpecbatchError, match="schema 2, and this version reads 1"):
-        load_run("before", saved(tmp_path, record))
+    with pytest.raises(SpecbatchError, match="schema 2 and this version reads 1"):
+        load_run("before", saved(tmp_path, record), read_output)
 
 
 def test_places_of_a_bench(tmp_path):
@@ -88,6 +89,6 @@ def test_places_of_a_bench(tmp_path):
         folder = tmp_path / section / "v1" / str(size) / "r1"
         folder.mkdir(parents=True)
         record.save(folder)
-    assert list(load_run("before", tmp_path).points) == [Where("decode", "v1", 1)]
+    assert list(load_run("before", tmp_path, read_output).points) == [PointKey("decode", "v1", 1)]
     (row,) = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "step time at this batch")
     assert (row.section, row.before) == ("decode", pytest.approx(4.0))

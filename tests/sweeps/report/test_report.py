@@ -251,14 +251,14 @@ def test_a_plot_that_cannot_be_drawn_says_why():
 def test_a_damaged_record_is_named(tmp_path, text):
     saved(tmp_path, swept("v1"), swept("v2"))
     (tmp_path / "v2/c4/r1/record.json").write_text(text, encoding="latin-1")
-    with pytest.raises(SpecbatchError, match=r"v2/c4/r1 cannot be read"):
+    with pytest.raises(SpecbatchError, match=r"v2/c4/r1': cannot be read"):
         load_records(tmp_path)
 
 
 def test_a_record_of_another_schema_is_refused(tmp_path):
     made = swept("v1")
     made.schema = 99
-    with pytest.raises(SpecbatchError, match="schema 99, this version reads 1"):
+    with pytest.raises(SpecbatchError, match="schema 99 and this version reads 1"):
         load_records(saved(tmp_path, made))
 
 

@@ -1,4 +1,4 @@
-"""The points of a sweep's folder: which there are, which are finished, and what all of them are made from.
+"""The folder of a sweep: its plan, its points, and which of them are finished.
 
 folder/sweep.json, folder/<configuration>/c<concurrency>/r<repeat>/record.json, requests.jsonl
 """
@@ -11,27 +11,38 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from specbatch.atomic_file import write_atomic
 from specbatch.errors import refuse
-from specbatch.jobs.partial import difference
+from specbatch.records.differences import describe_differences
 from specbatch.records.run_record import RunRecord
-
-if TYPE_CHECKING:
-    from specbatch.sweeps.run.runner import SweepOptions
+from specbatch.records.store import RECORD
 
 PLAN = "sweep.json"
 
 
 class Described(Protocol):
-    """A configuration, of an engine of ours or of a server."""
+    """A configuration, of an engine or of a server."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
 
+class Options(Protocol):
+    """The options of a sweep, as far as its plan depends on them. workload: a dataclass with the prompts in `rows`."""
+
+    @property
+    def concurrency(self) -> Iterable[int]: ...
+
+    @property
+    def repeats(self) -> int: ...
+
+    @property
+    def workload(self) -> Any: ...
+
+
 class Point(NamedTuple):
-    """place: of its configuration in a round."""
+    """One measurement. place: the position of its configuration in a round."""
 
     configuration: str
     place: int
@@ -42,16 +53,16 @@ class Point(NamedTuple):
         return root / folder_name(self.configuration) / f"c{self.concurrency}" / f"r{self.repeat}"
 
     def is_finished(self, root: Path) -> bool:
-        return (self.folder(root) / "record.json").exists()
+        return (self.folder(root) / RECORD).exists()
 
 
 def folder_name(configuration: str) -> str:
     return configuration.replace("/", "_")
 
 
-def points(configs: Mapping[str, Described], options: SweepOptions) -> Iterator[Point]:
+def points(configurations: Iterable[str], options: Options) -> Iterator[Point]:
     """In the order in which they run: A B C A B C at each concurrency."""
-    return _points(configs, options.concurrency, options.repeats)
+    return _points(configurations, options.concurrency, options.repeats)
 
 
 def _points(configurations: Iterable[str], concurrency: Iterable[int], repeats: int) -> Iterator[Point]:
@@ -59,29 +70,12 @@ def _points(configurations: Iterable[str], concurrency: Iterable[int], repeats: 
     return (Point(name, place, number, repeat) for number, repeat, (place, name) in rounds)
 
 
-def unfinished(run: Path, setting: str = "folder") -> list[Point]:
-    """Points that have no record, of the sweeps in folder `run`, which is the user's `setting`, or of the one that it
-    is a part of. Refused: a plan that cannot be read."""
-    place = run.resolve()
-    plans = sorted(place.rglob(PLAN)) or [path for folder in place.parents[:3] if (path := folder / PLAN).exists()][:1]
-    found = []
-    for path in plans:
-        try:
-            plan = json.loads(path.read_text(encoding="utf-8"))
-            every = list(_points(plan["configurations"], plan["concurrency"], plan["repeats"]))
-        except (OSError, ValueError, TypeError, LookupError) as error:
-            raise refuse(setting, str(run), f"its {PLAN} cannot be read ({type(error).__name__})") from error
-        found += [point for point in every if not point.is_finished(path.parent)]
-        found = [point for point in found if point.folder(path.parent).is_relative_to(place)]
-    return found
-
-
-def plan_of(configs: Mapping[str, Described], options: SweepOptions) -> dict[str, Any]:
-    """All that the points of a sweep are made from, as JSON has it."""
+def plan_of(configurations: Mapping[str, Described], options: Options) -> dict[str, Any]:
+    """Everything that the points of a sweep are made from, as JSON. Prompts are represented by their hash."""
     workload = options.workload
     rows = json.dumps([asdict(row) for row in workload.rows])
     plan = {
-        "configurations": {name: config.as_dict() for name, config in configs.items()},
+        "configurations": {name: config.as_dict() for name, config in configurations.items()},
         "concurrency": options.concurrency,
         "repeats": options.repeats,
         "workload": {item.name: getattr(workload, item.name) for item in fields(workload) if item.name != "rows"},
@@ -92,7 +86,7 @@ def plan_of(configs: Mapping[str, Described], options: SweepOptions) -> dict[str
 
 
 def check_plan(folder: Path, plan: dict[str, Any]) -> None:
-    """Refuse the folder of another sweep."""
+    """Refuse a folder that holds another sweep."""
     path = folder / PLAN
     if not path.exists():
         return
@@ -105,15 +99,34 @@ def check_plan(folder: Path, plan: dict[str, Any]) -> None:
         there, now = (", ".join(one["configurations"]) for one in (before, plan))
         other = f"choice of configurations ({there} there, {now} now)"
         if there == now:
-            other = difference(before, plan, differs)
+            other = describe_differences(before, plan, differs)
         works = f"is of a sweep with another {other}; repeat that command, or name a new folder"
         raise refuse("output", str(folder), works)
 
 
 def save(folder: Path, plan: dict[str, Any], point: Point, record: RunRecord) -> None:
-    """A point is finished when its record is there; the plan comes with the first."""
+    """Write the record of a finished point; the plan is written with the first."""
     if not (folder / PLAN).exists():
         write_atomic(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     record.workload |= point._asdict()
     point.folder(folder).mkdir(parents=True, exist_ok=True)
     record.save(point.folder(folder))
+
+
+def unfinished(run: Path, setting: str = "folder") -> list[Point]:
+    """Points without a record, of the sweeps below folder `run`, or of the sweep that it is a part of.
+
+    Refused: a plan that cannot be read, as the user's `setting`.
+    """
+    place = run.resolve()
+    plans = sorted(place.rglob(PLAN)) or [path for folder in place.parents[:3] if (path := folder / PLAN).exists()][:1]
+    found = []
+    for path in plans:
+        try:
+            plan = json.loads(path.read_text(encoding="utf-8"))
+            every = list(_points(plan["configurations"], plan["concurrency"], plan["repeats"]))
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise refuse(setting, str(run), f"its {PLAN} cannot be read ({type(error).__name__})") from error
+        missing = [point for point in every if not point.is_finished(path.parent)]
+        found += [point for point in missing if point.folder(path.parent).is_relative_to(place)]
+    return found

@@ -1,0 +1,77 @@
+"""The answers of an evaluation on disk: scores and one row per question, beside the record of the run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from specbatch.records.metrics import Better
+from specbatch.records.run_record import RunRecord
+from specbatch.records.store import load_record, unreadable
+
+QUESTIONS = "questions.jsonl"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric under one answer filter.
+
+    stderr is None for a single question and where lm-eval computes none; unparsed, the share of answers in which the
+    filter found nothing, is None where the filter cannot fail.
+    """
+
+    filter: str
+    metric: str
+    value: float
+    stderr: float | None
+    n: int
+    unparsed: float | None
+    better: Better = "higher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalAnswers:
+    """Scores and answers of one evaluation.
+
+    kind        lm-eval's output type
+    questions   one row per answer, with at least doc_id, prompt_hash, finish_reason (of generated answers) and scores
+                by filter and metric
+    record      the record of the run
+    """
+
+    task: str
+    scores: list[Score]
+    questions: list[dict[str, Any]]
+    record: RunRecord
+    kind: str = "generate_until"
+
+    @property
+    def generates(self) -> bool:
+        return self.kind == "generate_until"
+
+    @property
+    def finish_reasons(self) -> dict[str, int]:
+        return dict(Counter(row["finish_reason"] for row in self.questions))
+
+    @property
+    def truncated(self) -> float:
+        """Share of the answers that reached max_new_tokens. They are scored as they stand."""
+        return self.finish_reasons.get("length", 0) / len(self.questions)
+
+    @classmethod
+    def load(cls, folder: Path, setting: str = "folder") -> Self:
+        """What an evaluation wrote into `folder`, the value of `setting`."""
+        record = load_record(setting, folder)
+        with unreadable(setting, folder / QUESTIONS):
+            settings = {item.name: record.workload[item.name] for item in fields(cls) if item.name in record.workload}
+            settings["scores"] = [Score(**score) for score in settings["scores"]]
+            lines = (folder / QUESTIONS).read_text(encoding="utf-8").split("\n")
+            return cls(**settings, questions=[json.loads(line) for line in lines if line], record=record)
+
+
+def load_answers(setting: str, folder: Path) -> EvalAnswers | None:
+    """The answers in `folder`; None where another command than eval wrote it."""
+    return EvalAnswers.load(folder, setting) if (folder / QUESTIONS).is_file() else None

@@ -1,0 +1,45 @@
+"""Compares two sets of settings and describes what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+SHOWN = 40  # characters of a value
+
+
+def describe_differences(old: dict[str, Any], new: dict[str, Any], names: Collection[str]) -> str:
+    """What differs among `names` between settings on disk and those of now: "temperature (0.7 there, 0.0 now)"."""
+    parts = []
+    for name in names:
+        before, after = old.get(name), new[name]
+        if isinstance(before, dict) and isinstance(after, dict):
+            nested = [key for key in after if before.get(key) != after[key]]
+            parts.append(describe_differences(before, after, nested))
+        elif name.endswith("_sha256"):
+            hashed = name.removesuffix("_sha256")
+            if hashed not in names:  # the value itself is more useful than its hash
+                parts.append(hashed.replace("input", "input file"))
+        else:
+            there = f"{before!r} there" if name in old else "not set by the version there"
+            parts.append(f"{name} ({there}, {after!r} now)")
+    return ", ".join(dict.fromkeys(parts))
+
+
+def conflicts(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Settings that both have with different values, each as "name value and value"."""
+    pairs = [(name, before[name], after[name]) for name in before if name in after]
+    return [f"{name} {shortened(old)} and {shortened(new)}" for name, old, new in pairs if old != new]
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
