@@ -82,6 +82,24 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def numbers(text: str) -> set[str]:
+    """Numbers of three digits and more, without thousands separators; no versions and no names such as 35B."""
+    found = re.findall(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w-]|[.,]\d)", text)
+    return {number.replace(",", "") for number in found if len(re.sub(r"\D", "", number)) >= 3}
+
+
+def test_numbers_in_the_readme_are_in_results() -> None:
+    """As they stand there, or rounded."""
+    text = (ROOT / "README.md").read_text()
+    claims = text[text.index("## Why") : text.index("## Install")]
+    claims += text[text.index("## Results") : text.index("## What is supported")]
+    tables = [*(ROOT / "results").glob("*/*.md"), *(ROOT / "results").glob("*/*.csv")]
+    measured = [float(value) for path in tables for value in re.findall(r"\d+(?:\.\d+)?", path.read_text())]
+    for number in numbers(claims):
+        digits = len(number.partition(".")[2])
+        assert any(round(value, digits) == float(number) for value in measured), number
+
+
 def test_the_glossary_has_the_name_of_every_metric_in_records() -> None:
     named = set(re.findall(r"`([a-z0-9_]+)`", (ROOT / "docs" / "glossary.md").read_text()))
     assert {re.sub(r"^(mean|median|p\d+|max)_", "", key) for key in METRICS} <= named
