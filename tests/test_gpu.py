@@ -1,4 +1,5 @@
-"""The engine on a CUDA device, eager and from graphs: naive decoding's tokens, and a v2 loop that never waits."""
+"""The engine on a CUDA device: the losslessness matrix, whole-step and piecewise graphs, and a v2 loop that never
+waits for the device."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lossless
 import pytest
 import torch
-from targets import HYBRIDS, MTP, Targets
-from targets import SPECULATIONS as HYBRID_DRAFTS
+from crossed import crossed
+from targets import HYBRIDS, Targets
 
 from specbatch import Engine, SpecbatchError
 from specbatch.config import EngineConfig, Graphs, Speculation
@@ -41,10 +43,6 @@ SPECULATIONS = {
 }
 
 
-# Of targets; those without an MTP head in this layout are not asked for one.
-PAIRS = [(name, algorithm) for name in HYBRIDS for algorithm in HYBRID_DRAFTS if algorithm != "mtp" or name in MTP]
-# Those that reserve few slots ahead: of a tight pool their requests ask for more in the middle.
-RETRACTED = ("none", "eagle", "eagle3", "mtp", "dflash")
 GRAPHS = {"eager": Graphs(), "graphs": Graphs(decode="whole", prefill="piecewise")}
 
 
@@ -52,54 +50,20 @@ def with_schedule(speculation: Speculation, schedule: str) -> Speculation:
     return Speculation(**{**speculation.__dict__, "schedule": schedule})
 
 
-@pytest.mark.parametrize("pool", [None, 60], ids=["roomy", "tight"])
-@pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize("name", SPECULATIONS)
-def test_greedy_tokens_are_those_of_naive_decoding(
-    toy: Any, toy_engine: Callable[..., Any], name: str, schedule: str, graphs: str, pool: int | None
+@pytest.mark.parametrize("case", lossless.cases(("v1", "v2"), ("eager", "whole", "piecewise", "both")))
+def test_tokens_are_those_of_the_baseline(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, case: lossless.Case
 ) -> None:
-    speculation = with_schedule(SPECULATIONS[name], schedule)
-    prompts = [list(prompt) for prompt in toy.prompts()]
-    engine = toy_engine(
-        device="cuda", dtype="float32", speculation=speculation, graphs=GRAPHS[graphs], kv_pages=pool, max_running=7
-    )
-    completions = engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
-    assert [tuple(item.token_ids) for item in completions] == [toy.greedy(tuple(prompt)) for prompt in prompts]
-    record = engine.record()
-    if pool:
-        assert record.metrics["retractions"]
-    assert record.metrics["graph_coverage"] == (1.0 if graphs == "graphs" else None)
-    found = record.counters["graphs"]
-    assert all(bool(item["replays"]) == (graphs == "graphs") for item in found.values())
-    assert record.metrics["host_waits_per_step"] == 1.0 if schedule == "v1" else record.counters["overlapped"] > 0
+    lossless.check(case, targets, monkeypatch, "cuda")
 
 
-@pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize(("name", "algorithm"), PAIRS)
-def test_greedy_tokens_of_hybrids(targets: Targets, name: str, algorithm: str, schedule: str, graphs: str) -> None:
-    """In chunks and with few pages; then again, with whatever prefixes these leave."""
-    tight = {"kv_pages": 19, "prefill_chunk": 8}
-    engine = targets.engine(name, algorithm, schedule, device="cuda", dtype="float32", graphs=GRAPHS[graphs], **tight)
-    for _ in range(2):
-        done = engine.generate(targets.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True))
-        assert [item.token_ids for item in done] == targets.greedy(name, 20)
-    record = engine.record()
-    if algorithm in RETRACTED:
-        assert record.metrics["retractions"]
-    assert record.metrics["graph_coverage"] == (1.0 if graphs == "graphs" else None)
-
-
-@pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("algorithm", ["none", "ngram-tree", "eagle"])
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_hybrids_in_v2_wait_for_nothing_but_their_tickets(
+@pytest.mark.parametrize(("name", "algorithm", "graphs"), crossed(HYBRIDS, ["none", "ngram-tree", "eagle"], GRAPHS))
+def test_v2_on_recurrent_and_expert_targets_waits_only_for_results(
     targets: Targets, name: str, algorithm: str, graphs: str
 ) -> None:
     engine = targets.engine(name, algorithm, device="cuda", dtype="float32", graphs=GRAPHS[graphs])
     prompts, params = targets.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True)
-    engine.generate(prompts, params)  # whatever is compiled late
+    engine.generate(prompts, params)  # compiles whatever is left
     engine.generate(prompts, params)  # and with prefixes
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -110,23 +74,8 @@ def test_hybrids_in_v2_wait_for_nothing_but_their_tickets(
     assert engine.record().metrics["cached_tokens"]
 
 
-@pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("name", SPECULATIONS)
-def test_prompts_in_chunks(toy: Any, toy_engine: Callable[..., Any], name: str, graphs: str) -> None:
-    """Passes in which no prompt ends, one, or several."""
-    prompts = [list(prompt) for prompt in toy.prompts()]
-    engine = toy_engine(
-        device="cuda", dtype="float32", speculation=SPECULATIONS[name], graphs=GRAPHS[graphs], prefill_chunk=8
-    )
-    completions = engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
-    assert [tuple(item.token_ids) for item in completions] == [toy.greedy(tuple(prompt))[:8] for prompt in prompts]
-    assert engine.record().counters["prefill_passes"] > len(prompts)
-
-
-@pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", SPECULATIONS)
-def test_v2_waits_for_nothing_but_its_tickets(
+@pytest.mark.parametrize(("name", "graphs", "temperature"), crossed(SPECULATIONS, GRAPHS, [0.0, 0.8, 1.2]))
+def test_v2_waits_only_for_results(
     toy: Any, toy_engine: Callable[..., Any], name: str, temperature: float, graphs: str
 ) -> None:
     engine = toy_engine(
@@ -143,8 +92,7 @@ def test_v2_waits_for_nothing_but_its_tickets(
     assert again == expected
 
 
-@pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("name", ["ngram", "other", "eagle", "eagle3", "mtp", "block"])
+@pytest.mark.parametrize(("name", "graphs"), crossed(["ngram", "other", "eagle", "eagle3", "mtp", "block"], GRAPHS))
 def test_any_number_of_drafts_without_a_wait(
     toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, graphs: str
 ) -> None:
@@ -157,7 +105,7 @@ def test_any_number_of_drafts_without_a_wait(
     assert all(seconds > 0 for row in engine.caps["draft_length_s"].values() for seconds in row.values())
     chance = random.Random(1)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.lengths]))
-    engine.generate(prompts, params)  # whatever is compiled late
+    engine.generate(prompts, params)  # compiles whatever is left
     engine.reset_record()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -178,21 +126,7 @@ def test_seeds_give_the_tokens_of_the_cpu(toy: Any, toy_engine: Callable[..., An
         for device in ("cpu", "cuda")
     ]
     same = sum(a == b for a, b in zip(*tokens, strict=True))
-    assert same >= len(prompts) - 2  # a coin within rounding of a threshold may fall either way
-
-
-@pytest.mark.parametrize("name", SPECULATIONS)
-def test_sampled_tokens_of_a_seed_are_the_same_from_graphs(toy: Any, toy_engine: Callable[..., Any], name: str) -> None:
-    """One request at a time, so that a retraction or another batch has no part in it."""
-    params = SamplingParams(temperature=0.7, top_k=12, max_new_tokens=12, seed=5, ignore_eos=True, logprobs=True)
-    outcomes = []
-    for graphs in GRAPHS.values():
-        engine = toy_engine(device="cuda", dtype="float32", speculation=SPECULATIONS[name], graphs=graphs)
-        outcomes.append([engine.generate([list(prompt)], params)[0] for prompt in toy.prompts()[:8]])
-    eager, replayed = outcomes
-    assert [item.token_ids for item in replayed] == [item.token_ids for item in eager]
-    for ours, theirs in zip(replayed, eager, strict=True):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    assert same >= len(prompts) - 2  # a random number within rounding of a threshold may fall either way
 
 
 def test_bfloat16_tokens_are_the_same_from_graphs(toy: Any, toy_engine: Callable[..., Any]) -> None:
@@ -210,7 +144,7 @@ def test_bfloat16_tokens_are_the_same_from_graphs(toy: Any, toy_engine: Callable
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
-def test_the_prompt_that_poisons_is_named(toy_engine: Callable[..., Any], graphs: str) -> None:
+def test_a_prompt_with_nan_logits_is_named(toy_engine: Callable[..., Any], graphs: str) -> None:
     engine = toy_engine(model="toy-nan", device="cuda", dtype="float32", graphs=GRAPHS[graphs])
     with pytest.raises(SpecbatchError, match="logits of prompt 1 are not finite"):
         engine.generate([[3, 4, 5], [3, 36, 5]], SamplingParams(max_new_tokens=4, ignore_eos=True))
@@ -225,7 +159,7 @@ def test_attention_backends_give_the_same_tokens(toy: Any, toy_engine: Callable[
     assert [tuple(item.token_ids) for item in completions] == [toy.greedy(tuple(prompt))[:10] for prompt in prompts]
 
 
-def test_keys_and_values_in_float8(toy: Any, toy_engine: Callable[..., Any]) -> None:
+def test_an_fp8_kv_cache(toy: Any, toy_engine: Callable[..., Any]) -> None:
     """Half or a quarter of the memory, and at least the first token of most prompts is still the same."""
     prompts = [list(prompt) for prompt in toy.prompts()]
     plain, small = (
@@ -239,8 +173,8 @@ def test_keys_and_values_in_float8(toy: Any, toy_engine: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-9b", "nemotron-nano-9b-v2", "lfm2-1.2b"])
-def test_keys_and_values_of_hybrids_in_float8(name: str, tmp_path: Path) -> None:
-    """A few layers of the published shapes: heads of 256 of which a quarter turns, without rope, and of 64."""
+def test_an_fp8_kv_cache_of_recurrent_targets(name: str, tmp_path: Path) -> None:
+    """A few layers of the published shapes: heads of 256 with partial rope, of 128 without rope, and of 64."""
     few = {"num_hidden_layers": 4, "vocab_size": 500, "num_experts": 16, "eos_token_id": None, "bos_token_id": None}
     few |= {"hybrid_override_pattern": "M-*-M-*", "full_attn_idxs": [1, 3]}
     described: dict[str, Any] = dict(SHAPES[name])
@@ -264,8 +198,7 @@ def test_keys_and_values_of_hybrids_in_float8(name: str, tmp_path: Path) -> None
     assert same >= len(prompts) * 0.6
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize(("name", "schedule"), crossed(SPECULATIONS, ["v1", "v2"]))
 def test_a_check_from_graphs_is_equal(
     open_toy: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
 ) -> None:

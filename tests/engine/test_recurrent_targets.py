@@ -78,5 +78,5 @@ def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, monk
     assert [item.token_ids for item in done] == targets.greedy("qwen3.5", 5)
     record = engine.record()
     assert (record.config["prefix_cache"], record.caps["prefix_cache"]) == (False, "off")
-    assert record.caps["state_checkpoints"] == record.metrics["cached_tokens"] == 0
+    assert record.caps["cached_states"] == record.metrics["cached_tokens"] == 0
     assert any(line.startswith("prefix cache: off") for line in lines)
