@@ -3,24 +3,24 @@ and what is chosen follows from the clock, which is a made-up one here."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from crossed import crossed, slow_but
+from crossed import crossed
+from stand_ins import fake_graphs, random_draft_lengths
 
 from specbatch import Engine, SamplingParams, SpecbatchError
 from specbatch.config import Graphs, Speculation
-from specbatch.core.async_copy import AsyncCopy, StepTimer
+from specbatch.core.async_copy import StepTimer
 from specbatch.drafters.draft_model import DraftModelChain
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.scheduler import Scheduler
 from specbatch.engine.step import DecodeStep
-from specbatch.runtime.cuda_graphs import Program, graph_bytes
+from specbatch.runtime.cuda_graphs import graph_bytes
 
 BOTH = Graphs(decode="whole", prefill="piecewise")
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -38,107 +38,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Recorder:
-    """`graphs.Recorder` on a CPU: a recording runs its program again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.recorded = 0
-
-    def warm(self, program: Program) -> None:
-        program()
-
-    def record(self, program: Program) -> Program:
-        self.recorded += 1
-        return program
-
-
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
-
-
-@pytest.fixture
-def by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths are chosen at random, some of them for several iterations."""
-    chance = random.Random(5)
-
-    def choose(self: DraftLength, rows: int) -> int:
-        if chance.random() < 0.6:
-            self._chosen = chance.choice([0, *self.lengths])  # type: ignore[attr-defined]
-        return self._chosen  # type: ignore[attr-defined,no-any-return]
-
-    monkeypatch.setattr(DraftLength, "_chosen", 0, raising=False)
-    monkeypatch.setattr(DraftLength, "choose", choose)
+    fake_graphs(monkeypatch)
 
 
 def auto(name: str, schedule: str = "v2", **changes: Any) -> Speculation:
     return Speculation(schedule=schedule, draft_tokens="auto", **DRAFTERS[name] | changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "schedule"),
-    crossed(
-        DRAFTERS,
-        [("plain", "v1"), ("plain", "v2-late"), ("crowded", "v1"), ("crowded", "v2"), ("graphs", "v2")],
-    ),
-)
-@pytest.mark.usefixtures("by_chance")
-def test_tokens_are_those_of_plain_decoding_whatever_is_chosen(
-    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, name: str, setting: str, schedule: str
+@pytest.mark.parametrize(("setting", "schedule"), list(zip(SETTINGS, ["v1", "v2", "v2"], strict=True)))
+def test_counts_and_the_catching_up_of_a_draft_model(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, setting: str, schedule: str
 ) -> None:
-    if schedule == "v2-late":
-        monkeypatch.setattr(AsyncCopy, "ready", lambda self: False)
+    """A draft of the target's own weights errs only where it lacks what came before: it never does."""
+    random_draft_lengths(monkeypatch)
     prompts = [list(prompt) for prompt in toy.prompts()[8:20]]
-    engine = toy_engine(speculation=auto(name, schedule[:2]), **SETTINGS[setting])
-    done = engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
-    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:25] for prompt in prompts]
+    engine = toy_engine(speculation=auto("same", schedule), **SETTINGS[setting])
+    engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
     record = engine.record()
-    steps = record.counters["draft_lengths"]
-    lengths = engine._runner._lengths.lengths
-    assert len({int(n) for row in steps.values() for n in row} & set(lengths)) > 2
-    assert sum(count for row in steps.values() for count in row.values()) == record.counters["iterations"]
-    if setting == "crowded":
-        assert record.metrics["retractions"] > 0
-    if setting == "graphs":
-        assert record.counters["graphs"]["decode"]["replays"] == record.counters["iterations"]
-        assert record.metrics["graph_coverage"] == 1.0
-    # A verify drafts one of the lengths, and what it drafts is counted as tried as far as it was.
+    assert bool(record.metrics["retractions"]) == (setting == "crowded")
     counts = record.counters["acceptance"]
+    assert counts["tried"] == counts["accepted"]
     assert counts["drafted"] == sorted(counts["drafted"], reverse=True)
-    assert 0 < record.metrics["drafted_tokens"] < lengths[-1] * record.metrics["verify_steps"]
-    if name == "same":  # a draft of the same weights errs only where it lacks what came before
-        assert counts["tried"] == counts["accepted"]
-
-
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.usefixtures("by_chance")
-def test_sampled_tokens_of_a_seed_are_those_of_plain_decoding_where_drafts_are_looked_up(
-    toy: Any, toy_engine: Callable[..., Engine], schedule: str
-) -> None:
-    prompts = [list(prompt) for prompt in toy.prompts()[8:16]]
-    params = [SamplingParams(temperature=0.6, seed=n, max_new_tokens=25, ignore_eos=True) for n in range(8)]
-    wanted = [item.token_ids for item in toy_engine().generate(prompts, params)]
-    for graphs in (Graphs(), BOTH):
-        engine = toy_engine(speculation=auto("ngram", schedule), graphs=graphs)
-        assert [item.token_ids for item in engine.generate(prompts, params)] == wanted
-        assert engine.record().metrics["accepted_tokens"] > 0
-
-
-@pytest.mark.parametrize("name", slow_but(["eagle3"], ["same", "eagle3", "block"]))
-@pytest.mark.usefixtures("by_chance")
-def test_sampled_requests_and_their_logprobs_go_through_all_lengths(
-    toy: Any, toy_engine: Callable[..., Engine], name: str
-) -> None:
-    params = SamplingParams(temperature=0.9, max_new_tokens=20, ignore_eos=True, logprobs=True)
-    for graphs in (Graphs(), BOTH):
-        engine = toy_engine(speculation=auto(name), graphs=graphs)
-        done = engine.generate([list(prompt) for prompt in toy.prompts()[8:14:2]], params)
-        for item in done:
-            said = toy.logits([*item.prompt_token_ids, *item.token_ids]).log_softmax(-1)
-            start = len(item.prompt_token_ids) - 1
-            wanted = [said[start + place, token].item() for place, token in enumerate(item.token_ids)]
-            assert item.logprobs == pytest.approx(wanted, abs=1e-3)
+    assert 0 < record.metrics["drafted_tokens"] < 5 * record.metrics["verify_steps"]
 
 
 def test_a_draft_that_rests_catches_up_in_passes_of_at_most_a_chunk(

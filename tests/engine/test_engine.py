@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from crossed import slow_but
+from stand_ins import late_results
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError, Speculation
-from specbatch.core.async_copy import AsyncCopy
 from specbatch.engine.schedules import Overlapped, Synchronous
 
 SPECULATIONS = {
@@ -281,7 +281,7 @@ def test_thousands_of_prompts(toy: Any, toy_engine: Callable[..., Engine], name:
 @pytest.fixture(params=["v1", "v2", "v2-late"])
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "v2-late":
-        monkeypatch.setattr(AsyncCopy, "ready", lambda self: False)
+        late_results(monkeypatch)
     return str(request.param)[:2]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
+from stand_ins import fake_graphs
 from typer.testing import CliRunner, Result
 
 from specbatch import EngineConfig, SpecbatchError, Speculation
@@ -83,21 +84,8 @@ def test_every_algorithm_is_equal_under_both_schedules(toy: Any, check: Any, nam
     assert report.record.config["speculation"]["schedule"] == schedule
 
 
-class Recorder:
-    """`graphs.Recorder` on a CPU: a recording runs its program again."""
-
-    def __init__(self, device: torch.device) -> None: ...
-
-    def warm(self, program: Callable[[], Any]) -> None:
-        program()
-
-    def record(self, program: Callable[[], Any]) -> Callable[[], Any]:
-        return program
-
-
 def test_what_is_checked_runs_from_graphs_and_plain_decoding_does_not(check: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
+    fake_graphs(monkeypatch)
     made: list[EngineConfig] = []
     monkeypatch.setattr("specbatch.sweeps.check.load_engine", noting(made))
     report = check(SPECULATIONS["self"], Graphs("whole", "piecewise"))

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from crossed import crossed
+from stand_ins import fake_graphs
 
 from specbatch import SamplingParams, Speculation
 from specbatch.config import Graphs
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.models.decoder import Decoder
-
-
-class Recorder:
-    """`graphs.Recorder` on a CPU: a recording that runs its program again."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def warm(self, program: Callable[[], None]) -> None:
-        program()
-
-    def record(self, program: Callable[[], None]) -> Callable[[], None]:
-        return program
 
 
 def transformers_toy(toy: Any) -> Any:
@@ -95,8 +82,7 @@ def test_an_engine_drafts_what_the_equations_say(
     """Prompts with a prefix in common among them: its context comes from the pages of whoever was first."""
     if settings.get("graphs"):
         settings = settings | {"graphs": Graphs("whole", "piecewise")}
-        monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
-        monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
+        fake_graphs(monkeypatch)
     watch = Watch(toy, reference, monkeypatch)
     prompts = [list(prompt) for prompt in (*toy.prompts()[6:11], *toy.prompts()[-5:])]
     engine = toy_engine(speculation=Speculation("dflash", schedule, draft="toy-block"), **settings)

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed, slow_but
+from crossed import crossed
+from stand_ins import fake_graphs
 
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
 from specbatch.engine.draft_length import DraftLength
 from specbatch.models.config import ModelConfig
-from specbatch.runtime.cuda_graphs import Program
 
 COUNT, SIZE = 37, 40
 FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]
@@ -123,19 +123,6 @@ def table_engine(kit: Any, toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch
     return build
 
 
-class Recorder:
-    """`graphs.Recorder` on a CPU: a recording runs its program again."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def warm(self, program: Program) -> None:
-        program()
-
-    def record(self, program: Program) -> Program:
-        return program
-
-
 SETTINGS = {
     "plain": {},
     "chunks": {"prefill_chunk": 3},
@@ -149,8 +136,7 @@ SETTINGS = {
 def test_a_head_that_knows_has_every_draft_accepted(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:
-    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
+    fake_graphs(monkeypatch)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, COUNT, (n,), generator=generator).tolist() for n in (1, 2, 3, 4, 5, 8, 9, 23, 31)]
     prompts += [prompts[-1][:16] + prompts[2], prompts[-1]]  # a prefix to share
@@ -182,8 +168,7 @@ def test_a_head_that_knows_has_every_draft_accepted(
 def test_however_many_it_is_asked_for(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:
-    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
+    fake_graphs(monkeypatch)
     chance = random.Random(3)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, 1, 2, 3]))
     prompts = [[n, 1, 5, n] for n in range(2, 12)]
@@ -209,21 +194,3 @@ def test_the_default_is_three_drafts_and_others_may_be_asked_for(
     engine = table_engine(kind, count=7)
     engine.generate([[1, 2]], SamplingParams(max_new_tokens=17, ignore_eos=True))
     assert engine.record().metrics["accept_length"] == 8.0
-
-
-@pytest.mark.parametrize("algorithm", slow_but(["eagle3"], ["eagle", "eagle3", "mtp"]))
-def test_sampled_tokens_of_a_seed_are_the_same_in_every_schedule(
-    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, algorithm: str
-) -> None:
-    """With random heads, some of whose drafts are accepted."""
-    monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
-    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
-    prompts = [list(prompt) for prompt in toy.prompts()[:6]]
-    params = [SamplingParams(temperature=1.2, seed=n, max_new_tokens=20, ignore_eos=True) for n in range(6)]
-    found = []
-    for schedule, graphs in (("v1", Graphs()), ("v2", Graphs()), ("v2", BOTH)):
-        draft = None if algorithm == "mtp" else "dummy"
-        engine = toy_engine(speculation=Speculation(algorithm, schedule, draft=draft), graphs=graphs)
-        found.append([item.token_ids for item in engine.generate(prompts, params)])
-        assert 1.05 < engine.record().metrics["accept_length"] < 3.5
-    assert found[0] == found[1] == found[2]

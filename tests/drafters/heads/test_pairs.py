@@ -6,19 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import FakeRecorder
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.feature_head import HeadPrefill, HeadPrefillGraphs
-
-
-class Recorder:
-    """`graphs.Recorder` on a CPU: a recording runs its program again."""
-
-    def warm(self, program: Any) -> None:
-        program()
-
-    def record(self, program: Any) -> Any:
-        return program
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
@@ -30,7 +21,7 @@ def test_a_recorded_pass_writes_what_a_plain_one_does(kit: Any, write: Any, benc
     run = kit.Run(here, stub, algorithm, 3, draft)
     head = run.drafter._head
     plain, recorded = (here.cache_for(run.target) for _ in range(2))
-    pairs, graphs = HeadPrefill(head, plain), HeadPrefillGraphs(head, recorded, Recorder(), 40)  # type: ignore[arg-type]
+    pairs, graphs = HeadPrefill(head, plain), HeadPrefillGraphs(head, recorded, FakeRecorder(torch.device("cpu")), 40)  # type: ignore[arg-type]
     assert len(list(graphs.capture())) == len(graphs)
     rows = here.rows.tolist()
     generator = torch.Generator().manual_seed(1)
