@@ -1,0 +1,28 @@
+"""constraints.txt names a version of every dependency, and pyproject.toml allows it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import specbatch
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_constraints_fit_the_dependencies() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {canonicalize_name(item.name): item for item in map(Requirement, lines)}
+    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]:
+        needed = Requirement(text)
+        (version, *_) = [str(part).lstrip("<>=~") for part in pinned[canonicalize_name(needed.name)].specifier]
+        assert needed.specifier.contains(version.replace("*", "0")), text
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert f"## [{specbatch.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
