@@ -1,4 +1,4 @@
-"""What a model said of the texts of one question, as a row for people: choices by name, not by number."""
+"""The log-likelihoods of one question as a JSON row, with choices by their text instead of their index."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from specbatch.evals.task import ROLLING, EvalTask
 
 
-def said_of(task: EvalTask, sample: dict[str, Any]) -> dict[str, Any]:
-    """From lm-eval's sample of a question that was scored by log-likelihoods (natural logarithm).
+def likelihood_fields(task: EvalTask, sample: dict[str, Any]) -> dict[str, Any]:
+    """Fields for lm-eval's sample of a question. Log-probabilities are natural logarithms.
 
-    multiple_choice        choices, each with its text, logprob and is_greedy; the target's text, and `picked`: that of
-                           the choice with the highest logprob, by which the metric acc goes
+    multiple_choice        choices, each with its text, logprob and is_greedy; the text of the target; and `picked`, the
+                           text of the choice with the highest logprob, which decides the metric acc
     loglikelihood          logprob and is_greedy of the target
     loglikelihood_rolling  logprob of the text
     """
@@ -22,18 +22,18 @@ def said_of(task: EvalTask, sample: dict[str, Any]) -> dict[str, Any]:
     if task.kind == "loglikelihood":
         return likelihoods[0]
     texts = task.task.doc_to_choice(sample["doc"])
-    # Behind those of the choices there may be as many without the question, for acc_mutual_info.
-    choices = [{"text": text} | said for text, said in zip(texts, likelihoods, strict=False)]
+    # After the choices there may be as many unconditional log-likelihoods, for acc_mutual_info.
+    choices = [{"text": text} | found for text, found in zip(texts, likelihoods, strict=False)]
     best = max(choices, key=lambda choice: choice["logprob"])
-    said = {"target": _named(sample["target"], texts), "choices": choices, "picked": best["text"]}
-    if task.task.multiple_input:  # choices are beginnings here, and what they are to be continued with is the target
+    fields = {"target": _named(sample["target"], texts), "choices": choices, "picked": best["text"]}
+    if task.task.multiple_input:  # the choices are contexts, and the target is their common continuation
         gold = task.task.doc_to_text(sample["doc"])
-        return said | {"question": sample["target"], "target": _named(gold, texts)}
-    return said
+        return fields | {"question": sample["target"], "target": _named(gold, texts)}
+    return fields
 
 
 def _named(target: Any, texts: list[str]) -> Any:
-    """The texts of choices that are given by their places."""
+    """A target given by the indices of choices, as their texts."""
     if isinstance(target, list):
         return [_named(item, texts) for item in target]
     return texts[target] if isinstance(target, int) and 0 <= target < len(texts) else target

@@ -1,12 +1,12 @@
-"""The engine as lm-eval sees it: a model that generates, and says how likely given texts are.
+"""lm-eval model adapter: generates answers and scores log-likelihoods with the engine.
 
 lm = SpecBatchLM(engine, "gsm8k")
 lm_eval.simple_evaluate(model=lm, tasks=["gsm8k"])
-lm.answers                                     # every request's Completion, beside lm-eval's scores
+lm.answers                                     # the Completion of every request, next to lm-eval's scores
 
-How a text becomes a context and a continuation is lm-eval's own code (`TemplateLM`), and where its model for
-transformers (`HFLM`) decides, this one decides alike: texts that are too long lose their beginning, and one without a
-context stands behind the token that begins a text, or else the one that ends it.
+Splitting a text into context and continuation is lm-eval's own code (`TemplateLM`). This adapter makes the same choices
+as lm-eval's model for transformers (`HFLM`): a text that is too long loses its beginning, and a text without a context
+follows the beginning-of-text token, or else the end-of-text token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
     from specbatch.engine.scoring import Likelihood
 
-MAX_NEW_TOKENS = 512  # where neither the user nor the task says; lm-eval's own 256 cuts chains of thought short
+MAX_NEW_TOKENS = 512  # if neither the user nor the task sets a limit; lm-eval's 256 truncates chains of thought
 _SAMPLING = ("top_p", "top_k", "min_p")
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", *_SAMPLING}
 
@@ -41,13 +41,17 @@ class Answer(NamedTuple):
 
     def as_row(self) -> dict[str, Any]:
         done = self.completion
-        said = {"text": done.text, "token_ids": done.token_ids}
-        return {"doc_id": self.doc_id, "finish_reason": done.finish_reason, **said}
+        return {
+            "doc_id": self.doc_id,
+            "finish_reason": done.finish_reason,
+            "text": done.text,
+            "token_ids": done.token_ids,
+        }
 
 
 class Scored(NamedTuple):
-    """A text whose log-likelihood is known: of which document, and which of its choices it is (or window, of a text
-    that is longer than the model)."""
+    """The log-likelihood of one text of a document. `part` counts the document's choices, or the windows of a text that
+    is longer than the model's context."""
 
     doc_id: int
     part: int
@@ -58,18 +62,18 @@ class Scored(NamedTuple):
 
 
 class SpecBatchLM(TemplateLM):  # type: ignore[misc]
-    """Hands lm-eval's whole request list to `engine.generate` or `engine.score`, so that the engine does the batching.
+    """Passes all requests of lm-eval to `engine.generate` or `engine.score` at once, so that the engine batches them.
 
-    task            named in refusals
-    max_new_tokens  budget of every answer; None leaves it to the task, or `MAX_NEW_TOKENS`
-    chat_template   whether prompts come rendered by `apply_chat_template` and so bring their special tokens
-    thinking        the template's `enable_thinking`; None leaves it to the template
+    task            name of the task, for error messages
+    max_new_tokens  limit of every answer; None: the task's limit, or `MAX_NEW_TOKENS`
+    chat_template   whether prompts were rendered by `apply_chat_template`, so that they contain their special tokens
+    thinking        `enable_thinking` of the chat template; None leaves the template's default
     concurrency     as for `Engine.generate`
-    on_answer       called with each Answer or Scored as it finishes and the number of those there are
+    on_answer       called with each finished Answer or Scored, and the total number of them
 
-    After the run `answers` holds every Answer and `prompts` what each request gave (a prompt; a context and its
-    continuation; a text), in the order of the requests; `budget` is the largest answer length that was allowed, `cut`
-    the number of texts that lost their beginning.
+    After the run `answers` holds every Answer and `prompts` the input of each request (a prompt; a context and its
+    continuation; a text), in the order of the requests. `budget` is the largest limit of an answer, `cut` the number of
+    texts that lost their beginning.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._concurrency = concurrency
         self._on_answer = on_answer
         self._token_ids: dict[str, int] | None = None
-        self._scored: list[Instance] = []  # what `_loglikelihood_tokens` is asked about
+        self._scored: list[Instance] = []  # the requests whose tokens reach `_loglikelihood_tokens`
         self.answers: list[Answer] = []
         self.prompts: list[str | list[str]] = []
         self.budget = 0
@@ -110,7 +114,8 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return render(chat_history[:-1], **self._switch) + chat_history[-1]["content"]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers' texts in the order of `requests`, each cut at its first stop string and without reasoning."""
+        """The texts of the answers in the order of `requests`, each ending before its first stop string, without
+        reasoning."""
         params = [self._params(request.args[1]) for request in requests]
         encode = self._engine.tokenizer.encode
         tokens = [encode(item.args[0], add_special_tokens=not self._chat_template) for item in requests]
@@ -137,8 +142,8 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def eot_token_id(self) -> int:
         end: int | None = self._engine.tokenizer.eos_id
         if end is None:
-            works = f"it names no token that begins or ends a text, behind which to see the texts of {self._task}"
-            raise refuse("tokenizer", self.tokenizer_name, f"{works}; give one that does, or use another task")
+            works = f"it has no beginning-of-text or end-of-text token, which task {self._task} needs as the context"
+            raise refuse("tokenizer", self.tokenizer_name, f"{works}; use a tokenizer with one, or another task")
         return end
 
     @property
@@ -147,7 +152,8 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return self.eot_token_id if begin is None else begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Special tokens where the model's files say so, but before a text that begins with one or is a template's."""
+        """Token ids. Special tokens are added as the tokenizer does it, except to a text that begins with one or was
+        rendered by the chat template."""
         tokenizer = self._engine.tokenizer
         if add_special_tokens is None:
             begin = tokenizer.bos_id
@@ -156,7 +162,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of each continuation its log-probability behind the context, and whether greedy decoding would say it."""
+        """The log-probability of each continuation given its context, and whether greedy decoding would generate it."""
         self._scored = requests
         self.prompts += [list(request.args) for request in requests]
         for request in requests:
@@ -175,7 +181,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return [(logprob, is_greedy) for logprob, is_greedy in self._score(texts)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of each text its log-probability, every token seen behind as many as fit, in windows that meet."""
+        """The log-probability of each text, in disjoint windows; each token has as much context as fits."""
         texts = []
         for place, request in enumerate(requests):
             windows = get_rolling_token_windows(
@@ -197,7 +203,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return int(self._engine.caps["max_model_len"])
 
     def _score(self, texts: list[tuple[Instance, int, list[int], list[int]]]) -> list[Likelihood]:
-        """Of (request, part, context, continuation)."""
+        """Scores of (request, part, context, continuation)."""
 
         def scored(index: int, likelihood: Likelihood) -> None:
             if self._on_answer is not None:
@@ -207,28 +213,28 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return self._engine.score([(context, continuation) for *_, context, continuation in texts], on_score=scored)
 
     def _fitted(self, request: Instance, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Without what the model is too short for, at the beginning."""
+        """Drop the beginning of a context that is too long for the model."""
         if not context or not continuation:
-            raise self._misfit(request, f"a {'continuation' if context else 'context'} without tokens of its own")
+            raise self._misfit(request, f"a {'continuation' if context else 'context'} without tokens")
         if len(continuation) > self._longest:
             works = f"question {request.doc_id} of {self._task} has a continuation of {len(continuation)} tokens"
-            raise refuse("max_model_len", self._longest, f"{works}; use at least that")
+            raise refuse("max_model_len", self._longest, f"{works}; use at least {len(continuation)}")
         excess = max(0, len(context) + len(continuation) - (self._longest + 1))
         self.cut += excess > 0
         return context[excess:], continuation
 
     def _misfit(self, request: Instance, what: str) -> SpecbatchError:
-        works = f"question {request.doc_id} has {what}, of which nothing can be said; mend its row, or use another task"
+        works = f"question {request.doc_id} has {what} and cannot be scored; fix that row, or use another task"
         return refuse("task", self._task, works)
 
     def _params(self, wanted: dict[str, Any]) -> SamplingParams:
-        """lm-eval's generation arguments as ours. Sampling without a temperature means temperature 1."""
+        """Sampling parameters from lm-eval's generation arguments; do_sample without a temperature means 1."""
         temperature = 1.0 if wanted.get("do_sample") else 0.0
         kwargs = normalize_gen_kwargs({"temperature": temperature, **wanted}, default_max_gen_toks=MAX_NEW_TOKENS)
         unknown = sorted(set(kwargs) - _KNOWN)
         if unknown:
-            works = f"this engine takes {', '.join(sorted(_KNOWN))}; use another task"
-            raise refuse("task", self._task, f"asks for {', '.join(unknown)}, and {works}")
+            works = f"the engine supports {', '.join(sorted(_KNOWN))}; use another task"
+            raise refuse("task", self._task, f"sets {', '.join(unknown)}, but {works}")
         stops = tuple(text for text in kwargs["until"] if text)
         return SamplingParams(
             temperature=kwargs["temperature"],
@@ -239,7 +245,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         )
 
     def _stop_tokens(self, stops: tuple[str, ...]) -> tuple[int, ...]:
-        """Stop strings that are tokens: special tokens such as <|im_end|> never show up in the text."""
+        """Ids of the stop strings that are special tokens: <|im_end|> and the like never appear in the decoded text."""
         if self._token_ids is None:
             self._token_ids = {text: token for token, text in enumerate(self._engine.tokenizer.vocabulary())}
         return tuple(self._token_ids[text] for text in stops if text in self._token_ids)
@@ -250,6 +256,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
             raise refuse(
                 "max_model_len",
                 context,
-                f"question {request.doc_id} of {self._task} has {prompt} prompt tokens and may be answered with "
-                f"{budget}; use at least {prompt + budget}, fewer examples (num_fewshot) or a smaller max_new_tokens",
+                f"question {request.doc_id} of {self._task} has {prompt} prompt tokens and up to {budget} "
+                f"answer tokens; use at least {prompt + budget}, fewer examples (num_fewshot) or a smaller "
+                "max_new_tokens",
             )

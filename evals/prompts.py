@@ -1,4 +1,4 @@
-"""What a task asks, as prompts for a load."""
+"""The prompts of an lm-eval task, as the workload of a benchmark."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from specbatch.errors import refuse
 from specbatch.evals.task import GENERATING, load_task, quiet
 from specbatch.jobs.prompts import Prompt
 
-FEWSHOT_SEED = 1234  # lm-eval's own, as in `specbatch eval`
+FEWSHOT_SEED = 1234  # lm-eval's default, as in `specbatch eval`
 
 
 def task_prompts(name: str, data: Path | None, *, as_messages: bool) -> tuple[list[Prompt], tuple[str, ...]]:
-    """All prompts of an lm-eval task in its order, with its own number of worked examples, and the texts that end an
-    answer. `as_messages`: as conversations, each example a turn, in place of one text. Refuses what `load_task` does,
-    and conversations of a task that begins its answers itself."""
+    """All prompts of an lm-eval task with its default number of few-shot examples, and the stop strings of answers.
+
+    as_messages   conversations with one turn per example, instead of plain text; an error for tasks that write the
+                  beginning of the answer themselves
+    """
     task = load_task(name, num_fewshot=None, data=data, fewshot_data=None, seed=FEWSHOT_SEED, kinds=[GENERATING]).task
 
     def rendered(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            works = f"task {name} begins its answers itself, which is no message; use --no-chat-template"
+            works = f"task {name} writes the beginning of the answer itself; use --no-chat-template"
             raise refuse("chat_template", True, works)
         return json.dumps(messages)
 

@@ -1,4 +1,4 @@
-"""The generators of reasoning-gym as lm-eval tasks: `reasoning_gym:chain_sum` and a hundred more (optional extra)."""
+"""reasoning-gym generators as lm-eval tasks: `reasoning_gym:chain_sum` and a hundred more (optional dependency)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = 20
 
 
 def config(task: str) -> dict[str, Any]:
-    """The lm-eval task `reasoning_gym:NAME`: 100 scored items and others for examples, with default settings."""
+    """The configuration of lm-eval task `reasoning_gym:NAME`: 100 scored items, and 20 others for few-shot examples."""
     name = task.partition(":")[2]
     try:
         import reasoning_gym
@@ -23,7 +23,7 @@ def config(task: str) -> dict[str, Any]:
         raise refuse("task", task, works) from error
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=4) or sorted(DATASETS)[:4]
-        raise refuse("task", task, f"no such generator; for example {', '.join(near)}")
+        raise refuse("task", task, f"no such generator; use for example {', '.join(near)}")
     try:
         items = reasoning_gym.create_dataset(name, size=SCORED + EXAMPLES, seed=SEED)
     except AssertionError as error:

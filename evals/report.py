@@ -1,12 +1,12 @@
-"""What an evaluation found: scores with their uncertainty, speed, and one row per question.
+"""The report of an evaluation: scores with standard errors, speed, and one row per question.
 
-* score: mean over the questions; stderr: sample standard deviation / sqrt(n), of one score by itself (two runs on the
-  same questions are compared question by question, not by these).
-* unparsed: share of questions in whose answer the filter found nothing (they count as wrong); truncated: share of
-  answers that ran into max_new_tokens (they are scored as they stand).
-* tasks that score given texts (kind: multiple_choice, loglikelihood, loglikelihood_rolling) generate nothing: of them
-  there are no such shares, no drafts and no times of tokens; the metrics are lm-eval's own.
-* the speed columns are defined in `specbatch.records.metrics`.
+* score: the mean over the questions; stderr: sample standard deviation / sqrt(n) of one score by itself. To compare two
+  runs on the same questions, pair them by question instead.
+* unparsed: the share of answers in which the filter found nothing; they count as wrong. truncated: the share of answers
+  that reached max_new_tokens; they are scored as they are.
+* Tasks that score given texts (kind multiple_choice, loglikelihood or loglikelihood_rolling) generate nothing, so they
+  have no such shares, no drafts and no token times. Their metrics are lm-eval's.
+* The speed columns are defined in `specbatch.records.metrics`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from specbatch.records.markdown import acceptance_table, draft_length_lines
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport(EvalAnswers):
-    """The outcome of `run_eval`.
+    """The result of `run_eval`.
 
-    questions   one row per answer: doc_id, repeat, question, target, text, token_ids, filtered and scores by filter,
-                finish_reason, prompt_hash, and the request's metrics; where texts are scored one per question: doc_id,
-                question, target, prompt_hash, scores by filter, and what `likelihoods.said_of` tells
-    kind        lm-eval's output type; max_new_tokens is None unless it generates, and cut, the number of texts that
-                lost their beginning as the model is too short for them, is None if it does
-    record      the engine's record of the run; its `workload` holds the fields below
+    questions       one row per answer: doc_id, repeat, question, target, text, token_ids, filtered and scores by
+                    filter, finish_reason, prompt_hash, and the metrics of the request. Tasks that score given texts
+                    have one row per question: doc_id, question, target, prompt_hash, scores by filter, and those of
+                    `likelihoods.likelihood_fields`
+    kind            lm-eval's output type
+    max_new_tokens  None unless the task generates
+    cut             number of texts longer than the model's context, which lost their beginning; None if the task
+                    generates
+    record          the engine's record of the run; its `workload` holds the fields below
     """
 
     task_version: str
@@ -49,7 +52,7 @@ class EvalReport(EvalAnswers):
     cut: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Everything but the rows and the record: what `load` builds the report from."""
+        """Everything except the rows and the record, in the form that `load` reads."""
         left_out = {"scores", "questions", "record", "cut" if self.generates else "max_new_tokens"}
         kept = [item.name for item in fields(self) if item.name not in left_out]
         return {name: getattr(self, name) for name in kept} | {"scores": [asdict(score) for score in self.scores]}
@@ -85,7 +88,7 @@ class EvalReport(EvalAnswers):
         return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
 
     def _speed(self) -> dict[str, str | int]:
-        """Title and cell of what was measured."""
+        """Columns of the speed table."""
         metrics = self.record.metrics
         if not self.generates:
             return {
@@ -100,35 +103,36 @@ class EvalReport(EvalAnswers):
             "accept length": _number(metrics.get("accept_length"), ".2f"),
             "accept rate": _number(metrics.get("accept_rate"), ".3f"),
             "mean TTFT (s)": _number(metrics.get("mean_ttft_s"), ".3f"),
-            "of it queued (s)": _number(metrics.get("mean_queue_s"), ".3f"),
+            "mean queue time (s)": _number(metrics.get("mean_queue_s"), ".3f"),
             "mean TPOT (s)": _number(metrics.get("mean_tpot_s"), ".4f"),
             "output tok/s": _number(metrics.get("output_throughput"), ".1f"),
         }
 
     def _notes(self) -> Iterator[str]:
-        """What it was measured on."""
+        """Lines below the tables: model, data and settings."""
         config, caps, metrics = self.record.config, self.record.caps, self.record.metrics
-        form = "chat template" if self.chat_template else "plain prompt"
+        form = "chat template" if self.chat_template else "plain text"
         if self.thinking is not None:
             form += f", thinking {'on' if self.thinking else 'off'}"
         by = f"Speculation: {Speculation(**config['speculation'])}."
         answers = f" Answers: up to {self.max_new_tokens} tokens."
         if not self.generates:
-            by, answers = "Given texts were scored by this model alone: nothing was generated or drafted.", ""
+            by, answers = "Given texts were scored; nothing was generated or drafted.", ""
         yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}. {by}"
-        yield f"Questions: {self.data_source}. Examples before each: {self.num_fewshot}, from: {self.fewshot_source}."
+        examples = f"{self.num_fewshot} from {self.fewshot_source}" if self.num_fewshot else "none"
+        yield f"Data: {self.data_source}. Few-shot examples: {examples}."
         yield (
             f"Prompts: {form}, sha256 {self.prompts_sha256[:16]}, seed {self.seed}.{answers} "
             f"lm-eval {self.lm_eval_version}, task version {self.task_version}."
         )
         if self.cut:
             most = caps["max_model_len"]
-            yield f"{self.cut} texts lost their beginning: they are longer than max_model_len={most}."
+            yield f"{self.cut} texts lost their beginning because they are longer than max_model_len={most}."
         if metrics.get("cached_tokens"):
             cached = f"{metrics['cached_tokens']:.0f} of {metrics['input_tokens']:.0f}"
             yield f"{cached} prompt tokens came from the prefix cache."
         if self.generates and "abort" in self.finish_reasons:
-            yield f"{self.finish_reasons['abort']} answers were aborted and are scored as they stand."
+            yield f"{self.finish_reasons['abort']} answers were aborted and are scored as they are."
 
     def save(self, folder: Path) -> None:
         """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder."""
@@ -141,18 +145,18 @@ class EvalReport(EvalAnswers):
         write_atomic(folder / "summary.csv", pandas.DataFrame(self._flat()).to_csv(index=False))
 
     def _flat(self) -> list[dict[str, Any]]:
-        """One row per score, with everything that the table shows."""
+        """One row per score, with everything in the tables."""
         settings = {name: value for name, value in self.settings().items() if name != "scores"}
         metrics = self.record.metrics
         if not self.generates:
             shown: tuple[str, ...] = ("scored_tokens", "input_throughput")
-            told: dict[str, Any] = {}
+            generated: dict[str, Any] = {}
         else:
             shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
             simulated = self.record.config["speculation"].get("simulate_accept_length")
-            told = {"truncated": self.truncated, "simulated_accept_length": simulated}
-        told |= {name: metrics.get(name) for name in shown}
-        return [{**asdict(score), **told, **settings} for score in self.scores]
+            generated = {"truncated": self.truncated, "simulated_accept_length": simulated}
+        generated |= {name: metrics.get(name) for name in shown}
+        return [{**asdict(score), **generated, **settings} for score in self.scores]
 
 
 def _number(value: float | None, form: str) -> str:

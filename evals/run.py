@@ -1,16 +1,16 @@
-"""One evaluation, from options to report.
+"""Runs an evaluation: options in, report out.
 
-    report = run_eval(engine, EvalOptions(task="gsm8k", data=Path("gsm8k_test.jsonl"), limit=20))
+    report = run_eval(engine, EvalOptions(task="gsm8k", limit=20))
     print(report.table())
 
-`prepare` does all that needs no model, so that a mistake is found before one is loaded:
+`prepare` does everything that needs no model, so that mistakes are found before one is loaded:
 
     ready = prepare(options)
     with Engine(config) as engine:
         report = ready.run(engine)
 
-Tasks that generate are answered by the engine as it is, drafts and all. The others (multiple_choice, loglikelihood,
-loglikelihood_rolling) ask how likely given texts are, which the target says alone.
+Tasks that generate text run with the engine's speculation. The other types (multiple_choice, loglikelihood,
+loglikelihood_rolling) score given texts with the target alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.errors import refuse
-from specbatch.evals.likelihoods import said_of
+from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.report import EvalReport
 from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globals
 from specbatch.records.answers import Score
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 PARTIAL = "answers.partial.jsonl"
-RESAMPLES = 1000  # for the error of a metric that is no mean, such as a perplexity; a mean's has a closed form
-_LONG = ("itl_s", "emitted_histogram", "acceptance")  # per-token detail; requests.jsonl has it under the same index
+RESAMPLES = 1000  # bootstrap, for metrics that are not a mean (perplexity); the error of a mean has a closed form
+_LONG = ("itl_s", "emitted_histogram", "acceptance")  # details that are only in requests.jsonl, at the same index
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What to ask and how.
+    """Which task to evaluate, and how.
 
     task            gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task, or reasoning_gym:NAME
-    limit           only the first so many questions
-    num_fewshot     examples before each question; None is the task's own number
-    data            JSONL of question/answer to score in place of the task's rows (the GSM8K tasks)
-    fewshot_data    JSONL of question/answer for the examples; without it they come from the other rows of `data`
+    limit           use only the first `limit` questions
+    num_fewshot     few-shot examples before each question; None: the task's number
+    data            GSM8K tasks: JSONL of question and answer to score instead of the task's rows
+    fewshot_data    JSONL of question and answer for the examples; None: the other rows of `data`
     chat_template   render questions and examples as a conversation
-    thinking        the chat template's `enable_thinking`; None leaves it to the template. Reasoning is never scored
-    max_new_tokens  budget of every answer that is generated; None is the task's own, or 512
-    concurrency     requests that are submitted and unfinished at a time; None is all
-    seed            of the draw of examples; 1234 is lm-eval's own and gives its prompts
-    output          folder to write to; must be new or empty
+    thinking        `enable_thinking` of the chat template; None: the template's default. Reasoning is never scored
+    max_new_tokens  limit of every generated answer; None: the task's limit, or 512
+    concurrency     most requests that are submitted and unfinished at a time; None: all
+    seed            draws the few-shot examples; with lm-eval's default of 1234 the prompts equal lm-eval's
+    output          folder for the results, new or empty
     """
 
     task: str
@@ -79,42 +79,42 @@ class EvalOptions:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise refuse(setting, value, f"use a whole number of at least {least}, or leave it out")
         if self.thinking is not None and not self.chat_template:
-            raise refuse("thinking", self.thinking, "the chat template has that switch; add --chat-template")
+            raise refuse("thinking", self.thinking, "is a switch of the chat template; add --chat-template")
 
 
 @dataclass(frozen=True)
 class PreparedEval:
-    """A task that was found and whose rows were read, and an output folder that can be written to."""
+    """A loaded task, and an output folder that can be written to."""
 
     options: EvalOptions
     task: EvalTask
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
-        """The engine that this task needs of the one asked for: where nothing is generated it records no iterations.
+        """The engine configuration for this task: without decode graphs if the task generates nothing.
 
-        Refused there: drafts. They would take memory and time and change nothing, and a table that names them would
-        read as if they had been tested.
+        Such a task rejects speculation, which would have no effect but would appear in the results as if it had been
+        tested.
         """
         if self.task.generates:
             return config
         algorithm = config.speculation.algorithm
         if algorithm != NO_SPECULATION:
-            works = f"task {self.task.name} ({self.task.kind}) scores given texts, of which nothing is drafted"
-            raise refuse("algorithm", algorithm, f"{works}; use algorithm 'none' (--spec off), or a generating task")
+            works = f"task {self.task.name} ({self.task.kind}) scores given texts without drafting"
+            raise refuse("algorithm", algorithm, f"{works}; use 'none' (--spec off), or a task that generates")
         return replace(config, graphs=replace(config.graphs, decode="off"))
 
     def run(self, engine: Engine, progress: Progress | None = None) -> EvalReport:
-        """Ask every question and score the answers.
+        """Answer all questions and score the answers.
 
-        Finished answers are kept in `answers.partial.jsonl` of the output folder until the report is written, so an
-        interrupted run (KeyboardInterrupt passes through) loses none.
+        Finished answers are kept in `answers.partial.jsonl` in the output folder until the report is written, so that
+        an interrupted run (KeyboardInterrupt passes through) loses none.
         """
         from specbatch.evals.lm import SpecBatchLM
 
         options = self.options
         self.engine_config(engine.config)
         if options.chat_template and not engine.tokenizer.has_chat_template:
-            raise refuse("chat_template", True, "this model's tokenizer has none; leave it out")
+            raise refuse("chat_template", True, "the model's tokenizer has no chat template; leave it out")
         with _kept(options.output) as keep:
             finished = 0
 
@@ -144,8 +144,9 @@ class PreparedEval:
     def _evaluate(self, model: Any) -> dict[str, Any]:
         import lm_eval
 
-        self.task.task.set_fewshot_seed(seed=self.options.seed)  # a run before has drawn from it,
-        seed_globals()  # and from these
+        # An earlier run may have drawn from these generators.
+        self.task.task.set_fewshot_seed(seed=self.options.seed)
+        seed_globals()
         tasks = {"tasks": {self.task.name: self.task.task}, "groups": {}, "group_map": {}}
         with quiet():
             results: dict[str, Any] = lm_eval.evaluate(
@@ -188,7 +189,7 @@ class PreparedEval:
 
 
 def prepare(options: EvalOptions) -> PreparedEval:
-    """Create the output folder and load the task: every mistake that can be found without a model is found here."""
+    """Create the output folder and load the task. Raises SpecbatchError for any mistake that needs no model to show."""
     if options.output is not None:
         _open_folder(options.output)
     task = load_task(
@@ -203,18 +204,18 @@ def prepare(options: EvalOptions) -> PreparedEval:
 
 
 def run_eval(engine: Engine, options: EvalOptions, progress: Progress | None = None) -> EvalReport:
-    """Evaluate `engine` on a task; writes to `options.output` if that is given."""
+    """Evaluate `engine` on a task, and write the results to `options.output` if it is set."""
     return prepare(options).run(engine, progress)
 
 
 def _refuse_unused(options: EvalOptions, task: EvalTask) -> None:
-    """What a task would not look at."""
+    """Reject options that the task would ignore."""
     unused = [] if task.generates else ["max_new_tokens"]
     if task.kind == ROLLING:
-        unused += ["chat_template", "num_fewshot"]  # each text is scored as it stands
+        unused += ["chat_template", "num_fewshot"]  # the texts are scored unchanged
     for setting in unused:
         if value := getattr(options, setting):
-            works = f"task {task.name} ({task.kind}) scores given texts and does not use it; leave it out"
+            works = f"task {task.name} ({task.kind}) scores given texts and ignores it; leave it out"
             raise refuse(setting, value, works)
 
 
@@ -223,14 +224,14 @@ def _open_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise refuse("output", str(folder), "exists and is not empty; name a new folder")
-        tempfile.TemporaryFile(dir=folder).close()  # an unwritable place is found now, not after the run
+        tempfile.TemporaryFile(dir=folder).close()  # fail now if the folder is not writable
     except OSError as error:
         raise refuse("output", str(folder), f"cannot be written ({error.strerror}); name another folder") from error
 
 
 @contextmanager
 def _kept(folder: Path | None) -> Iterator[Callable[[Answer | Scored], None]]:
-    """Yields a function that appends an answer to the partial file, which goes away when the block ends well."""
+    """Yield a function that appends an answer to the partial file, which is deleted if the block succeeds."""
     if folder is None:
         yield lambda answer: None
         return
@@ -246,8 +247,8 @@ def _scores(
     fallbacks: dict[str, str | None],
     better: dict[str, bool],
 ) -> list[Score]:
-    """lm-eval's `metric,filter` keys as rows, with how many answers the filter found nothing in. better: whether a
-    metric is the higher the better."""
+    """The scores in lm-eval's results, whose keys are `metric,filter`, with the share of answers in which the filter
+    found nothing. `better`: whether a higher value of a metric is better."""
     scores = []
     for key, value in results.items():
         metric, comma, name = key.partition(",")
@@ -257,14 +258,14 @@ def _scores(
         fallback = fallbacks.get(name)
         missed = None if fallback is None else sum(_filtered(row) == fallback for row in rows) / len(rows)
         stderr = results.get(f"{metric}_stderr,{name}")
-        known = float(stderr) if isinstance(stderr, int | float) else None  # lm-eval says "N/A" for one question
+        known = float(stderr) if isinstance(stderr, int | float) else None  # "N/A" for one question
         way: Better = "lower" if better.get(metric) is False else "higher"
         scores.append(Score(name, metric, float(value), known, sum(metric in row for row in rows), missed, way))
     return scores
 
 
 def _verdicts(task: EvalTask, samples: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What lm-eval says of each question, in their order."""
+    """lm-eval's results by question, in the order of the questions."""
     verdicts: dict[int, dict[str, Any]] = {}
     for sample in samples:
         row = verdicts.setdefault(
@@ -283,7 +284,7 @@ def _verdicts(task: EvalTask, samples: list[dict[str, Any]]) -> dict[int, dict[s
 
 
 def _answer_rows(verdicts: dict[int, dict[str, Any]], answers: list[Answer]) -> list[dict[str, Any]]:
-    """One row per answer, in the order of the questions: lm-eval's verdicts beside the request's numbers."""
+    """One row per answer, in the order of the questions: lm-eval's results and the metrics of the request."""
     rows = []
     repeats: dict[int, int] = {}
     for doc_id, completion in answers:
@@ -297,10 +298,10 @@ def _answer_rows(verdicts: dict[int, dict[str, Any]], answers: list[Answer]) -> 
 def _scored_rows(
     task: EvalTask, verdicts: dict[int, dict[str, Any]], samples: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """One row per question: lm-eval's verdicts beside what the model said of its texts."""
-    said = {sample["doc_id"]: said_of(task, sample) for sample in samples}
+    """One row per question: lm-eval's results and the log-likelihoods of its texts."""
+    likelihoods = {sample["doc_id"]: likelihood_fields(task, sample) for sample in samples}
     return [
-        {"doc_id": doc_id} | {name: value for name, value in row.items() if name != "filtered"} | said[doc_id]
+        {"doc_id": doc_id} | {name: value for name, value in row.items() if name != "filtered"} | likelihoods[doc_id]
         for doc_id, row in verdicts.items()
     ]
 

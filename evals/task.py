@@ -38,7 +38,7 @@ KINDS = (GENERATING, "multiple_choice", "loglikelihood", ROLLING)  # lm-eval's o
 
 @dataclass(frozen=True)
 class EvalTask:
-    """A task that is ready to be asked: `task` is lm-eval's object, the sources say where its rows came from."""
+    """A loaded task. `task` is lm-eval's object; the sources name where questions and few-shot examples came from."""
 
     name: str
     task: Any
@@ -53,11 +53,11 @@ class EvalTask:
 
     @property
     def generates(self) -> bool:
-        """Or are given texts scored by their log-likelihoods?"""
+        """Whether the task generates text; the others score given texts by their log-likelihoods."""
         return self.kind == GENERATING
 
     def fallbacks(self) -> dict[str, str | None]:
-        """What each answer filter says when it found nothing; None where a filter always finds something."""
+        """The value of each answer filter when it finds nothing; None for a filter that always finds something."""
         found: dict[str, str | None] = {}
         for entry in self.task.config.filter_list or [{"name": "none", "filter": []}]:
             patterns = [step for step in entry["filter"] if step["function"] in ("regex", "multi_choice_regex")]
@@ -74,10 +74,14 @@ def load_task(
     seed: int,
     kinds: Collection[str] = KINDS,
 ) -> EvalTask:
-    """Find task `name`, read its rows, set the number of examples; `seed` draws them (lm-eval's own is 1234). kinds:
-    those that the caller takes."""
+    """Find task `name`, load its rows and set the number of few-shot examples.
+
+    data, fewshot_data   JSONL files instead of the task's own rows
+    seed                 draws the examples; lm-eval's default is 1234
+    kinds                the output types that the caller supports
+    """
     if fewshot_data is not None and data is None:
-        raise refuse("fewshot_data", str(fewshot_data), "give the scored questions as well, with data")
+        raise refuse("fewshot_data", str(fewshot_data), "needs data as well, the questions to score")
     scored = read_questions("data", data) if data is not None else None
     shots = read_questions("fewshot_data", fewshot_data) if fewshot_data is not None else None
     if scored is not None and shots is not None:
@@ -102,7 +106,7 @@ def load_task(
 
 
 def seed_globals() -> None:
-    """As lm-eval's simple_evaluate: some tasks shuffle their rows, or draw choices and scores, by the global states."""
+    """Seed the global generators like lm-eval's simple_evaluate; some tasks shuffle rows or draw choices with them."""
     import numpy
 
     random.seed(0)
@@ -111,7 +115,7 @@ def seed_globals() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lm-eval's and its data library's bars and log lines off the terminal; the command has its own."""
+    """Silence the progress bars and logs of lm-eval and the data libraries; commands show their own progress."""
     from lm_eval.api import metrics
     from lm_eval.api import task as module
 
@@ -120,7 +124,7 @@ def quiet() -> Iterator[None]:
     bar, bootstrap = module.tqdm, metrics.bootstrap_stderr
     try:
         metrics.bootstrap_stderr = _bootstrap_stderr
-        module.tqdm = partial(bar, disable=True)  # made at import: the variable TQDM_DISABLE would come too late
+        module.tqdm = partial(bar, disable=True)  # TQDM_DISABLE is read at import, which is over
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         yield
@@ -131,7 +135,7 @@ def quiet() -> Iterator[None]:
 
 
 def _bootstrap_stderr(statistic: Callable[[Sequence[Any]], float], values: Sequence[Any], iters: int) -> float:
-    """lm-eval's, without what it prints, and in this process: a CUDA context does not live through a fork."""
+    """lm-eval's function, silent and within this process: a CUDA context does not survive a fork."""
     from lm_eval.api.metrics import _bootstrap_internal_no_mp, sample_stddev
 
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -139,7 +143,7 @@ def _bootstrap_stderr(statistic: Callable[[Sequence[Any]], float], values: Seque
 
 
 def _find(name: str, kinds: Collection[str]) -> tuple[Any, Any]:
-    """A task manager that knows `name`, and what it is to load."""
+    """A task manager that knows task `name`, and the task's name or definition for it to load."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -162,7 +166,7 @@ def _find(name: str, kinds: Collection[str]) -> tuple[Any, Any]:
     if name not in manager.all_subtasks:
         raise refuse("task", name, "is a group of tasks; name one task of it")
     kind = manager.task_index[name].cfg.get("output_type", "generate_until")
-    _refuse_kind(name, kind, kinds)  # before its data is downloaded
+    _refuse_kind(name, kind, kinds)  # before the data is downloaded
     return manager, name
 
 
@@ -213,10 +217,10 @@ def _with_rows(name: str, config: dict[str, Any] | None, scored: Questions, shot
     scored row when both splits have the same name.
     """
     if config is None:
-        raise refuse("data", str(scored.path), f"task {name} brings its own questions; leave it out or use gsm8k")
+        raise refuse("data", str(scored.path), f"task {name} has its own questions; leave it out, or use gsm8k")
     own_shots = _has_own_shots(config)
     if shots is not None and own_shots:
-        raise refuse("fewshot_data", str(shots.path), f"task {name} brings its own examples; leave it out")
+        raise refuse("fewshot_data", str(shots.path), f"task {name} has fixed examples; leave it out")
     rows = {"test": scored.rows}
     if shots is not None:
         rows["train"] = shots.rows
@@ -236,23 +240,23 @@ def _with_rows(name: str, config: dict[str, Any] | None, scored: Questions, shot
 def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> Any:
     try:
         loaded = manager.load([spec])["tasks"]
-    except OSError as error:  # what `datasets` raises when neither its cache nor the hub has the rows
+    except OSError as error:  # raised by `datasets` if neither its cache nor the hub has the rows
         path = manager.task_index[name].cfg.get("dataset_path", "its data")
         works = f"go online, or use a task that needs no network: gsm8k, gsm8k_platinum or {EMBEDDED}"
         reason = f"{path} is not in the local cache and the hub cannot be reached"
         raise refuse("task", name, f"{reason}; {works}") from error
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        works = "install what it needs or use another task"
+        works = "install its dependencies, or use another task"
         raise refuse("task", name, f"lm-eval cannot load it here ({reason}); {works}") from error
     (task,) = loaded.values()
     _refuse_kind(name, task.OUTPUT_TYPE, kinds)
     if not hasattr(task, "sampler"):
-        raise refuse("task", name, "is not one of lm-eval's configurable tasks; use one of those, such as gsm8k")
+        raise refuse("task", name, "is not a ConfigurableTask of lm-eval; use one that is, such as gsm8k")
     if getattr(task, "MULTIMODAL", False):
-        raise refuse("task", name, "asks about images or sound; use a text task, such as gsm8k")
+        raise refuse("task", name, "needs images or audio; use a text task, such as gsm8k")
     if getattr(task, "UNSAFE_CODE", False):
-        raise refuse("task", name, "runs code that the model wrote; use a task that does not, such as gsm8k")
+        raise refuse("task", name, "executes code written by the model; use a task that does not, such as gsm8k")
     return task
 
 
@@ -266,13 +270,13 @@ def _set_fewshot(name: str, task: Any, wanted: int | None) -> int:
     if wanted is None or wanted == own:
         wanted = own
     elif task.get_config("num_fewshot") == 0:
-        raise refuse("num_fewshot", wanted, f"task {name} is defined without examples; leave it out or use 0")
+        raise refuse("num_fewshot", wanted, f"task {name} is defined without few-shot examples; leave it out, or use 0")
     task.set_config(key="num_fewshot", value=wanted)
     return int(wanted)
 
 
 def _leaves_scored_out(task: Any) -> bool:
-    """Whether examples come from the scored rows, each question's own row left out (lm-eval's rule)."""
+    """Whether examples come from the scored rows, of which lm-eval leaves out the question's own."""
     split = task.fewshot_cfg.split
     return split is not None and split == task.config.test_split
 
@@ -300,7 +304,7 @@ def _fewshot_source(task: Any, data_source: str, shots: Questions | None) -> str
 def _refuse_too_many(task: Any, count: int, source: str) -> None:
     pool = list(task.sampler.df) if count else []
     available = len(pool)
-    if pool and _leaves_scored_out(task):  # equal rows are left out together
+    if pool and _leaves_scored_out(task):  # duplicates of the question's row are left out with it
         available -= max(Counter(json.dumps(row, sort_keys=True, default=str) for row in pool).values())
     if count > available:
         raise refuse("num_fewshot", count, f"{source}: {available} are available; use at most {available}")

@@ -1,7 +1,7 @@
-"""Sums and differences of two one-digit numbers: arithmetic that even a very small model half knows.
+"""Sums and differences of two one-digit numbers: arithmetic of which even a very small model solves about half.
 
-There are 200 such expressions. A seeded shuffle parts them into 100 that are scored and 100 that the few-shot examples
-come from, so no scored expression is ever an example.
+There are 200 such expressions. A seeded shuffle splits them into 100 scored ones and 100 for few-shot examples, so no
+scored expression is ever an example.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def splits(**_: Any) -> Any:
 
 
 def choices(**_: Any) -> Any:
-    """The same rows for `one_digit_choices`, with four numbers that are less than 9 apart, in a seeded order, and the
-    place of the right one."""
+    """The same rows for `one_digit_choices`, with four numbers within 4 of the answer, in a seeded order, and the index
+    of the correct one."""
     from datasets import Dataset, DatasetDict
 
     drawn, made = random.Random(SEED), []

@@ -54,7 +54,7 @@ def test_eval_of_given_texts(run):
     """Which are longer than this model: a byte is a token."""
     words = ("eval", "one_digit_choices", "--limit", 12, "--output")
     result = run(*words, "a")
-    assert "48 texts lost their beginning: they are longer than max_model_len=64." in result.stdout
+    assert "48 texts lost their beginning because they are longer than max_model_len=64." in result.stdout
     assert "multiple_choice" not in result.stdout
     assert len(Path("a/questions.jsonl").read_text().splitlines()) == 12
     assert len(Path("a/requests.jsonl").read_text().splitlines()) == 48

@@ -42,7 +42,7 @@ REFUSED = [
     ("sweep --burst all --request-rate 2", [], "request_rate=2.0: all prompts arrive at once"),
     ("sweep --thinking", [], "thinking=True: random prompts are no text"),
     ("sweep --dataset {in} --no-thinking", [GOOD], "no prompt is rendered by a chat template"),
-    ("eval t --thinking", [], "thinking=True: the chat template has that switch; add --chat-template"),
+    ("eval t --thinking", [], "thinking=True: is a switch of the chat template; add --chat-template"),
     (
         "eval one_digit_choices --spec v2",
         [],

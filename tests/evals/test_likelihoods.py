@@ -197,7 +197,7 @@ def test_results_are_those_of_lm_evals_own_model(
             assert [item["is_greedy"] for item in found] == [greedy for _, greedy in said]
     assert [reports[name].cut for name in TASKS] == [4, 1, 0]  # one question, with each of its choices
     assert reports["likely"].scores[0].stderr
-    assert "4 texts lost their beginning: they are longer than max_model_len=64." in reports["choice"].table()
+    assert "4 texts lost their beginning because they are longer than max_model_len=64." in reports["choice"].table()
 
 
 def test_texts_without_a_context_and_without_anything(checkpoint: tuple[Path, Any, Any], hflm: Any) -> None:
@@ -216,7 +216,7 @@ def test_texts_without_a_context_and_without_anything(checkpoint: tuple[Path, An
         if tokenizer.bos_token_id is None:
             assert ours.loglikelihood_rolling(texts[:1]) == [0.0]
         merged = Instance("loglikelihood", {}, (" a", "n"), 0, metadata=("toy", 5, 1))  # one token together
-        with pytest.raises(SpecbatchError, match="task='toy': question 5 has a continuation without tokens of its own"):
+        with pytest.raises(SpecbatchError, match="task='toy': question 5 has a continuation without tokens"):
             ours.loglikelihood([merged])
         with pytest.raises(AssertionError):
             theirs.loglikelihood([merged])
@@ -226,8 +226,8 @@ def test_texts_without_a_context_and_without_anything(checkpoint: tuple[Path, An
     ("context", "continuation", "complaint"),
     [
         ("a", "", "task='toy': question 4 has an empty continuation"),
-        (" ", "b", "task='toy': question 4 has a context without tokens of its own"),
-        ("a", "b" * 41, "max_model_len=40: question 4 of toy has a continuation of 41 tokens; use at least that"),
+        (" ", "b", "task='toy': question 4 has a context without tokens"),
+        ("a", "b" * 41, "max_model_len=40: question 4 of toy has a continuation of 41 tokens; use at least 41"),
     ],
 )
 def test_refuses_texts_of_which_nothing_can_be_said(
@@ -243,7 +243,7 @@ def test_refuses_texts_of_which_nothing_can_be_said(
     assert str(refused.value).startswith(complaint)
     assert not engine.pairs
     engine.tokenizer.eos_id = None
-    with pytest.raises(SpecbatchError, match="tokenizer='bytes': it names no token"):
+    with pytest.raises(SpecbatchError, match="tokenizer='bytes': it has no beginning-of-text or end-of-text token"):
         SpecBatchLM(engine, "toy").loglikelihood_rolling([request])
 
 
@@ -306,7 +306,7 @@ def test_what_was_not_measured_has_no_cell(make_engine: Any, folder: Path, tmp_p
     for absent in ("accept", "TTFT", "TPOT", "truncated", "answers", "Speculation", "Answers", "lost their beginning"):
         assert absent not in table
     assert "word_perplexity (lower is better)" in table
-    assert "scored by this model alone: nothing was generated or drafted" in table
+    assert "Given texts were scored; nothing was generated or drafted" in table
     (row, *_) = csv.DictReader((tmp_path / "out" / "summary.csv").open())
     absent = {"truncated", "accept_length", "mean_ttft_s", "output_throughput", "max_new_tokens"}
     assert not absent & row.keys()
@@ -361,8 +361,8 @@ def test_refuses_drafts_and_ablations(make_engine: Any, folder: Path, tmp_path: 
     with pytest.raises(SpecbatchError) as refused:
         prepare(EvalOptions("choice")).engine_config(drafting)
     assert str(refused.value) == (
-        "algorithm='ngram': task choice (multiple_choice) scores given texts, of which nothing is drafted; use "
-        "algorithm 'none' (--spec off), or a generating task"
+        "algorithm='ngram': task choice (multiple_choice) scores given texts without drafting; use 'none' "
+        "(--spec off), or a task that generates"
     )
     engine = make_engine(likes(0))
     engine.config = drafting

@@ -79,7 +79,7 @@ def test_the_tasks_arguments_are_not_changed(make_engine: Any) -> None:
 
 
 def test_refuses_arguments_it_would_have_to_ignore(make_engine: Any) -> None:
-    with pytest.raises(SpecbatchError, match="task='toy': asks for num_beams"):
+    with pytest.raises(SpecbatchError, match="task='toy': sets num_beams"):
         params_of(make_engine, {"num_beams": 4})
 
 
@@ -107,7 +107,7 @@ def test_refuses_what_does_not_fit_before_any_work(make_engine: Any) -> None:
     with pytest.raises(SpecbatchError) as refused:
         SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits, long])
     assert str(refused.value) == (
-        "max_model_len=40: question 4 of toy has 31 prompt tokens and may be answered with 10; use at least 41, "
+        "max_model_len=40: question 4 of toy has 31 prompt tokens and up to 10 answer tokens; use at least 41, "
         "fewer examples (num_fewshot) or a smaller max_new_tokens"
     )
     assert len(engine.calls) == 1

@@ -61,7 +61,7 @@ def test_generator_without_default_settings(gym: None, monkeypatch: pytest.Monke
 
 
 def test_unknown_generator(gym: None) -> None:
-    with pytest.raises(SpecbatchError, match="no such generator; for example doubles"):
+    with pytest.raises(SpecbatchError, match="no such generator; use for example doubles"):
         load_task("reasoning_gym:double", num_fewshot=None, data=None, fewshot_data=None, seed=1234)
 
 

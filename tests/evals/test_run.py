@@ -105,7 +105,7 @@ def test_chat_template(make_engine: Any, scored_file: Path) -> None:
     assert prompt.count(257) == 2 * 2 + 2  # two examples as turns, the question, the answer to be made
     assert report.chat_template
     engine.tokenizer.has_chat_template = False
-    with pytest.raises(SpecbatchError, match="chat_template=True: this model's tokenizer has none"):
+    with pytest.raises(SpecbatchError, match="chat_template=True: the model's tokenizer has no chat template"):
         run_eval(engine, EvalOptions("gsm8k", data=scored_file, chat_template=True))
 
 
