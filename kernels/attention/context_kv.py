@@ -12,7 +12,7 @@ from specbatch.kernels.elementwise.rope import apply_rope_ref
 
 
 @dataclass(frozen=True)
-class ContextHeads:
+class ContextKVLayout:
     """How a row of the stacked product splits: layer after layer `kv` key heads, then `kv` value heads of `dim` each.
 
     k_norms: RMSNorm weights [layers, dim] with `eps`; cos, sin: tables [positions, dim] of `rope_table`.
@@ -26,9 +26,9 @@ class ContextHeads:
     sin: torch.Tensor
 
 
-def write_context_ref(
+def write_context_kv_ref(
     kv: torch.Tensor,
-    heads: ContextHeads,
+    heads: ContextKVLayout,
     keys: torch.Tensor,
     values: torch.Tensor,
     positions: torch.Tensor,
@@ -45,9 +45,9 @@ def write_context_ref(
     values.flatten(1, 2).index_copy_(1, slots, v.transpose(0, 1))
 
 
-def write_verified_ref(
+def write_verified_kv_ref(
     kv: torch.Tensor,
-    heads: ContextHeads,
+    heads: ContextKVLayout,
     keys: torch.Tensor,
     values: torch.Tensor,
     page_table: torch.Tensor,
@@ -55,7 +55,7 @@ def write_verified_ref(
     lengths: torch.Tensor,
     accepted: torch.Tensor,
 ) -> None:
-    """`write_context_ref` for the rows of a verify: row i of a sequence stands at position lengths + i and is stored
+    """`write_context_kv_ref` for the rows of a verify: row i of a sequence stands at position lengths + i and is stored
     there if i <= accepted. Others leave the pages of sequences as they are.
 
     page_table int64 [R, P] of all device rows, of which rows int64 [B] names the sequences'; lengths and accepted int64
@@ -66,29 +66,29 @@ def write_verified_ref(
     positions = lengths[:, None] + row
     slots = page_table[rows].gather(1, positions // size) * size + positions % size
     slots = torch.where(row <= accepted[:, None], slots, 0)  # page 0 is nobody's
-    write_context_ref(kv, heads, keys, values, positions.flatten(), slots.flatten())
+    write_context_kv_ref(kv, heads, keys, values, positions.flatten(), slots.flatten())
 
 
-def write_context(
+def write_context_kv(
     kv: torch.Tensor,
-    heads: ContextHeads,
+    heads: ContextKVLayout,
     keys: torch.Tensor,
     values: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """`write_context_ref`, in one kernel on a CUDA device."""
+    """`write_context_kv_ref`, in one kernel on a CUDA device."""
     if dispatch.runs_kernels(kv):
         from specbatch.kernels.attention import context_kv_triton
 
-        context_kv_triton.write_context(kv, heads, keys, values, positions, slots)
+        context_kv_triton.write_context_kv(kv, heads, keys, values, positions, slots)
     else:
-        write_context_ref(kv, heads, keys, values, positions, slots)
+        write_context_kv_ref(kv, heads, keys, values, positions, slots)
 
 
-def write_verified(
+def write_verified_kv(
     kv: torch.Tensor,
-    heads: ContextHeads,
+    heads: ContextKVLayout,
     keys: torch.Tensor,
     values: torch.Tensor,
     page_table: torch.Tensor,
@@ -96,10 +96,10 @@ def write_verified(
     lengths: torch.Tensor,
     accepted: torch.Tensor,
 ) -> None:
-    """`write_verified_ref`, in one kernel on a CUDA device."""
+    """`write_verified_kv_ref`, in one kernel on a CUDA device."""
     if dispatch.runs_kernels(kv):
         from specbatch.kernels.attention import context_kv_triton
 
-        context_kv_triton.write_verified(kv, heads, keys, values, page_table, rows, lengths, accepted)
+        context_kv_triton.write_verified_kv(kv, heads, keys, values, page_table, rows, lengths, accepted)
     else:
-        write_verified_ref(kv, heads, keys, values, page_table, rows, lengths, accepted)
+        write_verified_kv_ref(kv, heads, keys, values, page_table, rows, lengths, accepted)

@@ -1,4 +1,4 @@
-"""A context's keys and values into the caches of all layers, in one launch: `context_kv.write_context_ref`."""
+"""A context's keys and values into the caches of all layers, in one launch: `context_kv.write_context_kv_ref`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.context_kv import ContextHeads
+from specbatch.kernels.attention.context_kv import ContextKVLayout
 
 _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
 
 
-def write_context(
+def write_context_kv(
     kv: torch.Tensor,
-    heads: ContextHeads,
+    heads: ContextKVLayout,
     keys: torch.Tensor,
     values: torch.Tensor,
     positions: torch.Tensor,
@@ -23,9 +23,9 @@ def write_context(
     _launch(kv, heads, keys, values, positions=positions, slots=slots)
 
 
-def write_verified(
+def write_verified_kv(
     kv: torch.Tensor,
-    heads: ContextHeads,
+    heads: ContextKVLayout,
     keys: torch.Tensor,
     values: torch.Tensor,
     page_table: torch.Tensor,
@@ -39,7 +39,7 @@ def write_verified(
 
 def _launch(
     kv: torch.Tensor,
-    heads: ContextHeads,
+    heads: ContextKVLayout,
     keys: torch.Tensor,
     values: torch.Tensor,
     *,

@@ -18,7 +18,7 @@ def write_kv_ref(
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
-def visible(
+def attention_mask(
     lengths: torch.Tensor,
     rows: int,
     keys: int,

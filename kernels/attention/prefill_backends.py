@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specbatch.errors import refuse
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 
 NAMES = ("auto", "triton", "torch", "flashinfer", "flash-attn")
 HALVES = (torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ class PrefillAttention(Protocol):
         v_new: torch.Tensor | None,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        spans: Spans,
+        spans: RaggedBatch,
         window: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _installed(module: str, name: str, setting: str) -> Any:
     return import_module(module)
 
 
-def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, spans: Spans) -> torch.Tensor:
+def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, spans: RaggedBatch) -> torch.Tensor:
     """Keys (or values) of all spans, one span behind the other: [sum of ends, kv, dim], in the type of q."""
     if spans.fresh and new is not None:
         return new
@@ -112,10 +112,10 @@ class _Triton:
 
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        from specbatch.kernels.attention.prefill_attention import prefill_attention
+        from specbatch.kernels.attention.prefill_attention_triton import prefill_attention
 
         return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new, out=out)
 
@@ -128,7 +128,7 @@ class _Torch:
 
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if q.device.type == "cuda" and q.dtype in HALVES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
@@ -159,7 +159,7 @@ class _FlashAttn:
 
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         attended = self._attend(
@@ -182,11 +182,11 @@ class _FlashInfer:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._wrapper: Any = None
-        self._planned: tuple[Spans, int] | None = None
+        self._planned: tuple[RaggedBatch, int] | None = None
 
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: Spans, window: int = 0,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if self._planned is None or self._planned[0] is not spans or self._planned[1] != window:
@@ -195,7 +195,7 @@ class _FlashInfer:
         attended: torch.Tensor = self._wrapper.run(q, (k_cache, v_cache))
         return attended
 
-    def _plan(self, q: torch.Tensor, k_cache: torch.Tensor, spans: Spans, window: int) -> None:
+    def _plan(self, q: torch.Tensor, k_cache: torch.Tensor, spans: RaggedBatch, window: int) -> None:
         if self._wrapper is None:
             workspace = torch.empty(self.WORKSPACE, dtype=torch.uint8, device=q.device)
             self._wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")

@@ -13,7 +13,7 @@ from specbatch.kernels.elementwise.rope import apply_rope_ref
 
 
 @dataclass(frozen=True)
-class Heads:
+class QKVLayout:
     """How a row of qkv splits: `count` query heads, `kv` key heads and `kv` value heads of `dim` each.
 
     q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
@@ -30,8 +30,8 @@ class Heads:
     sin: torch.Tensor
 
 
-def split_heads_ref(
-    qkv: torch.Tensor, heads: Heads, positions: torch.Tensor
+def split_qkv_rope_ref(
+    qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [T, (count + 2 kv) * dim] at `positions` int64 [T] -> q [T, count, dim], k and v [T, kv, dim].
 
@@ -46,16 +46,16 @@ def split_heads_ref(
     return qk[:, : heads.count], qk[:, heads.count :], v
 
 
-def split_heads(
+def split_qkv_rope(
     qkv: torch.Tensor,
-    heads: Heads,
+    heads: QKVLayout,
     positions: torch.Tensor,
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`split_heads_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device.
+    """`split_qkv_rope_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device.
 
     q and k are written to the memory of `out`, if given; v is a view of qkv.
     """
@@ -63,8 +63,8 @@ def split_heads(
         from specbatch.kernels.elementwise import elementwise_triton
 
         q, k = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.kv))
-        elementwise_triton.split_heads(qkv, heads, positions, slots, k_cache, v_cache, q, k)
+        elementwise_triton.split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache, q, k)
         return q, k, qkv.view(len(qkv), -1, heads.dim)[:, -heads.kv :]
-    q, k, v = split_heads_ref(qkv, heads, positions)
+    q, k, v = split_qkv_rope_ref(qkv, heads, positions)
     write_kv_ref(k, v, k_cache, v_cache, slots)
     return (q, k, v) if out is None else (out[0].copy_(q), out[1].copy_(k), v)

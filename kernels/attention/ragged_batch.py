@@ -9,7 +9,7 @@ import torch
 from specbatch.core.async_copy import upload
 
 
-class Spans:
+class RaggedBatch:
     """Parts of several sequences whose query rows lie one behind the other.
 
     Span s holds rows offsets[s]..offsets[s + 1] - 1: tokens starts[s]..ends[s] - 1 of the sequence on device row
@@ -59,7 +59,7 @@ class Spans:
         return slots
 
 
-class RecordedSpans(Spans):
+class StaticRaggedBatch(RaggedBatch):
     """Up to `most` spans without a prefix, of up to `tokens` tokens in all, at fixed addresses: what a graph reads.
 
     It has what the device reads; what the host knows of a pass (counts, starts, offsets) is not part of a recording.
@@ -74,13 +74,13 @@ class RecordedSpans(Spans):
         self._tiles = {}
 
     def tiles(self, tokens: int) -> torch.Tensor:
-        """As `Spans.tiles`; those that a pass does not fill are of the empty span."""
+        """As `RaggedBatch.tiles`; those that a pass does not fill are of the empty span."""
         if tokens not in self._tiles:
             count = -(-self.ends[0] // tokens) + self._empty
             self._tiles[tokens] = torch.tensor([[self._empty, 0]] * count, device=self.page_table.device)
         return self._tiles[tokens]
 
-    def load(self, spans: Spans) -> None:
+    def load(self, spans: RaggedBatch) -> None:
         """The spans of the next pass."""
         self.table.zero_()
         self.table[:, : spans.table.shape[1]].copy_(spans.table)

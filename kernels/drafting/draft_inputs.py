@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from specbatch.kernels import dispatch
 
 
-class Due(NamedTuple):
+class PendingInputs(NamedTuple):
     """Pairs whose keys are not written yet, n for each of B sequences, and where they stand.
 
     embedded, hidden [B * n, H]; positions int64 [B * n]; start int64 [B]: of the first of each sequence; newest int64
@@ -28,7 +28,7 @@ class Due(NamedTuple):
     places: torch.Tensor
 
 
-def due_pairs_ref(
+def pending_inputs_ref(
     tokens: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
@@ -36,7 +36,7 @@ def due_pairs_ref(
     ready: torch.Tensor,
     embedding: torch.Tensor,
     most: int,
-) -> Due:
+) -> PendingInputs:
     """The pairs of up to `most` features that wait: those before the root, which stands at lengths int64 [B].
 
     tokens int64 [R, W], waiting [R, n, H] and ready int64 [R] of all device rows, of which rows int64 [B] names the
@@ -48,10 +48,10 @@ def due_pairs_ref(
     newest = torch.arange(len(rows), device=rows.device) * most + ready[rows] - 1
     embedded = F.embedding(tokens[rows[:, None], positions + 1].flatten(), embedding)
     places = place[:, None] + lengths - 1
-    return Due(embedded, waiting[rows, :most].flatten(0, 1), positions.flatten(), start, newest, places)
+    return PendingInputs(embedded, waiting[rows, :most].flatten(0, 1), positions.flatten(), start, newest, places)
 
 
-def beam_pairs_ref(
+def beam_inputs_ref(
     tokens: torch.Tensor,
     origin: torch.Tensor,
     before: torch.Tensor,
@@ -66,7 +66,7 @@ def beam_pairs_ref(
     return F.embedding(tokens.flatten(), embedding), hidden, positions
 
 
-def keep_waiting_ref(
+def buffer_features_ref(
     hidden: torch.Tensor,
     rows: torch.Tensor,
     accepted: torch.Tensor,
@@ -88,7 +88,7 @@ def keep_waiting_ref(
     ready[rows] = torch.where(rows > 0, accepted + 1, 1)
 
 
-def due_pairs(
+def pending_inputs(
     tokens: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
@@ -96,16 +96,16 @@ def due_pairs(
     ready: torch.Tensor,
     embedding: torch.Tensor,
     most: int,
-) -> Due:
-    """`due_pairs_ref`, in one launch on a CUDA device."""
+) -> PendingInputs:
+    """`pending_inputs_ref`, in one launch on a CUDA device."""
     if dispatch.runs_kernels(rows):
         from specbatch.kernels.drafting import draft_inputs_triton
 
-        return draft_inputs_triton.due_pairs(tokens, rows, lengths, waiting, ready, embedding, most)
-    return due_pairs_ref(tokens, rows, lengths, waiting, ready, embedding, most)
+        return draft_inputs_triton.pending_inputs(tokens, rows, lengths, waiting, ready, embedding, most)
+    return pending_inputs_ref(tokens, rows, lengths, waiting, ready, embedding, most)
 
 
-def beam_pairs(
+def beam_inputs(
     tokens: torch.Tensor,
     origin: torch.Tensor,
     before: torch.Tensor,
@@ -113,15 +113,15 @@ def beam_pairs(
     depth: int,
     embedding: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`beam_pairs_ref`, in one launch on a CUDA device."""
+    """`beam_inputs_ref`, in one launch on a CUDA device."""
     if dispatch.runs_kernels(tokens):
         from specbatch.kernels.drafting import draft_inputs_triton
 
-        return draft_inputs_triton.beam_pairs(tokens, origin, before, root, depth, embedding)
-    return beam_pairs_ref(tokens, origin, before, root, depth, embedding)
+        return draft_inputs_triton.beam_inputs(tokens, origin, before, root, depth, embedding)
+    return beam_inputs_ref(tokens, origin, before, root, depth, embedding)
 
 
-def keep_waiting(
+def buffer_features(
     hidden: torch.Tensor,
     rows: torch.Tensor,
     accepted: torch.Tensor,
@@ -129,10 +129,10 @@ def keep_waiting(
     waiting: torch.Tensor,
     ready: torch.Tensor,
 ) -> None:
-    """`keep_waiting_ref`, in one launch on a CUDA device."""
+    """`buffer_features_ref`, in one launch on a CUDA device."""
     if dispatch.runs_kernels(hidden):
         from specbatch.kernels.drafting import draft_inputs_triton
 
-        draft_inputs_triton.keep_waiting(hidden, rows, accepted, path, waiting, ready)
+        draft_inputs_triton.buffer_features(hidden, rows, accepted, path, waiting, ready)
     else:
-        keep_waiting_ref(hidden, rows, accepted, path, waiting, ready)
+        buffer_features_ref(hidden, rows, accepted, path, waiting, ready)

@@ -1,4 +1,4 @@
-"""`pairs.py`, one launch each: a program copies part of a row, and the first of a row's programs its numbers."""
+"""`draft_inputs.py`, one launch each: a program copies part of a row, and the first of a row's programs its numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.drafting.draft_inputs import Due
+from specbatch.kernels.drafting.draft_inputs import PendingInputs
 from specbatch.kernels.elementwise.gather_rows_triton import COLUMNS, copy_part, how
 
 
@@ -109,7 +109,7 @@ def _wait_kernel(
     tl.store(ready + row, count, (row != 0) & (place == 0) & (tl.program_id(1) == 0))
 
 
-def due_pairs(
+def pending_inputs(
     tokens: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
@@ -117,11 +117,11 @@ def due_pairs(
     ready: torch.Tensor,
     embedding: torch.Tensor,
     most: int,
-) -> Due:
-    """`pairs.due_pairs_ref`."""
+) -> PendingInputs:
+    """`draft_inputs.pending_inputs_ref`."""
     batch, (_, room, width) = len(rows), waiting.shape
     hidden = waiting.new_empty(batch * most, width)
-    due = Due(
+    due = PendingInputs(
         embedded=torch.empty_like(hidden),
         hidden=hidden,
         positions=rows.new_empty(batch * most),
@@ -137,7 +137,7 @@ def due_pairs(
     return due
 
 
-def beam_pairs(
+def beam_inputs(
     tokens: torch.Tensor,
     origin: torch.Tensor,
     before: torch.Tensor,
@@ -145,7 +145,7 @@ def beam_pairs(
     depth: int,
     embedding: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`pairs.beam_pairs_ref`."""
+    """`draft_inputs.beam_inputs_ref`."""
     count, (_, parents, width) = tokens.numel(), before.shape
     embedded, hidden = before.new_empty(count, width), before.new_empty(count, width)
     positions = tokens.new_empty(count)
@@ -156,7 +156,7 @@ def beam_pairs(
     return embedded, hidden, positions
 
 
-def keep_waiting(
+def buffer_features(
     hidden: torch.Tensor,
     rows: torch.Tensor,
     accepted: torch.Tensor,
@@ -164,7 +164,7 @@ def keep_waiting(
     waiting: torch.Tensor,
     ready: torch.Tensor,
 ) -> None:
-    """`pairs.keep_waiting_ref`; of padding rows `ready` is 1 before and stays."""
+    """`draft_inputs.buffer_features_ref`; of padding rows `ready` is 1 before and stays."""
     batch, (_, room, width) = len(rows), waiting.shape
     nodes = len(hidden) // batch
     most = min(room, nodes)

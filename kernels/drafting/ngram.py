@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.kernels.sampling.tree import ancestors_of
+from specbatch.kernels.sampling.tree_verify import ancestor_words
 
 
 def ngram_match_ref(
@@ -47,7 +47,9 @@ def ngram_match_ref(
     return torch.stack(drafts, 1), torch.stack(found, 1)
 
 
-def merge(texts: torch.Tensor, found: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def merge_into_tree(
+    texts: torch.Tensor, found: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Texts with common beginnings as one tree of `count` nodes, those of the first text first.
 
     texts int64 [B, K, S], of which those found bool [B, K] count; what is found comes before what is not. Returns
@@ -64,4 +66,4 @@ def merge(texts: torch.Tensor, found: torch.Tensor, count: int) -> tuple[torch.T
     seat = torch.where(fresh.flatten(1) & (number <= count), number, 0)  # 0: for nothing
     empty = texts.new_zeros(batch, count + 1)
     tokens, up = (empty.scatter(1, seat, item)[:, 1:].contiguous() for item in (texts.flatten(1), parents))
-    return tokens, ancestors_of(up, depth), number[:, -1].clamp(max=count)
+    return tokens, ancestor_words(up, depth), number[:, -1].clamp(max=count)

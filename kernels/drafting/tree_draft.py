@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.sampling.tree import ancestors_of, bits_of
+from specbatch.kernels.sampling.tree_verify import ancestor_words, node_bits
 
 
 class Candidates(NamedTuple):
@@ -39,7 +39,7 @@ class Level(NamedTuple):
     numbers: torch.Tensor
 
 
-def grow_ref(
+def expand_ref(
     candidates: Candidates, scores: torch.Tensor, tokens: torch.Tensor, above: Level | None, start: int, first: int
 ) -> Level:
     """The level below `above` (None: the root alone): its best K by the probability of the whole text.
@@ -58,7 +58,7 @@ def grow_ref(
         all_of[:, start : start + width * topk] = new
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]
     origin = best // topk
-    bits = bits_of(first + topk, scores.device)[first:]
+    bits = node_bits(first + topk, scores.device)[first:]
     return Level(
         tokens=tokens.gather(1, best),
         origin=origin,
@@ -68,31 +68,31 @@ def grow_ref(
     )
 
 
-def keep_ref(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+def prune_ref(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The best `count` candidates, the best first: tokens int64 [B, count] and words of ancestors int64 [B, count + 1],
     the root's first. None is further than `depth` below the root."""
     scores, tokens, parents = candidates
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
     numbers = torch.arange(1, count + 1, device=kept.device).expand_as(kept)
     node = tokens.new_zeros(tokens.shape[0], tokens.shape[1] + 1).scatter_(1, kept + 1, numbers)
-    return tokens.gather(1, kept), ancestors_of(node.gather(1, parents.gather(1, kept)), depth)
+    return tokens.gather(1, kept), ancestor_words(node.gather(1, parents.gather(1, kept)), depth)
 
 
-def grow(
+def expand(
     candidates: Candidates, scores: torch.Tensor, tokens: torch.Tensor, above: Level | None, start: int, first: int
 ) -> Level:
-    """`grow_ref`, in one launch on a CUDA device."""
+    """`expand_ref`, in one launch on a CUDA device."""
     if dispatch.runs_kernels(tokens):
         from specbatch.kernels.drafting import tree_draft_triton
 
-        return tree_draft_triton.grow(candidates, scores, tokens, above, start, first)
-    return grow_ref(candidates, scores, tokens, above, start, first)
+        return tree_draft_triton.expand(candidates, scores, tokens, above, start, first)
+    return expand_ref(candidates, scores, tokens, above, start, first)
 
 
-def keep(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`keep_ref`, in one launch on a CUDA device."""
+def prune(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prune_ref`, in one launch on a CUDA device."""
     if dispatch.runs_kernels(candidates.tokens):
         from specbatch.kernels.drafting import tree_draft_triton
 
-        return tree_draft_triton.keep(candidates, count, depth)
-    return keep_ref(candidates, count, depth)
+        return tree_draft_triton.prune(candidates, count, depth)
+    return prune_ref(candidates, count, depth)

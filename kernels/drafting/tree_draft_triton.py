@@ -1,4 +1,4 @@
-"""`expansion.py`, one launch for each level of a tree and one for what is kept. A program handles one sequence."""
+"""`tree_draft.py`, one launch for each level of a tree and one for what is kept. A program handles one sequence."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def _grow_kernel(
     tl.store(next_numbers + to, best + start + 1, used)
 
 
-def grow(
+def expand(
     candidates: Candidates, scores: torch.Tensor, tokens: torch.Tensor, above: Level | None, start: int, first: int
 ) -> Level:
-    """`expansion.grow_ref`; everything contiguous."""
+    """`tree_draft.expand_ref`; everything contiguous."""
     batch, width, topk = tokens.shape
     level = Level(
         tokens=tokens.new_empty(batch, topk),
@@ -156,8 +156,8 @@ def _keep_kernel(
     tl.store(ancestors + 1 + place, word, used)
 
 
-def keep(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`expansion.keep_ref`."""
+def prune(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`tree_draft.prune_ref`."""
     batch, total = candidates.tokens.shape
     tokens = torch.empty(batch, count, dtype=torch.int64, device=candidates.tokens.device)
     ancestors = torch.empty(batch, count + 1, dtype=torch.int64, device=tokens.device)

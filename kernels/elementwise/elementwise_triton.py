@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.dispatch import pdl
-from specbatch.kernels.elementwise.fp8_quantize import LARGEST, LEAST, Rounded
-from specbatch.kernels.gemm.weight import SIDE
+from specbatch.kernels.elementwise.fp8_quantize import FP8_MAX, SMALLEST_MAX, FP8Activations
+from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 PROGRAM = 2048  # elements of a program
 
@@ -31,39 +31,40 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return y
 
 
-def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], computed in float32 and rounded once."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
     block = min(triton.next_power_of_2(width), 2 * PROGRAM)
     grid = (rows * triton.cdiv(width, block),)  # one side: the others end at 65535
-    _silu_product[grid](gate_up, y, width, BLOCK=block, num_warps=max(1, block // 512), **pdl(gate_up))
+    _silu_and_mul[grid](gate_up, y, width, BLOCK=block, num_warps=max(1, block // 512), **pdl(gate_up))
     return y
 
 
-def relu_square(x: torch.Tensor) -> torch.Tensor:
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """relu(x)^2 in the place of x, contiguous; computed in float32 and rounded once."""
-    _relu_square[(triton.cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
+    _relu_squared[(triton.cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
     return x
 
 
-def rounded(x: torch.Tensor) -> Rounded:
+def quantize_fp8(x: torch.Tensor) -> FP8Activations:
     """`rounded_ref` of x [T, K]."""
     (rows, width), device = x.shape, x.device
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     values = torch.empty(rows, width, device=device, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(rows, triton.cdiv(width, SIDE), device=device)
-    tile = PROGRAM // SIDE
-    _rounded[(triton.cdiv(scales.numel(), tile),)](
-        x, values, scales, scales.numel(), width, x.stride(0), SIDE=SIDE, LARGEST=LARGEST, LEAST=LEAST, TILE=tile,
-        num_warps=4, **pdl(x),
+    scales = torch.empty(rows, triton.cdiv(width, SCALE_BLOCK), device=device)
+    tile = PROGRAM // SCALE_BLOCK
+    _quantize_fp8[(triton.cdiv(scales.numel(), tile),)](
+        x, values, scales, scales.numel(), width, x.stride(0), SCALE_BLOCK=SCALE_BLOCK,
+        FP8_MAX=FP8_MAX, SMALLEST_MAX=SMALLEST_MAX,
+        TILE=tile, num_warps=4, **pdl(x),
     )  # fmt: skip
-    return Rounded(values, scales, x.dtype)
+    return FP8Activations(values, scales, x.dtype)
 
 
-def split_heads(
+def split_qkv_rope(
     qkv: torch.Tensor,
-    heads: Heads,
+    heads: QKVLayout,
     positions: torch.Tensor,
     slots: torch.Tensor,
     k_cache: torch.Tensor,
@@ -80,7 +81,7 @@ def split_heads(
     half = triton.next_power_of_2(dim // 2)
     tile = max(1, PROGRAM // (2 * half))
     lines = rows * (heads.count + 2 * heads.kv)
-    _split_heads[(triton.cdiv(lines, tile),)](
+    _split_qkv_rope[(triton.cdiv(lines, tile),)](
         qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_new,
         lines, heads.eps, COUNT=heads.count, KV=heads.kv, DIM=dim, NORM=heads.q_norm is not None,
         TILE=tile, HALF=half, num_warps=_warps(tile * 2 * half), **pdl(qkv),
@@ -105,13 +106,13 @@ def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.cons
     values = tl.load(x + offsets, mask=mask, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)
-    # Rounded twice, as the reference does: before the weight and after.
+    # FP8Activations twice, as the reference does: before the weight and after.
     normal = (wide * scale[:, None]).to(values.dtype).to(tl.float32)
     tl.store(y + offsets, normal * w[None, :], mask=mask)
 
 
 @triton.jit
-def _silu_product(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -126,7 +127,7 @@ def _silu_product(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _relu_square(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _relu_squared(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -137,15 +138,15 @@ def _relu_square(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["lines"])
-def _rounded(
-    x, values, scales, lines, width, x_stride, SIDE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+def _quantize_fp8(
+    x, values, scales, lines, width, x_stride, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
+    SMALLEST_MAX: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A line is what shares a scale."""
-    blocks = tl.cdiv(width, SIDE)
+    blocks = tl.cdiv(width, SCALE_BLOCK)
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = (line // blocks).to(tl.int64)[:, None]
-    column = (line % blocks * SIDE)[:, None] + tl.arange(0, SIDE)[None, :]
+    column = (line % blocks * SCALE_BLOCK)[:, None] + tl.arange(0, SCALE_BLOCK)[None, :]
     mask = (line < lines)[:, None] & (column < width)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -154,14 +155,14 @@ def _rounded(
     # As whole numbers, of which that of NaN is the largest: a maximum of floating point would hide it.
     bits = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     largest = bits.to(tl.float32, bitcast=True)
-    largest = tl.where(largest < LEAST, LEAST, largest)
-    tl.store(scales + line, tl.div_rn(largest, LARGEST), mask=line < lines)
-    inverse = tl.div_rn(tl.full([TILE], LARGEST, tl.float32), largest)
+    largest = tl.where(largest < SMALLEST_MAX, SMALLEST_MAX, largest)
+    tl.store(scales + line, tl.div_rn(largest, FP8_MAX), mask=line < lines)
+    inverse = tl.div_rn(tl.full([TILE], FP8_MAX, tl.float32), largest)
     tl.store(values + row * width + column, (wide * inverse[:, None]).to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["lines"])
-def _split_heads(
+def _split_qkv_rope(
     qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_new,
     lines, eps, COUNT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
     TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.gemm.weight import SIDE
+from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
-LARGEST = 448.0  # of float8_e4m3fn
-LEAST = 2.0**-100  # that a block's largest value counts as: its inverse is finite, and zeros stay zeros
+FP8_MAX = 448.0  # of float8_e4m3fn
+SMALLEST_MAX = 2.0**-100  # that a block's largest value counts as: its inverse is finite, and zeros stay zeros
 
 
-class Rounded(NamedTuple):
+class FP8Activations(NamedTuple):
     """values float8_e4m3fn [T, K] contiguous; scales float32 [T, ceil(K / 128)], by which they are to be multiplied;
     dtype: of what was rounded, and of what products make of it."""
 
@@ -23,26 +23,26 @@ class Rounded(NamedTuple):
     scales: torch.Tensor
     dtype: torch.dtype
 
-    def wide(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """What it stands for, float32 [T, K]."""
-        return self.values.float() * self.scales.repeat_interleave(SIDE, 1)[:, : self.values.shape[1]]
+        return self.values.float() * self.scales.repeat_interleave(SCALE_BLOCK, 1)[:, : self.values.shape[1]]
 
 
-def rounded_ref(x: torch.Tensor) -> Rounded:
+def quantize_fp8_ref(x: torch.Tensor) -> FP8Activations:
     """x [T, K], its rows apart or not, each block of 128 columns divided by its largest value / 448 and rounded to
     nearest even. Where a block holds NaN or infinity its scale does, too, so that every product with it shows that."""
     width = x.shape[1]
-    blocks = F.pad(x.float(), (0, -width % SIDE)).unflatten(1, (-1, SIDE))
-    largest = blocks.abs().amax(-1).clamp(min=LEAST)
-    limit = torch.full_like(largest, LARGEST)  # with a number in its place, torch multiplies by an inverse on a GPU
+    blocks = F.pad(x.float(), (0, -width % SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
+    largest = blocks.abs().amax(-1).clamp(min=SMALLEST_MAX)
+    limit = torch.full_like(largest, FP8_MAX)  # with a number in its place, torch multiplies by an inverse on a GPU
     values = (blocks * (limit / largest)[..., None]).flatten(1)[:, :width]
-    return Rounded(values.to(torch.float8_e4m3fn).contiguous(), largest / limit, x.dtype)
+    return FP8Activations(values.to(torch.float8_e4m3fn).contiguous(), largest / limit, x.dtype)
 
 
-def rounded(x: torch.Tensor) -> Rounded:
-    """`rounded_ref`, in one kernel on a CUDA device."""
+def quantize_fp8(x: torch.Tensor) -> FP8Activations:
+    """`quantize_fp8_ref`, in one kernel on a CUDA device."""
     if dispatch.runs_kernels(x):
         from specbatch.kernels.elementwise import elementwise_triton
 
-        return elementwise_triton.rounded(x)
-    return rounded_ref(x)
+        return elementwise_triton.quantize_fp8(x)
+    return quantize_fp8_ref(x)

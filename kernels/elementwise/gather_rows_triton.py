@@ -1,4 +1,4 @@
-"""`rows.py`, one launch each."""
+"""`gather_rows.py`, one launch each."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _put_kernel(ring, turn, item, places, stride, size, BLOCK: tl.constexpr, PDL
         tl.store(ring + place * stride + at, tl.load(item + at, at < size), at < size)
 
 
-def rows_of_both(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rows.rows_of_both_ref`; both contiguous."""
+def gather_rows(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_rows.gather_rows_ref`; both contiguous."""
     width_a, width_b = a.stride(0), b.stride(0)
     taken = a.new_empty(len(rows), *a.shape[1:]), b.new_empty(len(rows), *b.shape[1:])
     grid = len(rows), triton.cdiv(max(width_a, width_b), COLUMNS)
@@ -51,8 +51,8 @@ def rows_of_both(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[
     return taken
 
 
-def put_next(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> None:
-    """`rows.put_next_ref`; what is at one place of the ring is contiguous. One program alone writes the turn."""
+def ring_push(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> None:
+    """`gather_rows.ring_push_ref`; one item of the ring is contiguous. A single program writes the turn."""
     _put_kernel[(1,)](
         ring,
         turn,

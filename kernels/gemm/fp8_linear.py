@@ -6,22 +6,26 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.elementwise.activations import relu_square, silu_product
-from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded
+from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm import fp8_activations
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight
 
 
-def scaled_linear_ref(
-    x: torch.Tensor | Rounded, weight: Weight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+def fp8_linear_ref(
+    x: torch.Tensor | FP8Activations,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias + residual for x [T, in], weight [out, in] with scales, bias [out], residual [T, out]. Of a
     rounded x in float32, rounded once."""
-    if isinstance(x, Rounded):
-        y = F.linear(x.wide(), weight.wide(torch.float32), None if bias is None else bias.float())
+    if isinstance(x, FP8Activations):
+        y = F.linear(x.dequantize(), weight.dequantize(torch.float32), None if bias is None else bias.float())
         return (y if residual is None else residual + y).to(x.dtype)
-    y = F.linear(x, weight.wide(x.dtype), bias)
+    y = F.linear(x, weight.dequantize(x.dtype), bias)
     return y if residual is None else residual + y
 
 
@@ -30,14 +34,14 @@ class _Unfused(Linear):
 
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
-        return silu_product(self(x, norm=norm))
+        return silu_and_mul(self(x, norm=norm))
 
     def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
-        return relu_square(self(x, norm=norm))
+        return relu_squared(self(x, norm=norm))
 
 
-class ScaledLinear(_Unfused):
+class FP8Linear(_Unfused):
     """A `Linear` whose weight is float8 with a scale for every 128 x 128 values."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
@@ -54,16 +58,16 @@ class ScaledLinear(_Unfused):
     ) -> torch.Tensor:
         """x [T, in] -> [T, out], in the memory of `out` if that is given."""
         x = x if norm is None else rms_norm(x, *norm)
-        taken = rounded(x) if dispatch.rounds(x) else x
+        taken = quantize_fp8(x) if fp8_activations.quantizes(x) else x
         if dispatch.runs_kernels(x):
-            from specbatch.kernels.gemm.fp8_linear_triton import scaled_linear
+            from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
 
-            return scaled_linear(taken, self._scaled, self.bias, residual, out)
-        y = scaled_linear_ref(taken, self._scaled, self.bias, residual)
+            return fp8_linear(taken, self._scaled, self.bias, residual, out)
+        y = fp8_linear_ref(taken, self._scaled, self.bias, residual)
         return y if out is None else out.copy_(y)
 
 
-class SideBySide(_Unfused):
+class ConcatLinear(_Unfused):
     """Products of the same x, their columns side by side, where weights of several types are to be one `Linear`."""
 
     def __init__(self, *parts: Linear) -> None:
@@ -88,4 +92,4 @@ class SideBySide(_Unfused):
 
 def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """The product with a weight as it is stored."""
-    return Linear(weight.values, bias) if weight.scales is None else ScaledLinear(weight, bias)
+    return Linear(weight.values, bias) if weight.scales is None else FP8Linear(weight, bias)

@@ -6,15 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.elementwise.fp8_quantize import Rounded
-from specbatch.kernels.gemm.gemm_mainloop import rounded_product, tile_product
-from specbatch.kernels.gemm.weight import SIDE, Weight
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
+from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8
+from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 _PROGRAMS = 132  # multiprocessors of an H200
 
 
-def scaled_linear(
-    x: torch.Tensor | Rounded,
+def fp8_linear(
+    x: torch.Tensor | FP8Activations,
     weight: Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -23,7 +23,7 @@ def scaled_linear(
     """`scaled_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart."""
     x_scales, dtype = None, x.dtype
-    if isinstance(x, Rounded):
+    if isinstance(x, FP8Activations):
         x, x_scales, _ = x
     (rows, k), n, values, scales = x.shape, weight.values.shape[0], weight.values, weight.scales
     assert scales is not None, "a weight without scales is for Linear"
@@ -38,21 +38,21 @@ def scaled_linear(
     if x_scales is not None:
         # Always the 64 that a warpgroup takes: fewer would be another instruction, which may add in another order, and
         # 128 are slower in most shapes.
-        block, inner, warps = 64, SIDE, 4
+        block, inner, warps = 64, SCALE_BLOCK, 4
         fills = triton.cdiv(rows, block) * triton.cdiv(n, 128) >= _PROGRAMS * 2 // 3
         columns, stages = (128, 4) if fills else (64, 6)
     elif block == 16:  # as wide as there is a tile for everybody; 24 KiB of weights in shared memory
         columns = next((width for width in (64, 32) if n >= width * _PROGRAMS), 16)
-        inner, warps, stages = SIDE, 4, 192 // columns
+        inner, warps, stages = SCALE_BLOCK, 4, 192 // columns
     else:
-        columns, inner, warps, stages = (64, SIDE, 4, 4) if block == 32 else (128, 64, block // 16, 4)
+        columns, inner, warps, stages = (64, SCALE_BLOCK, 4, 4) if block == 32 else (128, 64, block // 16, 4)
     if x.element_size() == 4:
         inner, stages = 32, 2
     tiles = triton.cdiv(rows, block), triton.cdiv(n, columns)
     _scaled_linear_kernel[(tiles[0] * tiles[1],)](
         x, x_scales, values, scales, bias, residual, y, rows, n, k, x.stride(0),
-        0 if residual is None else residual.stride(0), y.stride(0), ROUNDED=x_scales is not None,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SIDE=SIDE, EVEN_K=k % inner == 0,
+        0 if residual is None else residual.stride(0), y.stride(0), QUANTIZED=x_scales is not None,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % inner == 0,
         BM=block, BN=columns, BK=inner, PDL=x.is_cuda, num_warps=warps, num_stages=stages, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return y
@@ -61,7 +61,7 @@ def scaled_linear(
 @triton.jit(do_not_specialize=["M"])
 def _scaled_linear_kernel(
     x, x_scales, weight, scales, bias, residual, y, M, N, K, x_stride, residual_stride, y_stride,
-    ROUNDED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SIDE: tl.constexpr,
+    QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs that share rows of the weight are neighbours."""
@@ -75,15 +75,15 @@ def _scaled_linear_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     x_tile = x + row[:, None] * x_stride + ks[None, :]
     weight_tile = weight + outer.to(tl.int64)[None, :] * K + ks[:, None]
-    blocks_k = tl.cdiv(K, SIDE)
-    if ROUNDED:  # the columns of a tile share their scales
+    blocks_k = tl.cdiv(K, SCALE_BLOCK)
+    if QUANTIZED:  # the columns of a tile share their scales
         x_scale = x_scales + row[:, None] * blocks_k
-        scale = scales + tl.program_id(0) // blocks * BN // SIDE * blocks_k
-        total = rounded_product(x_tile, row < M, x_scale, weight_tile, scale, scale, K, EVEN_K, BM, BN, SIDE)
+        scale = scales + tl.program_id(0) // blocks * BN // SCALE_BLOCK * blocks_k
+        total = gemm_mainloop_fp8(x_tile, row < M, x_scale, weight_tile, scale, scale, K, EVEN_K, BM, BN, SCALE_BLOCK)
     else:
-        total = tile_product(
-            x_tile, row < M, weight_tile, scales + outer // SIDE * blocks_k,
-            K, True, SIDE, BM == 16, BM == 16, EVEN_K, BM, BN, BK, PDL,
+        total = gemm_mainloop(
+            x_tile, row < M, weight_tile, scales + outer // SCALE_BLOCK * blocks_k,
+            K, True, SCALE_BLOCK, BM == 16, BM == 16, EVEN_K, BM, BN, BK, PDL,
         )  # fmt: skip
     exists = (row < M)[:, None] & (column < N)[None, :]
     if HAS_BIAS:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.elementwise.activations import relu_square, silu_product
+from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 
 
@@ -58,11 +58,13 @@ class Linear:
     def _on_cuda(
         self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        from specbatch.kernels.gemm import skinny_gemm
+        from specbatch.kernels.gemm import skinny_gemm_triton
 
-        if skinny_gemm.is_skinny(len(x), self._weight):
+        if skinny_gemm_triton.is_skinny(len(x), self._weight):
             weight, eps = norm or (None, 0.0)
-            return skinny_gemm.skinny_linear(x, self._weight, self.bias, norm_weight=weight, eps=eps, residual=residual)
+            return skinny_gemm_triton.skinny_linear(
+                x, self._weight, self.bias, norm_weight=weight, eps=eps, residual=residual
+            )
         x = x if norm is None else rms_norm(x, *norm)
         if residual is not None and self.bias is None:
             return residual.addmm_(x, self._weight.t())  # free in the product's epilogue; out of place it copies first
@@ -74,22 +76,24 @@ class Linear:
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
         if dispatch.runs_kernels(x):
-            from specbatch.kernels.gemm import skinny_gemm
+            from specbatch.kernels.gemm import skinny_gemm_triton
 
-            if skinny_gemm.is_skinny(len(x), self._weight):
-                return skinny_gemm.skinny_gated(x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps)
-        return silu_product(self(x, norm=norm))
+            if skinny_gemm_triton.is_skinny(len(x), self._weight):
+                return skinny_gemm_triton.skinny_gated(
+                    x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps
+                )
+        return silu_and_mul(self(x, norm=norm))
 
     def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
         if dispatch.runs_kernels(x):
-            from specbatch.kernels.gemm import skinny_gemm
+            from specbatch.kernels.gemm import skinny_gemm_triton
 
-            if skinny_gemm.is_skinny(len(x), self._weight):
-                return skinny_gemm.skinny_linear(
+            if skinny_gemm_triton.is_skinny(len(x), self._weight):
+                return skinny_gemm_triton.skinny_linear(
                     x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps, squared=True
                 )
-        return relu_square(self(x, norm=norm))
+        return relu_squared(self(x, norm=norm))
 
 
 def is_blocked(dtype: torch.dtype, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-SIDE = 128  # of a block that shares a scale
+SCALE_BLOCK = 128  # of a block that shares a scale
 _PART = 1 << 24
 
 
@@ -25,16 +25,16 @@ class Weight:
         """One of a stack."""
         return Weight(self.values[expert], None if self.scales is None else self.scales[expert])
 
-    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight in this type: values * scales, rounded once."""
         if self.scales is None:
             return self.values.to(dtype)
         out, inner = self.values.shape[-2:]
-        scales = self.scales.float().repeat_interleave(SIDE, -2).repeat_interleave(SIDE, -1)
+        scales = self.scales.float().repeat_interleave(SCALE_BLOCK, -2).repeat_interleave(SCALE_BLOCK, -1)
         return (self.values.float() * scales[..., :out, :inner]).to(dtype)
 
 
-def below(weights: Sequence[Weight]) -> Weight | None:
+def concat_outputs(weights: Sequence[Weight]) -> Weight | None:
     """Weights [..., out, in] one below the other; None where they are of several types, or where only the last may be
     cut off within a block of scales and another one is."""
     if len(weights) == 1:
@@ -42,20 +42,20 @@ def below(weights: Sequence[Weight]) -> Weight | None:
     scales = [weight.scales for weight in weights if weight.scales is not None]
     if not scales:
         return Weight(_joined([weight.values for weight in weights], -2))
-    if len(scales) < len(weights) or any(weight.values.shape[-2] % SIDE for weight in weights[:-1]):
+    if len(scales) < len(weights) or any(weight.values.shape[-2] % SCALE_BLOCK for weight in weights[:-1]):
         return None
     return Weight(_joined([weight.values for weight in weights], -2), _joined(scales, -2))
 
 
-def halves(weight: Weight) -> tuple[Weight, Weight]:
+def split_input_columns(weight: Weight) -> tuple[Weight, Weight]:
     """The left and the right columns of a weight [out, in]; in / 2 is a multiple of 128 if there are scales."""
-    assert weight.scales is None or weight.values.shape[1] % (2 * SIDE) == 0, "a block of scales would be cut"
+    assert weight.scales is None or weight.values.shape[1] % (2 * SCALE_BLOCK) == 0, "a block of scales would be cut"
     values = [half.contiguous() for half in weight.values.chunk(2, 1)]
     scales = [None, None] if weight.scales is None else [half.contiguous() for half in weight.scales.chunk(2, 1)]
     return Weight(values[0], scales[0]), Weight(values[1], scales[1])
 
 
-def behind(first: Weight, second: Weight) -> Weight:
+def concat_experts(first: Weight, second: Weight) -> Weight:
     """Two stacks [E, out, in] of one type as one."""
     scales = [weight.scales for weight in (first, second) if weight.scales is not None]
     return Weight(_joined([first.values, second.values], 0), _joined(scales, 0) if scales else None)
@@ -70,13 +70,13 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(kind)
 
 
-def keeps_float8(device: torch.device) -> bool:
+def keeps_fp8(device: torch.device) -> bool:
     """Do weights stay float8 on this device? A CPU has no product with them: they are made wide once, at load, and not
     for each product, which would read and write four times what it multiplies."""
     return device.type == "cuda"
 
 
-def bits_of(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def byte_chunks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The bytes of float8 values, contiguous, uint8 in parts: what is needed on the way stays small beside the weights,
     and leaves no hole as large as they are in a GPU's memory."""
     import torch
@@ -85,8 +85,8 @@ def bits_of(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return parts
 
 
-def holds_nan(values: torch.Tensor) -> bool:
+def contains_nan(values: torch.Tensor) -> bool:
     """Of float8_e4m3fn, contiguous. Products make numbers of them without looking: whoever reads weights must."""
     import torch
 
-    return bool(torch.stack([((part & 127) == 127).any() for part in bits_of(values)]).any())
+    return bool(torch.stack([((part & 127) == 127).any() for part in byte_chunks(values)]).any())

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 
 from specbatch.errors import refuse
 from specbatch.kernels import dispatch
-from specbatch.kernels.elementwise.activations import silu_product_ref
-from specbatch.kernels.elementwise.fp8_quantize import rounded_ref
+from specbatch.kernels.elementwise.activations import silu_and_mul_ref
+from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm.fp8_linear import scaled_linear_ref
+from specbatch.kernels.gemm import fp8_activations
+from specbatch.kernels.gemm.fp8_linear import fp8_linear_ref
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import SIDE, Weight
+from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.moe.routing import Routing, route_ref
 
 Activation = Literal["swiglu", "relu2"]
@@ -28,24 +29,24 @@ def experts_ref(
     down: Weight,
     activation: Activation,
     *,
-    rounds: bool = False,
+    quantize: bool = False,
 ) -> torch.Tensor:
     """sum over j of weights[t, j] * down_e(activation(up_e(x[t]))) with e = experts[t, j].
 
     x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. up [E, 2 * I, H], the
     rows of the gate first, for swiglu (silu(gate) * up), [E, I, H] for relu2 (relu squared); down [E, H, I]. Summed in
-    float32 in the order of j -> [T, H], in the type of x. rounds: what is multiplied by a weight is rounded before, as
-    `rounded_ref` does it.
+    float32 in the order of j -> [T, H], in the type of x. quantize: activations are
+    quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
     """
 
     def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        return scaled_linear_ref(rounded_ref(x) if rounds else x, weight)
+        return fp8_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
 
     outputs = x.new_empty(*experts.shape, x.shape[1])
     for expert in experts.unique().tolist():
         token, place = (experts == expert).nonzero(as_tuple=True)
         h = product(x[token], up.of(expert))
-        h = silu_product_ref(h) if activation == "swiglu" else h.relu().square()
+        h = silu_and_mul_ref(h) if activation == "swiglu" else h.relu().square()
         outputs[token, place] = product(h, down.of(expert))
     return (weights[..., None] * outputs.float()).sum(1).to(x.dtype)
 
@@ -92,8 +93,8 @@ class Experts:
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
         self.rule, self.up, self.down, self.activation = rule, up, down, activation
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
-        is_whole = activation != "swiglu" or down.values.shape[2] % SIDE == 0
-        self._may_round = up.scales is not None and down.scales is not None and is_whole
+        is_whole = activation != "swiglu" or down.values.shape[2] % SCALE_BLOCK == 0
+        self._may_quantize = up.scales is not None and down.scales is not None and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.
         self._router = Linear(F.pad(router, (0, 0, 0, -rule.logits % 8)))
@@ -105,10 +106,10 @@ class Experts:
         x = x if norm is None else rms_norm(x, *norm)
         logits = self._router(x.to(self._router_dtype))[:, : self.rule.logits]
         up, down, activation = self.up, self.down, self.activation
-        rounds = self._may_round and dispatch.rounds(x)
+        quantize = self._may_quantize and fp8_activations.quantizes(x)
         if dispatch.runs_kernels(x):
             from specbatch.kernels.moe import experts_triton
 
-            return experts_triton.mixture(x, logits, self.rule, up, down, activation, residual, rounds=rounds)
-        y = experts_ref(x, *route_ref(logits, self.rule), up, down, activation, rounds=rounds)
+            return experts_triton.mixture(x, logits, self.rule, up, down, activation, residual, quantize=quantize)
+        y = experts_ref(x, *route_ref(logits, self.rule), up, down, activation, quantize=quantize)
         return y if residual is None else residual + y

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded
-from specbatch.kernels.gemm.gemm_mainloop import rounded_product, tile_product
-from specbatch.kernels.gemm.weight import SIDE, Weight
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
+from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8
+from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.moe.experts import Activation
 from specbatch.kernels.moe.routing import Routing
 from specbatch.kernels.moe.routing_triton import Plan, most_blocks, route
@@ -37,13 +37,13 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
-_ROUNDED_ROWS, _ROUNDED = 64, Tile(128, SIDE, 4, 4)  # for rounded x: the least a warpgroup takes; 128 are slower
+_FP8_ROWS, _FP8_TILE = 64, Tile(128, SCALE_BLOCK, 4, 4)  # for rounded x: the least a warpgroup takes; 128 are slower
 
 
-def rows_for(tokens: int, rule: Routing, *, rounds: bool = False) -> int:
+def rows_for(tokens: int, rule: Routing, *, quantize: bool = False) -> int:
     """Rows of a block: as many as an expert gets of so many tokens, or a little more."""
-    if rounds:
-        return _ROUNDED_ROWS
+    if quantize:
+        return _FP8_ROWS
     mean = tokens * rule.top_k / rule.experts
     return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
 
@@ -53,7 +53,7 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
     if item == 4:
         return Tile(32, 32, 4, 2)
     if item == 1:
-        return _ROUNDED
+        return _FP8_TILE
     return _TILES[rows][weight.scales is not None]
 
 
@@ -66,19 +66,19 @@ def mixture(
     activation: Activation,
     residual: torch.Tensor | None = None,
     *,
-    rounds: bool = False,
+    quantize: bool = False,
 ) -> torch.Tensor:
     """residual + `experts_ref` of x [T, H] and the routing of logits [T, rule.logits]; residual [T, H] or None."""
-    rows = rows_for(len(x), rule, rounds=rounds)
+    rows = rows_for(len(x), rule, quantize=quantize)
     weights, _, plan = route(logits, rule, rows)
-    h: torch.Tensor | Rounded = grouped(rounded(x) if rounds else x, up, plan, rule, rows, activation)
-    if rounds and isinstance(h, torch.Tensor):
-        h = rounded(h)  # in its place: the second product needs its memory
+    h: torch.Tensor | FP8Activations = grouped(quantize_fp8(x) if quantize else x, up, plan, rule, rows, activation)
+    if quantize and isinstance(h, torch.Tensor):
+        h = quantize_fp8(h)  # in its place: the second product needs its memory
     return weighted_sum(grouped(h, down, plan, rule, rows), weights, residual)
 
 
 def grouped(
-    x: torch.Tensor | Rounded,
+    x: torch.Tensor | FP8Activations,
     weight: Weight,
     plan: Plan,
     rule: Routing,
@@ -92,7 +92,7 @@ def grouped(
     without (the second). weight [E, N, K] contiguous -> [pairs, N], or [pairs, N / 2] where swiglu.
     """
     x_scales, dtype = None, x.dtype
-    if isinstance(x, Rounded):
+    if isinstance(x, FP8Activations):
         x, x_scales, _ = x
     tokens = len(plan.order) // rule.width
     values, scales, gated = weight.values, weight.scales, activation == "swiglu"
@@ -102,19 +102,19 @@ def grouped(
     assert values.is_contiguous(), "the weight must be contiguous"
     assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
-    assert scales is None or SIDE % tile.k == 0, f"steps of {tile.k} columns cross the {SIDE} of a scale"
+    assert scales is None or SCALE_BLOCK % tile.k == 0, f"steps of {tile.k} columns cross the {SCALE_BLOCK} of a scale"
     if x_scales is not None:
-        assert tile.k == SIDE, f"steps are of the {SIDE} columns that share a scale, not {tile.k}"
+        assert tile.k == SCALE_BLOCK, f"steps are of the {SCALE_BLOCK} columns that share a scale, not {tile.k}"
         width = tile.n // 2 if gated else tile.n
-        assert SIDE % width == 0, f"tiles of {width} columns cross the {SIDE} of a scale"
-        assert not gated or n % SIDE == 0, f"a scale of gate and up, {n} rows each, would be that of both"
+        assert SCALE_BLOCK % width == 0, f"tiles of {width} columns cross the {SCALE_BLOCK} of a scale"
+        assert not gated or n % SCALE_BLOCK == 0, f"a scale of gate and up, {n} rows each, would be that of both"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
     _grouped_kernel[(grid,)](
-        x, x_scales, values, scales, *plan, y, n, k, x.stride(0), ROUNDED=x_scales is not None,
+        x, x_scales, values, scales, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, SQUARED=activation == "relu2",
-        SCALED=scales is not None, SIDE=SIDE, ONCE=tokens <= rows, EARLY=activation is None and rows == 16,
-        EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, PDL=x.is_cuda,
+        SCALED=scales is not None, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
+        EARLY=activation is None and rows == 16, EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, PDL=x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return y
@@ -122,8 +122,8 @@ def grouped(
 
 @triton.jit
 def _grouped_kernel(
-    x, x_scales, weight, scales, order, blocks, used, y, N, K, x_stride, ROUNDED: tl.constexpr,
-    SHARE: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr, SIDE: tl.constexpr,
+    x, x_scales, weight, scales, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
+    SHARE: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
@@ -152,17 +152,21 @@ def _grouped_kernel(
     weight_tile = weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None]
     scale_row = scales
     if SCALED:
-        scale_row += (expert * tl.cdiv(OUTER, SIDE) + inner // SIDE) * tl.cdiv(K, SIDE)
-    if ROUNDED:
-        x_scale = x_scales + (pair // SHARE)[:, None] * tl.cdiv(K, SIDE)
-        even_scale = scales + (expert * tl.cdiv(OUTER, SIDE) + tile * TO // SIDE) * tl.cdiv(K, SIDE)
+        scale_row += (expert * tl.cdiv(OUTER, SCALE_BLOCK) + inner // SCALE_BLOCK) * tl.cdiv(K, SCALE_BLOCK)
+    if QUANTIZED:
+        x_scale = x_scales + (pair // SHARE)[:, None] * tl.cdiv(K, SCALE_BLOCK)
+        even_scale = scales + (expert * tl.cdiv(OUTER, SCALE_BLOCK) + tile * TO // SCALE_BLOCK) * tl.cdiv(
+            K, SCALE_BLOCK
+        )
         odd_scale = even_scale
         if GATED:
-            odd_scale += N // SIDE * tl.cdiv(K, SIDE)
-        total = rounded_product(x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K, BM, BN, SIDE)
+            odd_scale += N // SCALE_BLOCK * tl.cdiv(K, SCALE_BLOCK)
+        total = gemm_mainloop_fp8(
+            x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K, BM, BN, SCALE_BLOCK
+        )
     else:
-        total = tile_product(
-            x_tile, exists, weight_tile, scale_row, K, SCALED, SIDE, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
+        total = gemm_mainloop(
+            x_tile, exists, weight_tile, scale_row, K, SCALED, SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
         )
     if GATED:
         gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))

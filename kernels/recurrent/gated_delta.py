@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.attention.ragged_batch import Spans
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 CHUNK = 64  # rows of a prompt that are computed together
 EXACT_CHUNK = 16  # of float32 in kernels: exact products take many registers
@@ -75,7 +75,7 @@ def delta_prefill_ref(
     a: torch.Tensor,
     heads: DeltaHeads,
     state: torch.Tensor,
-    spans: Spans,
+    spans: RaggedBatch,
 ) -> torch.Tensor:
     """qkv [T, 2 keys * key_dim + values * value_dim] of `spans`, convolved; z [T, values * value_dim]; b, a [T, values]
     -> [T, values * value_dim], what the output projection reads.
@@ -104,23 +104,23 @@ def delta_verify_ref(
     heads: DeltaHeads,
     state: torch.Tensor,
     pending: Pending,
-    fold: Fold,
+    replay: StateReplay,
 ) -> torch.Tensor:
     """`delta_prefill_ref` for B * N rows of a verify, behind the kept rows of the last one.
 
     state takes those in; pending, of M >= N rows, then holds the rows of this verify. Device row 0 is left alone.
     """
-    batch, rows = len(fold.rows), fold.rows[:, None]
+    batch, rows = len(replay.rows), replay.rows[:, None]
     q, k, v, g, beta = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in _split(qkv, b, a, heads))
     count = q.shape[2]
-    order, there = fold.order(pending.k.shape[1])
+    order, there = replay.replayed_rows(pending.k.shape[1])
     order = order.where(there, 0)
     old = (item[rows, order].float() for item in pending)
     old_k, old_u, old_g = (x.where(there.view(*there.shape, *[1] * (x.ndim - 2)), 0).transpose(1, 2) for x in old)
-    s = _behind(state[fold.rows].float(), old_k.repeat_interleave(heads.values // heads.keys, 1), old_u, old_g)
-    o, u = _together(q, k, v, g, beta, s, fold.sees(count)[:, None])
-    real = fold.rows != 0
-    kept = fold.rows[real]
+    s = _behind(state[replay.rows].float(), old_k.repeat_interleave(heads.values // heads.keys, 1), old_u, old_g)
+    o, u = _together(q, k, v, g, beta, s, replay.sees(count)[:, None])
+    real = replay.rows != 0
+    kept = replay.rows[real]
     state[kept] = s[real].to(state.dtype)
     for item, new in zip(pending, (k[:, :: heads.values // heads.keys], u, g), strict=True):
         item[kept, :count] = new[real].transpose(1, 2).to(item.dtype)
@@ -182,7 +182,7 @@ def delta_prefill(
     a: torch.Tensor,
     heads: DeltaHeads,
     state: torch.Tensor,
-    spans: Spans,
+    spans: RaggedBatch,
 ) -> torch.Tensor:
     """`delta_prefill_ref`, in three kernels on a CUDA device."""
     if dispatch.runs_kernels(qkv):
@@ -200,11 +200,11 @@ def delta_verify(
     heads: DeltaHeads,
     state: torch.Tensor,
     pending: Pending,
-    fold: Fold,
+    replay: StateReplay,
 ) -> torch.Tensor:
     """`delta_verify_ref`, in two kernels on a CUDA device."""
     if dispatch.runs_kernels(qkv):
         from specbatch.kernels.recurrent import gated_delta_triton
 
-        return gated_delta_triton.delta_verify(qkv, z, b, a, heads, state, pending, fold)
-    return delta_verify_ref(qkv, z, b, a, heads, state, pending, fold)
+        return gated_delta_triton.delta_verify(qkv, z, b, a, heads, state, pending, replay)
+    return delta_verify_ref(qkv, z, b, a, heads, state, pending, replay)

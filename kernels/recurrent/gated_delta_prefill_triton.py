@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.recurrent.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
 
@@ -24,7 +24,7 @@ def delta_prefill(
     a: torch.Tensor,
     heads: DeltaHeads,
     state: torch.Tensor,
-    spans: Spans,
+    spans: RaggedBatch,
     chunk: int | None = None,
 ) -> torch.Tensor:
     """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from specbatch.kernels.dispatch import pdl
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _PROGRAM = 2048  # elements of a program of the norm
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
@@ -35,39 +35,39 @@ def delta_verify(
     heads: DeltaHeads,
     state: torch.Tensor,
     pending: Pending,
-    fold: Fold,
+    replay: StateReplay,
 ) -> torch.Tensor:
     """`delta_verify_ref`.
 
     The kernel launched directly in front must write neither the tensors of `fold` nor state and pending: they are read
     before it has ended. What any earlier kernel wrote is safe.
     """
-    batch, held = len(fold.rows), pending.k.shape[1]
+    batch, held = len(replay.rows), pending.k.shape[1]
     rows = len(qkv) // batch
     columns = 32 if batch * heads.values * triton.cdiv(heads.value_dim, 32) >= _FEW else 16
     columns = min(columns, max(16, triton.next_power_of_2(heads.value_dim)))
     o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
     block, sizes = max(16, triton.next_power_of_2(rows)), sizes_of(heads, qkv)
-    is_chain = fold.kept is None and fold.ancestors is None and max(rows, held) <= _CHAIN
+    is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
     if is_chain and (rows == 1 or columns == 32):  # a few programs wait for one row after the other
         _chain[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
-            qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.folded, o,
+            qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts, o,
             qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
             KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=sizes["BLOCK_K"],
             N=rows, HELD=held, COLUMNS=columns, num_warps=1, **pdl(qkv),
         )  # fmt: skip
-        return normalise(o, qkv, z, a, heads, pending, fold)
+        return normalise(o, qkv, z, a, heads, pending, replay)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
     _verify[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
-        qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, fold.rows, fold.folded, fold.kept, fold.ancestors, o,
-        qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
-        0 if fold.kept is None else fold.kept.stride(0),
+        qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts, replay.path,
+        replay.ancestors, o, qkv.stride(0), b.stride(0), a.stride(0), state.stride(0),
+        *(item.stride(0) for item in pending), 0 if replay.path is None else replay.path.stride(0),
         N=rows, ROWS=block, HELD=max(16, triton.next_power_of_2(held)), LEVELS=(rows - 1).bit_length(),
         COLUMNS=columns, num_warps=4 if block <= 32 else 8, **pdl(qkv),
         maxnreg=128 if full else None,  # four programs on a processor: the memory waits for none of them
         **sizes,
     )  # fmt: skip
-    return normalise(o, qkv, z, a, heads, pending, fold)
+    return normalise(o, qkv, z, a, heads, pending, replay)
 
 
 def normalise(
@@ -77,16 +77,16 @@ def normalise(
     a: torch.Tensor,
     heads: DeltaHeads,
     pending: Pending | None = None,
-    fold: Fold | None = None,
+    replay: StateReplay | None = None,
 ) -> torch.Tensor:
     """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept."""
     sizes = sizes_of(heads, qkv)
     lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // triton.next_power_of_2(heads.value_dim))
     k, g = (pending.k, pending.g) if pending is not None else (None, None)
     _norm[(triton.cdiv(lines, tile),)](
-        o, qkv, z, a, heads.a_log, heads.dt_bias, heads.norm, None if fold is None else fold.rows, k, g,
+        o, qkv, z, a, heads.a_log, heads.dt_bias, heads.norm, None if replay is None else replay.rows, k, g,
         qkv.stride(0), z.stride(0), a.stride(0), 0 if k is None else k.stride(0), 0 if g is None else g.stride(0),
-        lines, 1 if fold is None else len(qkv) // len(fold.rows), heads.eps,
+        lines, 1 if replay is None else len(qkv) // len(replay.rows), heads.eps,
         TILE=tile, num_warps=4, **pdl(qkv), **sizes,
     )  # fmt: skip
     return o.flatten(1)

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _CHUNK = 64  # tokens; any number is right
 
@@ -116,7 +116,7 @@ def _outputs(
 
 
 def ssd_prefill_ref(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: Spans
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: RaggedBatch
 ) -> torch.Tensor:
     """xbc [T, columns], dt [T, count] and z [T, count * dim] of ragged spans -> [T, count * dim].
 
@@ -142,27 +142,27 @@ def ssd_prefill_ref(
 
 
 def ssd_verify_ref(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, fold: Fold
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, replay: StateReplay
 ) -> torch.Tensor:
     """xbc [B * N, columns], dt [B * N, count] and z [B * N, count * dim] of N rows a sequence -> [B * N, count * dim].
 
     What was kept of the last verify goes into the state first; these rows are then pending.
     """
     decay, d = _grouped(heads)
-    count, wide = len(fold.rows), (heads.columns[0], heads.columns[1], heads.count)
-    order, kept = fold.order(memory.pending.shape[1])
+    count, wide = len(replay.rows), (heads.columns[0], heads.columns[1], heads.count)
+    order, kept = replay.replayed_rows(memory.pending.shape[1])
     # What is not kept may be anything, NaN too; a step of 0 leaves the state as it is.
-    past = memory.pending[fold.rows[:, None], order.where(kept, 0)].where(kept[..., None], 0)
+    past = memory.pending[replay.rows[:, None], order.where(kept, 0)].where(kept[..., None], 0)
     tokens = _tokens(heads, *past.split(wide, 2))
     tokens = tokens._replace(dt=tokens.dt.where(kept[..., None, None], 0))
-    state = _advance(memory.state[fold.rows].float().unflatten(1, decay.shape), tokens, decay)
-    memory.state[fold.rows] = state.flatten(1, 2).to(memory.state.dtype)
+    state = _advance(memory.state[replay.rows].float().unflatten(1, decay.shape), tokens, decay)
+    memory.state[replay.rows] = state.flatten(1, 2).to(memory.state.dtype)
 
     x, b, c, dt = (part.unflatten(0, (count, -1)) for part in (*xbc.split(heads.columns, 1), dt))
     rows = x.shape[1]
     there = c.float().unflatten(2, (heads.groups, heads.state))
-    y = _outputs(state, _tokens(heads, x, b, dt), there, fold.sees(rows), decay, d)
-    memory.pending[fold.rows, :rows] = torch.cat([x, b, dt], 2)
+    y = _outputs(state, _tokens(heads, x, b, dt), there, replay.sees(rows), decay, d)
+    memory.pending[replay.rows, :rows] = torch.cat([x, b, dt], 2)
     return gated_group_norm_ref(y.flatten(2).flatten(0, 1).to(z.dtype), z, *heads.norm, heads.groups)
 
 
@@ -172,7 +172,7 @@ def _grouped(heads: SsdHeads) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ssd_prefill(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: Spans
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: RaggedBatch
 ) -> torch.Tensor:
     """`ssd_prefill_ref`, in two kernels on a CUDA device. xbc, dt and z may be columns of wider rows."""
     if dispatch.runs_kernels(xbc):
@@ -183,11 +183,11 @@ def ssd_prefill(
 
 
 def ssd_verify(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, fold: Fold
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, replay: StateReplay
 ) -> torch.Tensor:
     """`ssd_verify_ref`, in two kernels on a CUDA device. xbc, dt and z may be columns of wider rows."""
     if dispatch.runs_kernels(xbc):
         from specbatch.kernels.recurrent import mamba2_triton
 
-        return mamba2_triton.ssd_verify(xbc, dt, z, heads, memory, fold)
-    return ssd_verify_ref(xbc, dt, z, heads, memory, fold)
+        return mamba2_triton.ssd_verify(xbc, dt, z, heads, memory, replay)
+    return ssd_verify_ref(xbc, dt, z, heads, memory, replay)

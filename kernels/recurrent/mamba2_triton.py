@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.dispatch import pdl
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 CHUNK = 64  # tokens of a prompt at a time
 _CHAIN = 4  # rows of a chain, and kept ones, that go one by one
@@ -26,7 +26,7 @@ _CHAIN_ROWS = 8  # of a state, in a program of such a verify
 
 
 def ssd_prefill(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: Spans
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: RaggedBatch
 ) -> torch.Tensor:
     """`ssd_prefill_ref`."""
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
@@ -44,36 +44,36 @@ def ssd_prefill(
 
 
 def ssd_verify(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, fold: Fold
+    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, replay: StateReplay
 ) -> torch.Tensor:
     """`ssd_verify_ref`.
 
-    The memory, fold.rows, fold.folded, fold.kept are read before the kernel launched directly in front has ended: that
-    one, as a rule the convolution, must not write them.
+    The memory, replay.rows, replay.counts and replay.path are read before the previous kernel has ended: that kernel,
+    as a rule the convolution, must not write them.
     """
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     state, pending = memory
-    n, most = len(xbc) // len(fold.rows), pending.shape[1]
+    n, most = len(xbc) // len(replay.rows), pending.shape[1]
     old, new = _padded(most), _padded(n)
-    if fold.kept is None and fold.ancestors is None and max(n, most) <= _CHAIN:
-        _chain[(triton.cdiv(heads.dim, _CHAIN_ROWS) * heads.count, len(fold.rows))](
-            xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, fold.rows, fold.folded,
+    if replay.path is None and replay.ancestors is None and max(n, most) <= _CHAIN:
+        _chain[(triton.cdiv(heads.dim, _CHAIN_ROWS) * heads.count, len(replay.rows))](
+            xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, replay.rows, replay.counts,
             xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
             HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, HELD=most, N=n,
             ROWS=_CHAIN_ROWS, BLOCK_S=_padded(heads.state), num_warps=1, **pdl(xbc),
         )  # fmt: skip
-        return finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
+        return finish_rows(y, z, heads, (xbc, dt, pending, replay.rows, n))
     rows, warps = _tile(xbc.dtype == torch.float32, max(old, new) > 16)
-    _verify[(triton.cdiv(heads.dim, rows) * heads.count, len(fold.rows))](
+    _verify[(triton.cdiv(heads.dim, rows) * heads.count, len(replay.rows))](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias,
-        fold.rows, fold.folded, fold.kept, fold.ancestors,
+        replay.rows, replay.counts, replay.path, replay.ancestors,
         n, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
-        fold.kept.stride(0) if fold.kept is not None else 0,
+        replay.path.stride(0) if replay.path is not None else 0,
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, MOST=most,
         ROWS=rows, BLOCK_S=_padded(heads.state), OLD=old, NEW=new,
         num_warps=warps, **pdl(xbc),
     )  # fmt: skip
-    return finish_rows(y, z, heads, (xbc, dt, pending, fold.rows, n))
+    return finish_rows(y, z, heads, (xbc, dt, pending, replay.rows, n))
 
 
 def finish_rows(

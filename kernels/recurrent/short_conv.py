@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.attention.ragged_batch import Spans
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 MOST_TAPS = 17  # K; the first tile of a prompt pass, of 16 tokens, is the only one that looks into a window
 
@@ -25,7 +25,7 @@ def conv_prefill_ref(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: torch.Tensor,
-    spans: Spans,
+    spans: RaggedBatch,
     *,
     activation: bool,
     before: torch.Tensor | None = None,
@@ -54,7 +54,7 @@ def conv_verify_ref(
     bias: torch.Tensor | None,
     window: torch.Tensor,
     pending: torch.Tensor,
-    fold: Fold,
+    replay: StateReplay,
     *,
     activation: bool,
     before: torch.Tensor | None = None,
@@ -63,35 +63,35 @@ def conv_verify_ref(
     """x [B * N, C] -> [B * N, C], behind the kept inputs of the last verify.
 
     window [R, K - 1, C] takes those in; pending [R, M, C], N <= M: inputs of a row's last verify, of which
-    `fold.folded` are kept, then those of this one. Device row 0 is left alone.
+    `replay.counts` are kept, then those of this one. Device row 0 is left alone.
     """
-    taps, batch, device = weight.shape[1], len(fold.rows), x.device
+    taps, batch, device = weight.shape[1], len(replay.rows), x.device
     u = (x if before is None else before * x).unflatten(0, (batch, -1))
     count = u.shape[1]
-    order, there = fold.order(pending.shape[1])
-    late = pending[fold.rows[:, None], order.where(there, 0)]
-    history = torch.cat([window[fold.rows], late.to(window.dtype)], 1)
+    order, there = replay.replayed_rows(pending.shape[1])
+    late = pending[replay.rows[:, None], order.where(there, 0)]
+    history = torch.cat([window[replay.rows], late.to(window.dtype)], 1)
     # The window ends behind the last kept row.
     places = there.sum(1, keepdim=True) + torch.arange(taps - 1, device=device)
     recent = history.gather(1, places[..., None].expand(-1, -1, x.shape[1]))
     inputs = torch.cat([recent.float(), u.float()], 1)
     sequence = torch.arange(batch, device=device)[:, None, None]
-    sums = (inputs[sequence, _lineage(fold, count, taps)] * weight.T.float()).sum(2)
-    real = fold.rows != 0
-    window[fold.rows[real]] = recent[real]
-    pending[fold.rows[real], :count] = u[real].to(pending.dtype)
+    sums = (inputs[sequence, _lineage(replay, count, taps)] * weight.T.float()).sum(2)
+    real = replay.rows != 0
+    window[replay.rows[real]] = recent[real]
+    pending[replay.rows[real], :count] = u[real].to(pending.dtype)
     y = _finish(sums, bias, activation).flatten(0, 1).to(x.dtype)
     return y if after is None else after * y
 
 
-def _lineage(fold: Fold, rows: int, taps: int) -> torch.Tensor:
+def _lineage(replay: StateReplay, rows: int, taps: int) -> torch.Tensor:
     """int64 [B, rows, taps]: the inputs of each row, oldest first, among the window's (0..taps - 2) and the rows'."""
-    node = torch.arange(rows, device=fold.rows.device)
+    node = torch.arange(rows, device=replay.rows.device)
     # A row's ancestors, nearest first, each as its place behind the window.
-    nearest = torch.where(fold.sees(rows), node + taps - 1, -1).sort(-1, descending=True).values
+    nearest = torch.where(replay.sees(rows), node + taps - 1, -1).sort(-1, descending=True).values
     nearest = F.pad(nearest, (0, taps), value=-1)[..., :taps]
     back = torch.arange(taps, device=node.device)
-    beyond = taps - 1 - (back - fold.depths(rows)[..., None])
+    beyond = taps - 1 - (back - replay.depths(rows)[..., None])
     return torch.where(nearest >= 0, nearest, beyond).flip(-1)
 
 
@@ -105,7 +105,7 @@ def conv_prefill(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: torch.Tensor,
-    spans: Spans,
+    spans: RaggedBatch,
     *,
     activation: bool,
     before: torch.Tensor | None = None,
@@ -126,7 +126,7 @@ def conv_verify(
     bias: torch.Tensor | None,
     window: torch.Tensor,
     pending: torch.Tensor,
-    fold: Fold,
+    replay: StateReplay,
     *,
     activation: bool,
     before: torch.Tensor | None = None,
@@ -138,4 +138,4 @@ def conv_verify(
         from specbatch.kernels.recurrent import short_conv_triton
 
         run = short_conv_triton.conv_verify
-    return run(x, weight, bias, window, pending, fold, activation=activation, before=before, after=after)
+    return run(x, weight, bias, window, pending, replay, activation=activation, before=before, after=after)

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.recurrent.short_conv import MOST_TAPS
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _CHANNELS = 128  # of a program of a prompt pass
 _TOKENS = MOST_TAPS - 1  # and its rows; as many as a window may have
@@ -21,7 +21,7 @@ def conv_prefill(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: torch.Tensor,
-    spans: Spans,
+    spans: RaggedBatch,
     *,
     activation: bool,
     before: torch.Tensor | None = None,
@@ -44,19 +44,19 @@ def conv_verify(
     bias: torch.Tensor | None,
     window: torch.Tensor,
     pending: torch.Tensor,
-    fold: Fold,
+    replay: StateReplay,
     *,
     activation: bool,
     before: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`conv_verify_ref`. The kernel launched directly in front must not write the tensors of `fold`."""
-    y, rows = x.new_empty(x.shape), len(x) // len(fold.rows)
+    y, rows = x.new_empty(x.shape), len(x) // len(replay.rows)
     block = triton.next_power_of_2(rows)
     channels = min(256, max(32, _PROGRAM // block))
-    _verify[(triton.cdiv(x.shape[1], channels), len(fold.rows))](
-        x, before, after, weight, bias, window, pending, fold.rows, fold.folded, fold.kept, fold.ancestors, y,
-        x.stride(0), _stride(before), _stride(after), window.stride(0), pending.stride(0), _stride(fold.kept),
+    _verify[(triton.cdiv(x.shape[1], channels), len(replay.rows))](
+        x, before, after, weight, bias, window, pending, replay.rows, replay.counts, replay.path, replay.ancestors, y,
+        x.stride(0), _stride(before), _stride(after), window.stride(0), pending.stride(0), _stride(replay.path),
         x.shape[1], N=rows, ROWS=block, TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1),
         SILU=activation, CHANNELS=channels, num_warps=4, PDL=x.is_cuda, launch_pdl=x.is_cuda,
     )  # fmt: skip

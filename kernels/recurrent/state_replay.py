@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.kernels.sampling.tree import depths_of
+from specbatch.kernels.sampling.tree_verify import tree_depths
 
 
-class Fold(NamedTuple):
+class StateReplay(NamedTuple):
     """A verify of N rows for each of the sequences on device rows `rows` int64 [B], and what of the one before is kept.
 
     folded int64 [R]: tokens of each device row's last verify that are folded in by this one, 0 behind a prompt; kept
@@ -25,15 +25,15 @@ class Fold(NamedTuple):
     """
 
     rows: torch.Tensor
-    folded: torch.Tensor
-    kept: torch.Tensor | None = None
+    counts: torch.Tensor
+    path: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
 
-    def order(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def replayed_rows(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the last verify to be folded in, int64 [B, most], and which of them count, bool [B, most]."""
         places = torch.arange(most, device=self.rows.device)
-        order = places.expand(len(self.rows), most) if self.kept is None else self.kept[self.rows, :most]
-        return order, places < self.folded[self.rows][:, None]
+        order = places.expand(len(self.rows), most) if self.path is None else self.path[self.rows, :most]
+        return order, places < self.counts[self.rows][:, None]
 
     def sees(self, rows: int) -> torch.Tensor:
         """bool [B, N, N]: does row i come after row j, or is it j?"""
@@ -46,4 +46,4 @@ class Fold(NamedTuple):
         """int64 [B, N]: tokens between the root and each row, 0 for the root."""
         if self.ancestors is None:
             return torch.arange(rows, device=self.rows.device).expand(len(self.rows), rows)
-        return depths_of(self.ancestors)
+        return tree_depths(self.ancestors)

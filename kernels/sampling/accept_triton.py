@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_of
+from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_parameters
 
 _BLOCK = 2048  # logits that one program looks at together
 _PROGRAMS = 2048  # enough to fill a large device
@@ -69,11 +69,11 @@ def _argmax_kernel(
 
 
 @triton.jit
-def chosen_of(partials, sound, sequence, place, chunks, N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+def load_chosen(partials, finite, sequence, place, chunks, N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
     """What was chosen behind each of a sequence's rows, and whether all of its logits are finite.
 
     partials: int64 [B * N, chunks] of _argmax_kernel, or where BLOCK_CHUNKS is 0 the chosen tokens int64 [B, N], with
-    sound bool [B, N], which is not looked at otherwise.
+    finite bool [B, N], which is not looked at otherwise.
     """
     if BLOCK_CHUNKS:
         chunk = tl.arange(0, BLOCK_CHUNKS)
@@ -81,18 +81,18 @@ def chosen_of(partials, sound, sequence, place, chunks, N: tl.constexpr, BLOCK_C
         at = (sequence * N + place)[:, None] * chunks + chunk[None, :]
         best = tl.max(tl.load(partials + at, inside, other=-(1 << 63)), 1)
         x, chosen = unpack(best)
-        finite = (tl.abs(x) < float("inf")) | (place >= N)
-        is_sound = tl.min(finite.to(tl.int64), 0)
+        row_finite = (tl.abs(x) < float("inf")) | (place >= N)
+        is_finite = tl.min(row_finite.to(tl.int64), 0)
     else:
         chosen = tl.load(partials + sequence * N + place, place < N, other=0)
-        is_sound = tl.min(tl.load(sound + sequence * N + place, place < N, other=1).to(tl.int64), 0)
-    return chosen, is_sound
+        is_finite = tl.min(tl.load(finite + sequence * N + place, place < N, other=1).to(tl.int64), 0)
+    return chosen, is_finite
 
 
 @triton.jit
 def _commit_kernel(
-    partials,  # of chosen_of
-    sound,
+    partials,  # of load_chosen
+    finite,
     drafts,
     drafted,
     accepted,
@@ -107,7 +107,7 @@ def _commit_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     GIVEN: tl.constexpr,  # `accepted` is an input
-    WHOLE: tl.constexpr,  # of simulation_of
+    WHOLE: tl.constexpr,  # of simulation_parameters
     MORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -116,7 +116,7 @@ def _commit_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_N)
-    chosen, is_sound = chosen_of(partials, sound, sequence, place, chunks, N, BLOCK_CHUNKS)
+    chosen, is_finite = load_chosen(partials, finite, sequence, place, chunks, N, BLOCK_CHUNKS)
     row = tl.load(rows + sequence)
     length = tl.load(lengths + row)
     limit = tl.load(drafted + sequence)
@@ -136,7 +136,7 @@ def _commit_kernel(
     tl.store(packed + place, chosen, place < N)
     tl.store(packed + N, count)
     tl.store(packed + N + 1, limit)
-    tl.store(packed + N + 2, is_sound)
+    tl.store(packed + N + 2, is_finite)
 
 
 def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
@@ -185,8 +185,8 @@ def greedy_accept(
     logits [B * N, V] contiguous, of [root, d_1 .. d_{N-1}]; drafts int64 [B, N-1], of which drafted int64 [B] count.
     Writes the N chosen tokens of each sequence behind its root, tokens[row, length + 1 ...] with rows int64 [B],
     tokens int64 [R, W] and lengths int64 [R], and adds accepted + 1 to its length. Row 0 is for padding: its length
-    stays as it is. simulate: mean accept length; then the coins of seeds int64 [B] stand in for the comparison.
-    Returns int64 [B, N + 3]: tokens, then accepted, drafted and sound (1 if every chosen logit is finite).
+    stays as it is. simulate: mean accept length; then the uniforms of seeds int64 [B] stand in for the comparison.
+    Returns int64 [B, N + 3]: tokens, then accepted, drafted and finite (1 if every chosen logit is finite).
     """
     return _commit(argmax_partials(logits), None, drafts, drafted, tokens, lengths, rows, None, simulate, seeds)
 
@@ -195,7 +195,7 @@ def commit(
     chosen: torch.Tensor,
     drafts: torch.Tensor,
     drafted: torch.Tensor,
-    sound: torch.Tensor,
+    finite: torch.Tensor,
     tokens: torch.Tensor,
     lengths: torch.Tensor,
     rows: torch.Tensor,
@@ -204,16 +204,16 @@ def commit(
     simulate: float | None = None,
     seeds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same for tokens chosen already, int64 [B, N], from logits that are sound bool [B, N].
+    """The same for tokens chosen already, int64 [B, N], from logits that are finite bool [B, N].
 
     accepted int64 [B]: how many drafts stay, where a rule other than "equal to what was chosen" has said so.
     """
-    return _commit(chosen, sound, drafts, drafted, tokens, lengths, rows, accepted, simulate, seeds)
+    return _commit(chosen, finite, drafts, drafted, tokens, lengths, rows, accepted, simulate, seeds)
 
 
 def _commit(
     partials: torch.Tensor,
-    sound: torch.Tensor | None,
+    finite: torch.Tensor | None,
     drafts: torch.Tensor,
     drafted: torch.Tensor,
     tokens: torch.Tensor,
@@ -225,12 +225,12 @@ def _commit(
 ) -> torch.Tensor:
     batch, n = len(rows), drafts.shape[1] + 1
     assert simulate is None or seeds is not None, "a simulation needs seeds"
-    chunks = partials.shape[1] if sound is None else 0
-    whole, more = simulation_of(simulate)
+    chunks = partials.shape[1] if finite is None else 0
+    whole, more = simulation_parameters(simulate)
     packed = torch.empty(batch, n + 3, dtype=torch.int64, device=rows.device)
     _commit_kernel[(batch,)](
         partials,
-        partials if sound is None else sound,
+        partials if finite is None else finite,
         drafts,
         drafted,
         drafted if accepted is None else accepted,
@@ -295,7 +295,7 @@ def _stage_kernel(
     tl.store(starts + sequence, length)
 
 
-def stage(
+def verify_inputs(
     tokens: torch.Tensor,
     lengths: torch.Tensor,
     rows: torch.Tensor,

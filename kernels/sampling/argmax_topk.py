@@ -8,18 +8,18 @@ import torch.nn.functional as F
 from specbatch.kernels import dispatch
 
 
-def likeliest_ref(logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+def argmax_ref(logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
     """The likeliest token of each row of logits [..., V]: int64 [...]. ids int64 [V]: the token that each column stands
     for, None if they are the same."""
     tokens = logits.argmax(-1)
     return tokens if ids is None else ids[tokens]
 
 
-def top_children_ref(
+def topk_logprobs_ref(
     logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest tokens behind logits [..., V] and the logarithms of their probabilities: float32 and int64 [...,
-    topk], the likeliest first, among equals that of the lower column. ids as in `likeliest_ref`."""
+    topk], the likeliest first, among equals that of the lower column. ids as in `argmax_ref`."""
     wide = logits.float()
     best = _ordered(wide).topk(topk).indices  # of the logits themselves it would break ties as it likes
     found = wide.gather(-1, best) - wide.logsumexp(-1, keepdim=True)
@@ -35,18 +35,18 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
     return keys.long() << 32 | torch.arange(x.shape[-1] - 1, -1, -1, device=x.device)
 
 
-def likeliest(logits: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`likeliest_ref`, in two launches on a CUDA device. logits [R, V] or [B, n, V], whose rows may be apart in memory;
+def argmax(logits: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`argmax_ref`, in two launches on a CUDA device. logits [R, V] or [B, n, V], whose rows may be apart in memory;
     out: where the tokens go, if given; for logits [R, V] they may be apart too."""
     if dispatch.runs_kernels(logits):
         from specbatch.kernels.sampling import argmax_topk_triton
 
-        return argmax_topk_triton.likeliest(logits, ids, out)
-    tokens = likeliest_ref(logits, ids)
+        return argmax_topk_triton.argmax(logits, ids, out)
+    tokens = argmax_ref(logits, ids)
     return tokens if out is None else out.copy_(tokens)
 
 
-def likeliest_embedded(
+def argmax_embedding(
     logits: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The embedding of the likeliest token of each row of logits [R, V], from `embedding` [tokens, H]: [R, H]. The
@@ -54,14 +54,16 @@ def likeliest_embedded(
     if dispatch.runs_kernels(logits):
         from specbatch.kernels.sampling import argmax_topk_triton
 
-        return argmax_topk_triton.likeliest_embedded(logits, embedding, ids, out)
-    return F.embedding(likeliest(logits, ids, out), embedding)
+        return argmax_topk_triton.argmax_embedding(logits, embedding, ids, out)
+    return F.embedding(argmax(logits, ids, out), embedding)
 
 
-def top_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`top_children_ref`, in two launches on a CUDA device."""
+def topk_logprobs(
+    logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`topk_logprobs_ref`, in two launches on a CUDA device."""
     if dispatch.runs_kernels(logits):
         from specbatch.kernels.sampling import argmax_topk_triton
 
-        return argmax_topk_triton.top_children(logits, topk, ids)
-    return top_children_ref(logits, topk, ids)
+        return argmax_topk_triton.topk_logprobs(logits, topk, ids)
+    return topk_logprobs_ref(logits, topk, ids)

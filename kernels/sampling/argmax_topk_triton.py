@@ -1,4 +1,4 @@
-"""`choice.py` in two launches each: blocks of the vocabulary, and what they found."""
+"""`argmax_topk.py` in two launches each: blocks of the vocabulary, and what they found."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def _likeliest_kernel(
         tl.store(embedded + row * width + column, tl.load(embedding + token * width + column, inside), inside)
 
 
-def likeliest(logits: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`choice.likeliest`."""
+def argmax(logits: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`argmax_topk.argmax`."""
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device) if out is None else out
     _finish(logits, ids, tokens, None, None)
     return tokens
 
 
-def likeliest_embedded(
+def argmax_embedding(
     logits: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`choice.likeliest_embedded`; embedding contiguous."""
+    """`argmax_topk.argmax_embedding`; embedding contiguous."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device) if out is None else out
     embedded = embedding.new_empty(len(logits), embedding.shape[1])
     _finish(logits, ids, tokens, embedding, embedded)
@@ -151,8 +151,10 @@ def _children_kernel(
     tl.store(tokens + row * TOPK + place, token, place < TOPK)
 
 
-def top_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`choice.top_children`."""
+def topk_logprobs(
+    logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`argmax_topk.topk_logprobs`."""
     *shape, vocabulary = logits.shape
     rows = logits.flatten(0, -2)
     assert rows.stride(1) == 1, "the logits of a row stand side by side"

@@ -1,4 +1,4 @@
-"""The counter-based random numbers of `sampling.uniform_ref` inside Triton kernels, bit by bit."""
+"""The counter-based random numbers of `rng.uniform_ref` inside Triton kernels, bit by bit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import triton
 import triton.language as tl
 
-from specbatch.kernels.sampling import sampling
+from specbatch.kernels.sampling import rng
 
-_GOLDEN, _MIX1, _MIX2 = (tl.constexpr(value) for value in (sampling.GOLDEN, sampling.MIX1, sampling.MIX2))
-_SIMULATED = tl.constexpr(sampling.offset_of(sampling.SIMULATED))
+_GOLDEN, _MIX1, _MIX2 = (tl.constexpr(value) for value in (rng.GOLDEN, rng.MIX1, rng.MIX2))
+_SIMULATED = tl.constexpr(rng.offset_of(rng.SIMULATED))
 
 
 @triton.jit
@@ -21,19 +21,19 @@ def _mix(x):
 
 
 @triton.jit
-def coin_bits(seeds, positions, OFFSET: tl.constexpr):
-    """The random number times 2^53, int64. seeds, positions: int64; OFFSET: `sampling.offset_of(stream)`."""
+def random_bits(seeds, positions, OFFSET: tl.constexpr):
+    """The random number times 2^53, int64. seeds, positions: int64; OFFSET: `rng.offset_of(stream)`."""
     return (_mix(_mix(seeds + OFFSET) + positions * _GOLDEN) >> 11) & ((1 << 53) - 1)
 
 
 @triton.jit
 def simulated_accept(seed, length, drafted, WHOLE: tl.constexpr, MORE: tl.constexpr):
-    """`sampling.simulated_accept_ref` of one row; WHOLE and MORE: `simulation_of(mean)`."""
-    more = coin_bits(seed, length, _SIMULATED) < MORE
+    """`rng.simulated_accept_ref` of one row; WHOLE and MORE: `simulation_parameters(mean)`."""
+    more = random_bits(seed, length, _SIMULATED) < MORE
     return tl.minimum(WHOLE - 1 + more.to(tl.int64), drafted)
 
 
-def simulation_of(mean: float | None) -> tuple[int, int]:
+def simulation_parameters(mean: float | None) -> tuple[int, int]:
     """The whole accept length below `mean` and 2^53 times the chance of one more; (0, 0) for None, "not simulated"."""
     if mean is None:
         return 0, 0

@@ -1,6 +1,6 @@
-"""Draws by inversion from laws, and the rejection of sampled drafts: `sampling.draw_ref` and `verification.verify`.
+"""Draws by inversion, and the rejection of sampled drafts: `sample.sample_ref` and `verification.verify`.
 
-The sums of blocks of tokens, made by all programs at once, tell in which block the running sum passes the coin; only
+The sums of blocks of tokens, made by all programs at once, tell in which block the running sum passes the uniform; only
 that one is looked at again.
 """
 
@@ -10,37 +10,36 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.sampling.filtered_distribution import (
+from specbatch.kernels.sampling.filtered_distribution_triton import (
+    ARGMAX,
     COLUMNS,
-    LIKELIEST,
     PEAK,
-    Law,
+    FilteredDistribution,
     kept,
     launch_of,
-    law_of,
     load,
     total_of,
 )
-from specbatch.kernels.sampling.rng_triton import coin_bits
-from specbatch.kernels.sampling.sampling import ACCEPT, RESIDUAL, offset_of
+from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, offset_of
+from specbatch.kernels.sampling.rng_triton import random_bits
 
 _WARPS = 16
 _ACCEPT, _RESIDUAL = tl.constexpr(offset_of(ACCEPT)), tl.constexpr(offset_of(RESIDUAL))
 
 
 @triton.jit
-def _rest(logits, q, at, vocabulary, law, total):
+def _residual(logits, q, at, vocabulary, dist, total):
     """max(p - q, 0) of tokens `at`; 0 behind the vocabulary."""
-    p = kept(load(logits, at, vocabulary), at, law) / total.to(tl.float32)
+    p = kept(load(logits, at, vocabulary), at, dist) / total.to(tl.float32)
     return tl.where(at < vocabulary, tl.maximum(p - tl.load(q + at, at < vocabulary, other=0.0), 0.0), 0.0)
 
 
 @triton.jit
-def _block_of(sums, blocks, coin, BLOCKS: tl.constexpr):
+def _block_of(sums, blocks, uniform, BLOCKS: tl.constexpr):
     """Where inversion ends: the block, the sum to exceed in it, counted from its start."""
     block = tl.arange(0, BLOCKS)
     running = tl.cumsum(tl.load(sums + block, block < blocks, other=0.0), 0)
-    target = coin * tl.max(running, 0)
+    target = uniform * tl.max(running, 0)
     passed = running <= target
     return tl.minimum(tl.sum(passed.to(tl.int32), 0), blocks - 1), target - tl.max(tl.where(passed, running, 0.0), 0)
 
@@ -61,14 +60,14 @@ def _unit(bits):
 
 
 @triton.jit
-def _draw_kernel(
+def _sample_kernel(
     logits,
-    laws,
+    dists,
     sums,
     seeds,
     positions,
     tokens,
-    sound,
+    finite,
     vocabulary,
     per_sequence,
     blocks,
@@ -81,20 +80,20 @@ def _draw_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    law = laws + row * COLUMNS
-    coin = _unit(coin_bits(tl.load(seeds + row // per_sequence), tl.load(positions + row), OFFSET))
-    block, target = _block_of(sums + row * blocks, blocks, coin, BLOCKS)
+    dist = dists + row * COLUMNS
+    uniform = _unit(random_bits(tl.load(seeds + row // per_sequence), tl.load(positions + row), OFFSET))
+    block, target = _block_of(sums + row * blocks, blocks, uniform, BLOCKS)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    weight = tl.where(at < vocabulary, kept(load(logits + row * vocabulary, at, vocabulary), at, law), 0.0)
-    token = _invert(weight, at, target, tl.load(law + LIKELIEST).to(tl.int32))
+    weight = tl.where(at < vocabulary, kept(load(logits + row * vocabulary, at, vocabulary), at, dist), 0.0)
+    token = _invert(weight, at, target, tl.load(dist + ARGMAX).to(tl.int32))
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(sound + row, tl.abs(tl.load(law + PEAK)) < float("inf"))
+    tl.store(finite + row, tl.abs(tl.load(dist + PEAK)) < float("inf"))
 
 
 @triton.jit
 def _accept_kernel(
     logits,
-    laws,
+    dists,
     sums,
     q,
     drafts,
@@ -102,7 +101,7 @@ def _accept_kernel(
     seeds,
     positions,
     accepted,
-    sound,
+    finite,
     vocabulary,
     blocks,
     N: tl.constexpr,
@@ -119,27 +118,27 @@ def _accept_kernel(
     row = sequence * N + place
     draft = tl.load(drafts + sequence * (N - 1) + place, inside, other=0)
     x = tl.load(logits + row * vocabulary + draft, inside, other=0.0).to(tl.float32)
-    law = laws + tl.where(inside, row, 0) * COLUMNS
+    dist = dists + tl.where(inside, row, 0) * COLUMNS
     is_sum = inside[:, None] & (block < blocks)[None, :]
     total = tl.sum(tl.load(sums + row[:, None] * blocks + block[None, :], is_sum, other=0.0), 1)
-    p = kept(x, draft.to(tl.int32), law) / total.to(tl.float32)
+    p = kept(x, draft.to(tl.int32), dist) / total.to(tl.float32)
     q_draft = tl.load(q + (sequence * (N - 1) + place) * vocabulary + draft, inside, other=0.0)
-    coins = _unit(coin_bits(tl.load(seeds + sequence), tl.load(positions + row, inside, other=0), _ACCEPT))
-    stays = (coins * q_draft < p) & (place < tl.load(drafted + sequence)) & inside
+    uniforms = _unit(random_bits(tl.load(seeds + sequence), tl.load(positions + row, inside, other=0), _ACCEPT))
+    stays = (uniforms * q_draft < p) & (place < tl.load(drafted + sequence)) & inside
     tl.store(accepted + sequence, tl.min(tl.where(stays, N - 1, place), 0).to(tl.int64))
-    peak = tl.load(laws + row * COLUMNS + PEAK, place < N, other=0.0)
-    tl.store(sound + row, tl.abs(peak) < float("inf"), place < N)
+    peak = tl.load(dists + row * COLUMNS + PEAK, place < N, other=0.0)
+    tl.store(finite + row, tl.abs(peak) < float("inf"), place < N)
 
 
 @triton.jit
-def _rest_kernel(
+def _residual_kernel(
     logits,
-    laws,
+    dists,
     sums,
     q,
     drafted,
     accepted,
-    rests,
+    residuals,
     vocabulary,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -158,22 +157,22 @@ def _rest_kernel(
         total = total_of(sums + row * blocks, blocks, BLOCKS)
         at = block * BLOCK + tl.arange(0, BLOCK)
         q += (row - sequence) * vocabulary
-        weight = _rest(logits + row * vocabulary, q, at, vocabulary, laws + row * COLUMNS, total)
+        weight = _residual(logits + row * vocabulary, q, at, vocabulary, dists + row * COLUMNS, total)
         rest = tl.sum(weight.to(tl.float64), 0)
-    tl.store(rests + sequence * blocks + block, rest)
+    tl.store(residuals + sequence * blocks + block, rest)
 
 
 @triton.jit
 def _bonus_kernel(
     logits,
-    laws,
+    dists,
     sums,
     q,
     drafts,
     seeds,
     positions,
     accepted,
-    rests,
+    residuals,
     tokens,
     vocabulary,
     blocks,
@@ -189,67 +188,53 @@ def _bonus_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     count = tl.load(accepted + sequence)
     row = sequence * N + count
-    law = laws + row * COLUMNS
+    dist = dists + row * COLUMNS
     logits += row * vocabulary
     sums += row * blocks
-    rests += sequence * blocks
-    coin = _unit(coin_bits(tl.load(seeds + sequence), tl.load(positions + row), _RESIDUAL))
+    residuals += sequence * blocks
+    uniform = _unit(random_bits(tl.load(seeds + sequence), tl.load(positions + row), _RESIDUAL))
     lane = tl.arange(0, BLOCK)
-    if total_of(rests, blocks, BLOCKS) > 0:
-        block, target = _block_of(rests, blocks, coin, BLOCKS)
+    if total_of(residuals, blocks, BLOCKS) > 0:
+        block, target = _block_of(residuals, blocks, uniform, BLOCKS)
         at = block * BLOCK + lane
         total = total_of(sums, blocks, BLOCKS)
-        weight = _rest(logits, q + (row - sequence) * vocabulary, at, vocabulary, law, total)
-    else:  # nothing to subtract, or p == q up to rounding: p itself is the law
-        block, target = _block_of(sums, blocks, coin, BLOCKS)
+        weight = _residual(logits, q + (row - sequence) * vocabulary, at, vocabulary, dist, total)
+    else:  # nothing to subtract, or p == q up to rounding: p itself is the dist
+        block, target = _block_of(sums, blocks, uniform, BLOCKS)
         at = block * BLOCK + lane
-        weight = tl.where(at < vocabulary, kept(load(logits, at, vocabulary), at, law), 0.0)
-    bonus = _invert(weight, at, target, tl.load(law + LIKELIEST).to(tl.int32)).to(tl.int64)
+        weight = tl.where(at < vocabulary, kept(load(logits, at, vocabulary), at, dist), 0.0)
+    bonus = _invert(weight, at, target, tl.load(dist + ARGMAX).to(tl.int32)).to(tl.int64)
     place = tl.arange(0, BLOCK_N)
     draft = tl.load(drafts + sequence * (N - 1) + place, place < N - 1, other=0)
     tl.store(tokens + sequence * N + place, tl.where(place == count, bonus, draft), place < N)
 
 
-def draw(law: Law, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw_ref` with the coins of seeds int64 [B] at positions int64 [B, n]: tokens int64 [B, n] and, where their
-    logits are free of NaN and infinity, sound bool [B, n]."""
+def sample(
+    dist: FilteredDistribution, seeds: torch.Tensor, positions: torch.Tensor, stream: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample_ref` with the random numbers of seeds int64 [B] at positions int64 [B, n]: tokens int64 [B, n] and finite
+    bool [B, n], whether their logits are free of NaN and infinity."""
     tokens = torch.empty_like(positions)
-    sound = torch.empty(positions.shape, dtype=torch.bool, device=positions.device)
-    _draw_kernel[(tokens.numel(),)](
-        *law[:3],
+    finite = torch.empty(positions.shape, dtype=torch.bool, device=positions.device)
+    _sample_kernel[(tokens.numel(),)](
+        *dist[:3],
         seeds,
         positions,
         tokens,
-        sound,
-        law.logits.shape[1],
+        finite,
+        dist.logits.shape[1],
         positions.shape[1],
-        law.sums.shape[1],
+        dist.sums.shape[1],
         OFFSET=offset_of(stream),
-        BLOCK=law.block,
+        BLOCK=dist.block,
         num_warps=_WARPS,
-        **launch_of(law),
+        **launch_of(dist),
     )
-    return tokens, sound
+    return tokens, finite
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    stream: int,
-    *,
-    truncated: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`law_of` and `draw`: logits [B * n, V] and positions int64 [B, n] -> tokens int64 [B, n], sound bool [B, n]."""
-    return draw(law_of(logits, temperature, top_k, top_p, min_p, truncated=truncated), seeds, positions, stream)
-
-
-def reject(
-    law: Law,
+def rejection_sample(
+    dist: FilteredDistribution,
     drafts: torch.Tensor,
     drafted: torch.Tensor,
     q: torch.Tensor,
@@ -258,37 +243,37 @@ def reject(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Speculative sampling of a chain, as `verification.verify` does it, in three launches.
 
-    law: of the target's B * n rows; drafts int64 [B, n-1], of which drafted int64 [B] count, drawn from q float32
-    [B, n-1, V]; seeds int64 [B]; positions int64 [B, n]. Returns tokens int64 [B, n], accepted int64 [B] and sound
+    dist: of the target's B * n rows; drafts int64 [B, n-1], of which drafted int64 [B] count, drawn from q float32
+    [B, n-1, V]; seeds int64 [B]; positions int64 [B, n]. Returns tokens int64 [B, n], accepted int64 [B] and finite
     bool [B, n].
     """
     batch, n = positions.shape
-    vocabulary, blocks = law.logits.shape[1], law.sums.shape[1]
+    vocabulary, blocks = dist.logits.shape[1], dist.sums.shape[1]
     tokens, accepted = torch.empty_like(positions), torch.empty_like(drafted)
-    sound = torch.empty(batch, n, dtype=torch.bool, device=positions.device)
-    rests = torch.empty(batch, blocks, dtype=torch.float64, device=positions.device)
-    common = {"N": n, **launch_of(law)}
+    finite = torch.empty(batch, n, dtype=torch.bool, device=positions.device)
+    residuals = torch.empty(batch, blocks, dtype=torch.float64, device=positions.device)
+    common = {"N": n, **launch_of(dist)}
     block_n = triton.next_power_of_2(n)
     _accept_kernel[(batch,)](
-        *law[:3], q, drafts, drafted, seeds, positions, accepted, sound, vocabulary, blocks, BLOCK_N=block_n, **common
+        *dist[:3], q, drafts, drafted, seeds, positions, accepted, finite, vocabulary, blocks, BLOCK_N=block_n, **common
     )
-    _rest_kernel[(batch, blocks)](
-        *law[:3], q, drafted, accepted, rests, vocabulary, BLOCK=law.block, num_warps=8, **common
+    _residual_kernel[(batch, blocks)](
+        *dist[:3], q, drafted, accepted, residuals, vocabulary, BLOCK=dist.block, num_warps=8, **common
     )
     _bonus_kernel[(batch,)](
-        *law[:3],
+        *dist[:3],
         q,
         drafts,
         seeds,
         positions,
         accepted,
-        rests,
+        residuals,
         tokens,
         vocabulary,
         blocks,
         BLOCK_N=block_n,
-        BLOCK=law.block,
+        BLOCK=dist.block,
         num_warps=_WARPS,
         **common,
     )
-    return tokens, accepted, sound
+    return tokens, accepted, finite

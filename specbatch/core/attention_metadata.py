@@ -15,10 +15,15 @@ import torch
 from specbatch.core.async_copy import upload
 from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.kernels import dispatch
-from specbatch.kernels.attention.paged_attention import attention_bias, paged_attention_ref, visible, write_kv_ref
-from specbatch.kernels.attention.qkv import Heads, split_heads, split_heads_ref
-from specbatch.kernels.attention.ragged_batch import Spans
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.attention.paged_attention import (
+    attention_bias,
+    attention_mask,
+    paged_attention_ref,
+    write_kv_ref,
+)
+from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope, split_qkv_rope_ref
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.page_pool import pages_for
 
@@ -26,11 +31,11 @@ from specbatch.memory.page_pool import pages_for
 class RecurrentOp(Protocol):
     """The part of a recurrent layer that reads and writes its state: named tensors, indexed by slot."""
 
-    def prompt(self, projected: torch.Tensor, state: dict[str, torch.Tensor], spans: Spans) -> torch.Tensor:
+    def prompt(self, projected: torch.Tensor, state: dict[str, torch.Tensor], spans: RaggedBatch) -> torch.Tensor:
         """A prefill pass over projected [T, width]: [T, mixed]. Writes the state after the last token of each span."""
         ...
 
-    def verify(self, projected: torch.Tensor, state: dict[str, torch.Tensor], fold: Fold) -> torch.Tensor:
+    def verify(self, projected: torch.Tensor, state: dict[str, torch.Tensor], replay: StateReplay) -> torch.Tensor:
         """A verify; the state stays what it was before the pass (see `kernels.recurrent`)."""
         ...
 
@@ -38,7 +43,7 @@ class RecurrentOp(Protocol):
 class AttentionContext(Protocol):
     """What layers call in a forward pass over T tokens to reach the cache."""
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         """Split qkv [T, (heads + 2 kv_heads) * head_dim], rotate to `positions` [T], store keys and values, attend ->
         [T, heads * head_dim]. layer: index among the attention layers."""
         ...
@@ -111,8 +116,8 @@ class _DecodeKernels:
     metadata: DecodeMetadata
     cache: KVCache
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
-        from specbatch.kernels.attention.verify_attention import verify_attention
+    def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
+        from specbatch.kernels.attention.verify_attention_triton import verify_attention
 
         metadata, k_cache, v_cache = self.metadata, self.cache.k[layer], self.cache.v[layer]
         sequences = (metadata.page_table, metadata.slots, metadata.lengths, metadata.num_queries)
@@ -138,15 +143,15 @@ class _DecodeRef:
 
         def bias(mask: Mask) -> torch.Tensor:
             tree = (metadata.ancestors, metadata.first_node)
-            seen = visible(metadata.lengths, count, most, *tree, causal=mask.causal, window=mask.window)
+            seen = attention_mask(metadata.lengths, count, most, *tree, causal=mask.causal, window=mask.window)
             return attention_bias(seen, cache.group, cache.dtype)
 
         self._biases = {mask: bias(mask) for mask in set(metadata.masks or (Mask(),))}
         self._metadata = metadata
         self._cache = cache
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
-        q, k, v = split_heads_ref(qkv, heads, positions)
+    def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
+        q, k, v = split_qkv_rope_ref(qkv, heads, positions)
         k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
         write_kv_ref(k, v, k_cache, v_cache, self._kv_slots)
         queries, bias = q.unflatten(0, (-1, self._metadata.num_queries)), self._biases[self._metadata.mask(layer)]
@@ -160,7 +165,7 @@ def _verify_recurrent(
     metadata: DecodeMetadata, cache: KVCache, layer: int, projected: torch.Tensor, mixer: RecurrentOp
 ) -> torch.Tensor:
     assert cache.states is not None
-    return mixer.verify(projected, cache.states.layers[layer], cache.states.fold(metadata.slots, metadata.ancestors))
+    return mixer.verify(projected, cache.states.layers[layer], cache.states.replay(metadata.slots, metadata.ancestors))
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,7 @@ class PrefillMetadata:
     def __init__(self, page_table: torch.Tensor, chunks: list[PromptChunk], page_size: int) -> None:
         """page_table: int64 [R, P], of all slots."""
         starts, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
-        self.spans = Spans(starts, ends, [chunk.slot for chunk in chunks], page_table, page_size)
+        self.spans = RaggedBatch(starts, ends, [chunk.slot for chunk in chunks], page_table, page_size)
         counts = self.spans.counts
         shift = np.subtract(self.spans.starts, self.spans.offsets[:-1])  # from a token's index to its position
         positions = np.arange(self.spans.offsets[-1]) + np.repeat(shift, counts)
@@ -239,10 +244,10 @@ class _PrefillContext:
     metadata: PrefillMetadata
     cache: KVCache
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         # All keys first: a sequence may read a page that another one of this very pass fills.
         cache, kv_slots = self.cache, self.metadata.kv_slots
-        q, k, v = split_heads(qkv, heads, positions, kv_slots, cache.k[layer], cache.v[layer])
+        q, k, v = split_qkv_rope(qkv, heads, positions, kv_slots, cache.k[layer], cache.v[layer])
         return cache.attention(q, k, v, cache.k[layer], cache.v[layer], self.metadata.spans).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:

@@ -13,12 +13,14 @@ from specbatch.core.async_copy import upload
 from specbatch.core.attention_metadata import positions_from
 from specbatch.core.request import Request
 from specbatch.kernels import dispatch
-from specbatch.kernels.elementwise.gather_rows import rows_of_both
-from specbatch.kernels.sampling.sampling import draw_ref, probabilities_ref, uniform_ref
-from specbatch.kernels.sampling.tree import depths_of
+from specbatch.kernels.elementwise.gather_rows import gather_rows
+from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
+from specbatch.kernels.sampling.rng import uniform_ref
+from specbatch.kernels.sampling.sample import sample_ref
+from specbatch.kernels.sampling.tree_verify import tree_depths
 
 if TYPE_CHECKING:
-    from specbatch.kernels.sampling.filtered_distribution import Law
+    from specbatch.kernels.sampling.filtered_distribution_triton import FilteredDistribution
 
 
 class SamplingFlags(NamedTuple):
@@ -52,12 +54,12 @@ class Sampling:
     seeds: torch.Tensor
     flags: SamplingFlags
 
-    def law(self, logits: torch.Tensor) -> Law:
+    def law(self, logits: torch.Tensor) -> FilteredDistribution:
         """The distributions tokens are drawn from, on a CUDA device and not written out: logits [B, n, V]."""
-        from specbatch.kernels.sampling.filtered_distribution import law_of
+        from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits
 
         parameters = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return law_of(logits.flatten(0, 1).contiguous(), *parameters, truncated=self.flags.truncated)
+        return filter_logits(logits.flatten(0, 1).contiguous(), *parameters, truncated=self.flags.truncated)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The distributions tokens are drawn from: logits [B, n, V] -> float32 [B, n, V]."""
@@ -79,22 +81,22 @@ class Sampling:
         if not self.flags.sampled:
             return logits.argmax(-1)
         if dispatch.runs_kernels(logits):
-            from specbatch.kernels.sampling.sample_triton import draw
+            from specbatch.kernels.sampling.sample_triton import sample
 
-            return draw(self.law(logits), self.seeds, positions, stream)[0]
-        return draw_ref(self.probabilities(logits), self.coins(positions, stream))
+            return sample(self.law(logits), self.seeds, positions, stream)[0]
+        return sample_ref(self.probabilities(logits), self.coins(positions, stream))
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [B, n] for logits [B, n, V] before `positions` [B, n], and what they were drawn from."""
         if dispatch.runs_kernels(logits):
-            from specbatch.kernels.sampling.filtered_distribution import probabilities
-            from specbatch.kernels.sampling.sample_triton import draw
+            from specbatch.kernels.sampling.filtered_distribution_triton import probabilities
+            from specbatch.kernels.sampling.sample_triton import sample
 
             law = self.law(logits)
-            tokens, _ = draw(law, self.seeds, positions, stream)
+            tokens, _ = sample(law, self.seeds, positions, stream)
             return tokens, probabilities(law).view(logits.shape)
         p = self.probabilities(logits)
-        return draw_ref(p, self.coins(positions, stream)), p
+        return sample_ref(p, self.coins(positions, stream)), p
 
 
 class DeviceBatch:
@@ -148,7 +150,7 @@ class DeviceBatch:
 
     def look_up(self, rows: torch.Tensor, flags: SamplingFlags) -> tuple[torch.Tensor, Sampling]:
         """KV lengths [B] of the given rows [B], and their parameters."""
-        lengths, seeds = rows_of_both(self.lengths, self._seeds, rows)
+        lengths, seeds = gather_rows(self.lengths, self._seeds, rows)
         return lengths, self._sampling(rows, seeds, flags)
 
     def sampling(self, rows: torch.Tensor, flags: SamplingFlags) -> Sampling:
@@ -174,12 +176,12 @@ class DeviceBatch:
 
         ancestors int64 [B, N]: words of a tree; None is a chain."""
         if dispatch.runs_kernels(rows):
-            from specbatch.kernels.sampling.accept_triton import stage
+            from specbatch.kernels.sampling.accept_triton import verify_inputs
 
-            return stage(self.tokens, self.lengths, rows, drafts, ancestors)[:2]
+            return verify_inputs(self.tokens, self.lengths, rows, drafts, ancestors)[:2]
         tokens = torch.cat([self.tokens[rows, lengths][:, None], drafts], 1)
         if ancestors is not None:
-            return tokens.flatten(), (lengths[:, None] + depths_of(ancestors)).flatten()
+            return tokens.flatten(), (lengths[:, None] + tree_depths(ancestors)).flatten()
         return tokens.flatten(), positions_from(lengths, tokens.shape[1]).flatten()
 
     def commit(self, rows: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor) -> None:

@@ -12,9 +12,9 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.errors import of_draft, refuse
-from specbatch.kernels.attention.context_kv import write_context, write_verified
-from specbatch.kernels.sampling.argmax_topk import likeliest
-from specbatch.kernels.sampling.sampling import DRAFT
+from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
+from specbatch.kernels.sampling.argmax_topk import argmax
+from specbatch.kernels.sampling.rng import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
@@ -39,7 +39,8 @@ class DFlashDrafter(NoDraft):
         self._count = count
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
-        write_context(self._context(features), self._model.heads, *self._stores, metadata.positions, metadata.kv_slots)
+        context = self._context(features)
+        write_context_kv(context, self._model.heads, *self._stores, metadata.positions, metadata.kv_slots)
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
@@ -54,11 +55,11 @@ class DFlashDrafter(NoDraft):
         drafted = step.batch.filled(step.num_drafts, step.slots)
         if step.sampling.flags.sampled:
             return self._draw(step, logits, drafted)
-        return Proposal(likeliest(logits, model.ids), drafted)
+        return Proposal(argmax(logits, model.ids), drafted)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         where = (step.batch.page_table, step.slots, step.lengths, accepted)
-        write_verified(self._context(features), self._model.heads, *self._stores, *where)
+        write_verified_kv(self._context(features), self._model.heads, *self._stores, *where)
 
     def _draw(self, step: StepInput, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
         """Each draft from the law of its own row: given the context they are independent of each other."""

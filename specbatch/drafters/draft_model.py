@@ -15,8 +15,8 @@ from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import of_draft, refuse
-from specbatch.kernels.sampling.argmax_topk import likeliest
-from specbatch.kernels.sampling.sampling import DRAFT
+from specbatch.kernels.sampling.argmax_topk import argmax
+from specbatch.kernels.sampling.rng import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -72,7 +72,7 @@ class DraftModelChain(NoDraft):
                 tokens = drafts[:, index].copy_(drawn[:, 0])
                 laws.append(law)
             else:
-                tokens = likeliest(logits, out=drafts[:, index])
+                tokens = argmax(logits, out=drafts[:, index])
         return Proposal(drafts, batch.filled(step.num_drafts, step.slots), torch.cat(laws, 1) if laws else None)
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:

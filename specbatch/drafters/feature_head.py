@@ -22,11 +22,11 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.tree import Beams, expand
-from specbatch.kernels.attention.qkv import split_heads
-from specbatch.kernels.drafting.draft_inputs import Due, beam_pairs, due_pairs, keep_waiting
-from specbatch.kernels.elementwise.gather_rows import rows_of_both
-from specbatch.kernels.sampling.argmax_topk import likeliest_embedded
-from specbatch.kernels.sampling.sampling import DRAFT
+from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
+from specbatch.kernels.elementwise.gather_rows import gather_rows
+from specbatch.kernels.sampling.argmax_topk import argmax_embedding
+from specbatch.kernels.sampling.rng import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -64,7 +64,7 @@ class HeadPrefill:
     ) -> None:
         head, cache = self._head, self._cache
         _, qkv = head.enter(head.embed(tokens, overrides), head.project(taken))
-        split_heads(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
+        split_qkv_rope(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
 
 
 class HeadPrefillGraphs(HeadPrefill):
@@ -160,7 +160,7 @@ class FeatureChain(NoDraft):
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         hidden = self._head.project(self._head.take(features))
-        keep_waiting(hidden, step.slots, accepted, path, self._waiting, self._ready)
+        buffer_features(hidden, step.slots, accepted, path, self._waiting, self._ready)
 
     def shorten(self, step: StepInput) -> None:
         rows, most = step.slots, self._waiting.shape[1]
@@ -177,7 +177,7 @@ class FeatureChain(NoDraft):
         head = self._head
         logits, ids = head.logits(hidden), head.vocabulary
         if not sampling.flags.sampled:
-            return likeliest_embedded(logits, head.embedding, ids, out), None
+            return argmax_embedding(logits, head.embedding, ids, out), None
         tokens, law = sampling.draw(logits[:, None], places[:, None] + 2, DRAFT)  # a pair's token is one further
         if ids is not None:  # what the head cannot draft has probability 0
             tokens, law = ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
@@ -198,13 +198,13 @@ class FeatureChain(NoDraft):
         rows = step.slots.repeat_interleave(most)
         slots = step.batch.page_table[rows, due.positions // size] * size + due.positions % size
         _, qkv = self._head.enter(due.embedded, due.hidden)
-        split_heads(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
+        split_qkv_rope(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
 
-    def _due(self, step: StepInput, most: int) -> Due:
+    def _due(self, step: StepInput, most: int) -> PendingInputs:
         """Up to `most` pairs of each row. Of those beyond the ready ones the places are written again before anything
         sees them."""
         memory = self._waiting, self._ready
-        return due_pairs(step.batch.tokens, step.slots, step.lengths, *memory, self._head.embedding, most)
+        return pending_inputs(step.batch.tokens, step.slots, step.lengths, *memory, self._head.embedding, most)
 
     def _run(
         self,
@@ -219,7 +219,7 @@ class FeatureChain(NoDraft):
         x, qkv = head.enter(embedded, hidden)
         attended = metadata.bind(self._cache).attend(0, qkv, head.heads, positions)
         if rows is not None:
-            x, attended = rows_of_both(x, attended, rows)
+            x, attended = gather_rows(x, attended, rows)
         return head.leave(x, attended)
 
 
@@ -240,7 +240,7 @@ class FeatureTree(FeatureChain):
         def run(beams: Beams) -> torch.Tensor:
             nonlocal before
             width = beams.tokens.shape[1]
-            pairs = beam_pairs(beams.tokens, beams.origin, before, root, beams.depth, head.embedding)
+            pairs = beam_inputs(beams.tokens, beams.origin, before, root, beams.depth, head.embedding)
             hidden = self._run(step.decode_metadata(root, width, beams.ancestors, beams.first), *pairs)
             before = hidden.unflatten(0, (-1, width))
             logits: torch.Tensor = head.logits(hidden).unflatten(0, (-1, width))

@@ -11,7 +11,7 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.kernels import dispatch
-from specbatch.kernels.drafting.ngram import merge, ngram_match_ref
+from specbatch.kernels.drafting.ngram import merge_into_tree, ngram_match_ref
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
@@ -42,7 +42,7 @@ class NGram(NoDraft):
             tokens, found = ngram_match_ref(batch.tokens[step.slots, : step.bound + 1], step.lengths, *sizes)
         if texts == 1:
             return Proposal(tokens[:, 0], found[:, 0] * count)
-        tokens, ancestors, drafted = merge(tokens, found, count)
+        tokens, ancestors, drafted = merge_into_tree(tokens, found, count)
         return Proposal(tokens, drafted, ancestors=ancestors)
 
 

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 
 from specbatch.draft_shape import DraftShape
-from specbatch.kernels.drafting.tree_draft import Candidates, grow, keep
-from specbatch.kernels.sampling.argmax_topk import top_children
+from specbatch.kernels.drafting import tree_draft
+from specbatch.kernels.drafting.tree_draft import Candidates
+from specbatch.kernels.sampling.argmax_topk import topk_logprobs
 
 
 class Beams(NamedTuple):
@@ -49,11 +50,11 @@ def expand(
     """
     steps, topk, count = shape
     candidates = Candidates.room(len(logits), topk + (steps - 1) * topk * topk, logits.device)
-    level = grow(candidates, *top_children(logits[:, None], topk, ids), None, start=0, first=1)
+    level = tree_draft.expand(candidates, *topk_logprobs(logits[:, None], topk, ids), None, start=0, first=1)
     start, first = topk, 1
     for depth in range(1, steps):
         behind = run(Beams(level.tokens, level.origin, level.ancestors, depth, first))
         first += topk
-        level = grow(candidates, *top_children(behind, topk, ids), level, start, first)
+        level = tree_draft.expand(candidates, *topk_logprobs(behind, topk, ids), level, start, first)
         start += topk * topk
-    return keep(candidates, count, steps)
+    return tree_draft.prune(candidates, count, steps)

@@ -25,8 +25,9 @@ import torch
 from specbatch.core.device_batch import DeviceBatch, Sampling
 from specbatch.core.step_input import Proposal
 from specbatch.kernels import dispatch
-from specbatch.kernels.sampling.sampling import ACCEPT, RESIDUAL, TARGET, draw_ref, simulated_accept_ref
-from specbatch.kernels.sampling.tree import in_order, walk_ref
+from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
+from specbatch.kernels.sampling.sample import sample_ref
+from specbatch.kernels.sampling.tree_verify import identity_path, walk_tree_ref
 
 
 class Verdict(NamedTuple):
@@ -52,17 +53,16 @@ def accept_and_commit(
     """`verify` what stands behind the roots of rows [B], commit it, and pack what the host is told.
 
     logits [B, N, V] of nodes at `positions` [B, N]. Returns int64 [B, N + 3]: N tokens, then accepted, drafted and
-    sound; and the path of a tree or None. On a CUDA device the rules are those of `kernels/sampling/accept_triton.py`,
-    `kernels/sampling/tree_triton.py` and `kernels/sampling/sample_triton.py`: two launches if greedy, a handful if
-    sampled.
+    sound; and the path of a tree or None. On a CUDA device this takes two launches if greedy, a handful
+    if sampled.
     """
     if not dispatch.runs_kernels(logits):
         tokens, accepted, finite, path = verify(logits, proposal, positions + 1, sampling, simulate)
         batch.commit(rows, tokens, accepted)
         return torch.cat([tokens, torch.stack([accepted, proposal.drafted, finite.long()], 1)], 1), path
     from specbatch.kernels.sampling.accept_triton import argmax_partials, commit, greedy_accept
-    from specbatch.kernels.sampling.sample_triton import draw, reject
-    from specbatch.kernels.sampling.tree_triton import commit_tree
+    from specbatch.kernels.sampling.sample_triton import rejection_sample, sample
+    from specbatch.kernels.sampling.tree_verify_triton import commit_tree
 
     drafts, drafted, q, ancestors = proposal
     where = (batch.tokens, batch.lengths, rows)
@@ -75,9 +75,9 @@ def accept_and_commit(
     else:
         law, predicted = sampling.law(logits), positions + 1
         if q is not None and simulate is None:
-            tokens, accepted, finite = reject(law, drafts, drafted, q, sampling.seeds, predicted)
+            tokens, accepted, finite = rejection_sample(law, drafts, drafted, q, sampling.seeds, predicted)
             return commit(tokens, drafts, drafted, finite, *where, accepted=accepted), None
-        chosen, rows_finite = draw(law, sampling.seeds, predicted, TARGET)
+        chosen, rows_finite = sample(law, sampling.seeds, predicted, TARGET)
         if ancestors is None:
             return commit(chosen, drafts, drafted, rows_finite, *where, simulate=simulate, seeds=sampling.seeds), None
     return commit_tree(chosen, rows_finite, drafts, drafted, ancestors, *where, simulate=simulate, seeds=sampling.seeds)
@@ -104,11 +104,11 @@ def verify(
     finite = are_finite(logits, tokens, sampling)
     if simulate is not None:
         accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
-        path = None if ancestors is None else in_order(ancestors)
+        path = None if ancestors is None else identity_path(ancestors)
     elif ancestors is None:
         accepted = _leading(tokens[:, :-1] == proposal.tokens, proposal.drafted)
     else:
-        accepted, path = walk_ref(tokens, proposal.tokens, proposal.drafted, ancestors)
+        accepted, path = walk_tree_ref(tokens, proposal.tokens, proposal.drafted, ancestors)
         tokens = tokens.gather(1, path)
     return Verdict(tokens, accepted, finite, path)
 
@@ -151,6 +151,6 @@ def _reject(
     # p == q up to rounding leaves nothing: then p itself is the law.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     coin = sampling.coins(positions.gather(1, accepted[:, None]), RESIDUAL)[:, 0]
-    bonus = draw_ref(residual, coin)
+    bonus = sample_ref(residual, coin)
     padded = torch.cat([drafts, drafts[:, :1]], 1)
     return padded.scatter(1, accepted[:, None], bonus[:, None]), accepted

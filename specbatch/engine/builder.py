@@ -23,8 +23,8 @@ from specbatch.engine.scheduler import Scheduler
 from specbatch.engine.scoring import Scorer
 from specbatch.engine.step import DecodeStep
 from specbatch.errors import refuse
-from specbatch.kernels import dispatch
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory, size_text
@@ -223,7 +223,7 @@ def _assemble(
     forward, cache = loader.target(model, needs_all_hidden=draft.needs_all_hidden)
     drafter = draft.build(model, loader)
     if drafter.diagnose is not None:
-        drafter.diagnose = dispatch.activations(float8=float8)(drafter.diagnose)
+        drafter.diagnose = use_fp8_activations(float8)(drafter.diagnose)
     pool = PagePool(plan.kv_pages)
     prefixes, state_cache = None, None
     if config.prefix_cache:
@@ -321,12 +321,12 @@ def _capture(
     *,
     float8: bool,
 ) -> dict[str, Any]:
-    """Record every bucket, with float8 as in `dispatch.activations`; then run `passes` to warm up what runs between
+    """Record every bucket, with float8 as in `use_fp8_activations`; then run `passes` to warm up what runs between
     the pieces. What it took, for the caps."""
     start, free = time.perf_counter(), available_memory(device)
     total, done = sum(len(item) for item in recordings), 0
     report(0, total)
-    with dispatch.activations(float8=float8):
+    with use_fp8_activations(float8):
         for _ in chain.from_iterable(item.capture() for item in recordings):
             done += 1
             report(done, total)

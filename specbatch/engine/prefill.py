@@ -12,8 +12,8 @@ from specbatch.core.device_batch import DeviceBatch, SamplingFlags
 from specbatch.drafters.base import Drafter
 from specbatch.drafters.verification import are_finite, logprobs_of
 from specbatch.engine.scheduler import PrefillPlan
-from specbatch.kernels import dispatch
-from specbatch.kernels.sampling.sampling import TARGET
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.sampling.rng import TARGET
 from specbatch.memory.recurrent_state import RecurrentStates
 from specbatch.models.decoder import Decoder
 from specbatch.runtime.cuda_graphs import Result
@@ -35,7 +35,7 @@ class PromptPass:
         float8: bool = False,
     ) -> None:
         """every: the drafter wants the last features of all tokens; states: of the model's recurrent layers; float8:
-        see `dispatch.activations`."""
+        see `use_fp8_activations`."""
         self._model = model
         self._forward = forward
         self._page_size = page_size
@@ -70,7 +70,7 @@ class PromptPass:
     def catch_up(self, batch: DeviceBatch, spans: list[PromptChunk], chunk: int) -> None:
         """Let the drafter take in positions that iterations without drafts have committed, up to `chunk` a pass."""
         for part in split_into_passes(spans, chunk):
-            with dispatch.activations(float8=self._float8):
+            with use_fp8_activations(self._float8):
                 self._drafter.catch_up(batch, PrefillMetadata(batch.page_table, part, self._page_size))
 
     def _run(
@@ -81,7 +81,7 @@ class PromptPass:
         ends = upload(ending, batch.device)
         last = metadata.last[ends]
         tokens = batch.tokens[metadata.slots, metadata.positions]
-        with dispatch.activations(float8=self._float8):
+        with use_fp8_activations(self._float8):
             features = self._forward(tokens, metadata, None if self._needs_all_hidden else last)
             self._drafter.prefill(batch, metadata, features)
         if not ending:

@@ -22,7 +22,7 @@ from specbatch.core.async_copy import AsyncCopy, upload
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.kernels import dispatch
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.memory.page_pool import pages_for
 from specbatch.memory.planner import MemoryPlan
 from specbatch.models.decoder import Decoder
@@ -109,7 +109,7 @@ class Scorer:
         float8: bool = False,
     ) -> None:
         """chunk: tokens of a pass; every: `forward` gives the features of all tokens; shares: texts may share pages;
-        float8: see `dispatch.activations`."""
+        float8: see `use_fp8_activations`."""
         self._model = model
         self._forward = forward
         self._batch = batch
@@ -214,7 +214,7 @@ class Scorer:
                     owners += text.members
                     read.append(offset + position - span.start)
             rows = upload(read, device)
-            with dispatch.activations(float8=self._float8):
+            with use_fp8_activations(self._float8):
                 last = self._forward(upload(tokens, device), metadata, None if self._needs_all_hidden else rows).last
             found += self._read_off(last[rows] if self._needs_all_hidden else last, asked)
         logprobs, greedy = (torch.cat(values) for values in zip(*found, strict=True))

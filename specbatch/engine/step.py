@@ -11,7 +11,7 @@ import torch
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.drafters.verification import accept_and_commit, logprobs_of
-from specbatch.kernels import dispatch
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder
 
@@ -28,7 +28,7 @@ class DecodeStep:
         *,
         float8: bool = False,
     ) -> None:
-        """float8: see `dispatch.activations`."""
+        """float8: see `use_fp8_activations`."""
         self._model = model
         self._cache = cache
         self._drafter = drafter
@@ -40,12 +40,12 @@ class DecodeStep:
 
         Returns int64 [B, N + 3]: N tokens, then accepted, drafted and sound; and float32 [B, N] logprobs or None.
         """
-        with dispatch.activations(float8=self._float8):
+        with use_fp8_activations(self._float8):
             return self._run(step)
 
     def shorten(self, step: StepInput) -> None:
         """Before an iteration that drafts fewer than the one before: see `Drafter.shorten`."""
-        with dispatch.activations(float8=self._float8):
+        with use_fp8_activations(self._float8):
             self._drafter.shorten(step)
 
     def _run(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor | None]:

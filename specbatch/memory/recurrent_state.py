@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 
 class StateShape(NamedTuple):
@@ -64,9 +64,9 @@ class RecurrentStates:
         self._kept = torch.zeros(device_rows, rows, dtype=torch.int64, device=device)
         self._kept[:] = torch.arange(rows, device=device)
 
-    def fold(self, rows: torch.Tensor, ancestors: torch.Tensor | None) -> Fold:
+    def replay(self, rows: torch.Tensor, ancestors: torch.Tensor | None) -> StateReplay:
         """What a verify on device rows [B] replays before its own tokens."""
-        return Fold(rows, self._count, self._kept, ancestors)
+        return StateReplay(rows, self._count, self._kept, ancestors)
 
     def begin(self, rows: torch.Tensor) -> None:
         """Before a prompt pass on device rows [S]: there is nothing to replay."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
 from specbatch.errors import refuse
-from specbatch.kernels.gemm.weight import SIDE
+from specbatch.kernels.gemm.weight import SCALE_BLOCK
 from specbatch.models.fp8 import left_plain, unconverted, with_scales
 from specbatch.models.rope import Rope, read_rope
 
@@ -237,7 +237,7 @@ class ModelConfig:
 
     def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
         """May this float8 weight have to be made wide, as it goes into a matrix whose blocks are others?"""
-        return bool(shape[-2] % SIDE)
+        return bool(shape[-2] % SCALE_BLOCK)
 
     def stacked(self) -> ModelConfig:
         """The same in files that hold the experts of a layer in one tensor."""

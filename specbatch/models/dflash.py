@@ -17,7 +17,7 @@ import torch
 from specbatch.config_values import count_of, flag_of, names_of, places_of, table_of
 from specbatch.core.attention_metadata import Mask
 from specbatch.errors import refuse
-from specbatch.kernels.attention.context_kv import ContextHeads
+from specbatch.kernels.attention.context_kv import ContextKVLayout
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -218,13 +218,13 @@ class DFlash:
         self._kv = Linear(of_layers("weight"), of_layers("bias") if config.qkv_bias else None)
         every = [layer.mixer.heads for layer in self.block.layers if isinstance(layer.mixer, Attention)]
         heads, norms = every[0], [own.k_norm for own in every if own.k_norm is not None]
-        self.heads = ContextHeads(
+        self.heads = ContextKVLayout(
             config.num_kv_heads, config.head_dim, torch.stack(norms), heads.eps, heads.cos, heads.sin
         )
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """features [T, n * hidden_size] of the target -> keys and values of all layers there, not yet normalised and
-        rotated: [T, layers * 2 * kv_heads * head_dim], for `ContextHeads`. No layer's input norm is applied."""
+        rotated: [T, layers * 2 * kv_heads * head_dim], for `ContextKVLayout`. No layer's input norm is applied."""
         return self._kv(self._fc(features), norm=self._norm)
 
 

@@ -15,10 +15,10 @@ import torch
 from specbatch.config_values import names_of
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.errors import refuse
-from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.weight import Weight, halves
+from specbatch.kernels.gemm.weight import Weight, split_input_columns
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.layers import Reader
@@ -33,7 +33,7 @@ class Joined:
     nothing is put side by side and each half's norm rides along. H is a multiple of 128 if the weight has scales."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        first, second = halves(weight)
+        first, second = split_input_columns(weight)
         self._first, self._second = linear(first, bias), linear(second)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None, b_norm: Norm | None) -> torch.Tensor:
@@ -49,7 +49,7 @@ class DraftHead:
 
     vocabulary: torch.Tensor | None = None
 
-    def __init__(self, config: ModelConfig, heads: Heads, target: Decoder) -> None:
+    def __init__(self, config: ModelConfig, heads: QKVLayout, target: Decoder) -> None:
         self.config = config
         self.heads = heads
         self.embedding = target.embedding

@@ -10,7 +10,7 @@ from typing import Any
 
 from specbatch.config_values import names_of, table_of
 from specbatch.errors import refuse
-from specbatch.kernels.gemm.weight import SIDE
+from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 SCALES = "_scale_inv"
 # Never converted: convolutions and routers; embedding and head are excluded by their names.
@@ -26,12 +26,12 @@ def unconverted(config: dict[str, Any]) -> frozenset[str] | None:
     asked = {
         "quant_method": ("fp8", found.get("quant_method")),
         "fmt": ("e4m3", found.get("fmt", "e4m3")),
-        "weight_block_size": ([SIDE, SIDE], found.get("weight_block_size")),
+        "weight_block_size": ([SCALE_BLOCK, SCALE_BLOCK], found.get("weight_block_size")),
         "activation_scheme": ("dynamic", found.get("activation_scheme", "dynamic")),
     }
     for key, (works, value) in asked.items():
         if value != works:
-            fp8 = f"quant_method 'fp8' with weight_block_size {[SIDE, SIDE]}"
+            fp8 = f"quant_method 'fp8' with weight_block_size {[SCALE_BLOCK, SCALE_BLOCK]}"
             raise refuse(f"quantization_config.{key}", value, f"it must be {works!r}: use unquantised weights, {fp8}, "
                          "or a GGUF file")  # fmt: skip
     listed = names_of(found, "modules_to_not_convert") or names_of(found, "ignored_layers") or []
@@ -52,7 +52,7 @@ def is_scaled(name: str, shape: Shape, plain: frozenset[str]) -> bool:
 def scale_shape(shape: Shape) -> Shape:
     """Of the scales of a weight [..., out, in]."""
     *stack, out, inner = shape
-    return (*stack, -(-out // SIDE), -(-inner // SIDE))
+    return (*stack, -(-out // SCALE_BLOCK), -(-inner // SCALE_BLOCK))
 
 
 def with_scales(shapes: dict[str, Shape], plain: frozenset[str]) -> dict[str, Shape]:

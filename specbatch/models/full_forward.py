@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import RecurrentOp
-from specbatch.kernels.attention.qkv import Heads, split_heads_ref
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.decoder import Decoder
 
@@ -19,13 +19,13 @@ class UncachedContext:
         self._rows = rows
         device, slots = model.device, list(range(1, rows + 1))
         table = torch.zeros(rows + 1, 1, dtype=torch.int64, device=device)
-        self._spans = Spans([0] * rows, [length] * rows, slots, table, length)
+        self._spans = RaggedBatch([0] * rows, [length] * rows, slots, table, length)
         # All begin anew, so the memory of one layer is that of all.
         types = state_types(model.dtype, "fp32")
         [self._state] = RecurrentStates(model.config.state_shapes, 1, rows + 1, 1, types, device).layers
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads, positions: torch.Tensor) -> torch.Tensor:
-        parts = split_heads_ref(qkv, heads, positions)
+    def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
+        parts = split_qkv_rope_ref(qkv, heads, positions)
         q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)

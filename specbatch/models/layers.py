@@ -15,10 +15,10 @@ import torch
 
 from specbatch.core.attention_metadata import AttentionContext, RecurrentOp
 from specbatch.errors import refuse
-from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import Weight, below, holds_nan, keeps_float8
+from specbatch.kernels.gemm.weight import Weight, concat_outputs, contains_nan, keeps_fp8
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import PLAIN, SCALES
 
@@ -69,7 +69,7 @@ class Attention:
 
     norm: Norm
     qkv: Linear
-    heads: Heads
+    heads: QKVLayout
     out: Linear
     gate: Linear | None = None
 
@@ -160,7 +160,8 @@ class Reader:
     def weight(self, *names: str) -> Weight:
         """Matrices one below the other: float8 if all are and a device keeps them, else in the reader's type."""
         parts = [self._stored(name) for name in names]
-        return below(parts) or Weight(torch.cat([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
+        whole = concat_outputs(parts)
+        return whole or Weight(torch.cat([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
 
     def stack(self, groups: Sequence[tuple[str, ...]]) -> Weight:
         """A stack of such matrices, each of the tensors of a group."""
@@ -187,7 +188,7 @@ class Reader:
         scales = self._read(name + SCALES).to(device=self._device, dtype=torch.float32)
         self._sound(name, values)
         found = Weight(values, self._sound(name + SCALES, scales))
-        return found if keeps_float8(self._device) else Weight(found.wide(self._dtype))
+        return found if keeps_fp8(self._device) else Weight(found.dequantize(self._dtype))
 
     def _wide(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         stored = self._read(name)
@@ -197,7 +198,7 @@ class Reader:
 
     def _sound(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if values.dtype == torch.float8_e4m3fn:
-            is_sound = not holds_nan(values)
+            is_sound = not contains_nan(values)
         else:
             is_judged = self._of_draft or values.dim() == 1 or name.endswith(PLAIN)
             is_sound = not is_judged or bool(values.isfinite().all())
@@ -210,11 +211,11 @@ class Reader:
         """What was read as `name`, in the reader's type."""
         if weight.scales is not None:
             self.dequantized.add(name)
-        return weight.wide(self._dtype)
+        return weight.dequantize(self._dtype)
 
-    def heads(self, stem: str, tables: Tables) -> Heads:
+    def heads(self, stem: str, tables: Tables) -> QKVLayout:
         config = self.config
-        return Heads(
+        return QKVLayout(
             count=config.num_heads,
             kv=config.num_kv_heads,
             dim=config.head_dim,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specbatch.config_values import count_of, flag_of, names_of, places_of, positive_of, spelled
-from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
@@ -120,7 +120,7 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     return Attention(
         norm=read.norm(f"{stem}.operator_norm"),
         qkv=read.linear(*(f"{inner}.{part}_proj" for part in "qkv")),
-        heads=Heads(
+        heads=QKVLayout(
             config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm, config.rms_norm_eps, *tables
         ),
         out=read.linear(f"{inner}.out_proj"),

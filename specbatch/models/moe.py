@@ -10,7 +10,7 @@ import torch
 from specbatch.config_values import count_of, places_of, spelled
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.weight import SIDE, Weight, behind
+from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_experts
 from specbatch.kernels.moe.experts import Activation, Experts, shared_slices, token_bytes
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models.layers import Reader
@@ -94,21 +94,21 @@ def with_shared(
     the shared one (`shared_slices`)."""
     inner, width = routed[1].values.shape[2], shared[1].values.shape[1]
     (more_up, more_down), scaled = shared, [weight.scales is not None for weight in (*routed, *shared)]
-    if all(scaled) and width % SIDE == 0 == inner % SIDE:
+    if all(scaled) and width % SCALE_BLOCK == 0 == inner % SCALE_BLOCK:
         assert more_up.scales is not None
         assert more_down.scales is not None
         up, down = more_up.values.view(torch.uint8), more_down.values.view(torch.uint8)
         values = shared_slices(up, down, inner, activation)
-        scales = shared_slices(more_up.scales, more_down.scales, inner // SIDE, activation)
+        scales = shared_slices(more_up.scales, more_down.scales, inner // SCALE_BLOCK, activation)
         sliced = [Weight(one.view(torch.float8_e4m3fn), its) for one, its in zip(values, scales, strict=True)]
     elif any(scaled[:2]):  # they are most of a model: not to be made twice as large
-        works = f"{stem} is float8: its shared expert must be, too, and both widths multiples of {SIDE}"
+        works = f"{stem} is float8: its shared expert must be, too, and both widths multiples of {SCALE_BLOCK}"
         raise refuse("shared expert", f"widths {inner} and {width}", works)
     else:
         name = f"{stem}.shared_expert"
         wide = shared_slices(read.dequantize(name, more_up), read.dequantize(name, more_down), inner, activation)
         sliced = [Weight(one) for one in wide]
-    ups, downs = (behind(*pair) for pair in zip(routed, sliced, strict=True))
+    ups, downs = (concat_experts(*pair) for pair in zip(routed, sliced, strict=True))
     return ups, downs, len(sliced[0].values)
 
 

@@ -14,10 +14,10 @@ import torch
 
 from specbatch.config_values import count_of, flag_of, names_of, positive_of, table_of
 from specbatch.errors import refuse
-from specbatch.kernels.attention.qkv import Heads
-from specbatch.kernels.gemm.fp8_linear import SideBySide, linear
+from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.gemm.fp8_linear import ConcatLinear, linear
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import SIDE, Weight, below
+from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_outputs
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
@@ -225,7 +225,7 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     return Attention(
         norm=centred(read, f"{stem}.input_layernorm"),
         qkv=Linear(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])),
-        heads=Heads(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, config.rms_norm_eps, *tables),
+        heads=QKVLayout(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, config.rms_norm_eps, *tables),
         out=read.linear(f"{inner}.o_proj"),
         gate=Linear(gates.flatten(0, 1).contiguous()),
     )
@@ -272,8 +272,8 @@ def _delta_inputs(read: Reader, stem: str, sizes: DeltaSizes) -> Linear:
         wide = [sizes.key_dim, sizes.key_dim, share * sizes.value_dim, share * sizes.value_dim]
         first = _ungrouped(read, f"{stem}.in_proj_qkvz.weight", sizes.keys, wide)
         second = _ungrouped(read, f"{stem}.in_proj_ba.weight", sizes.keys, [share, share])
-    whole = below([first, second])
-    return SideBySide(linear(first), linear(second)) if whole is None else linear(whole)
+    whole = concat_outputs([first, second])
+    return ConcatLinear(linear(first), linear(second)) if whole is None else linear(whole)
 
 
 def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
@@ -283,10 +283,10 @@ def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
         return torch.cat([part.flatten(0, 1) for part in matrix.unflatten(0, (groups, -1)).split(sizes, 1)])
 
     weight = read.weight(name)
-    if weight.scales is None or any(count % SIDE for count in rows):
+    if weight.scales is None or any(count % SCALE_BLOCK for count in rows):
         return Weight(regrouped(read.dequantize(name, weight), rows))
     values = regrouped(weight.values.view(torch.uint8), rows).view(weight.values.dtype)
-    return Weight(values, regrouped(weight.scales, [count // SIDE for count in rows]))
+    return Weight(values, regrouped(weight.scales, [count // SCALE_BLOCK for count in rows]))
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:

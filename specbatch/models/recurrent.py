@@ -18,8 +18,8 @@ from specbatch.models.layers import Tensors
 
 if TYPE_CHECKING:
     from specbatch.core.attention_metadata import AttentionContext
-    from specbatch.kernels.attention.ragged_batch import Spans
-    from specbatch.kernels.recurrent.state_replay import Fold
+    from specbatch.kernels.attention.ragged_batch import RaggedBatch
+    from specbatch.kernels.recurrent.state_replay import StateReplay
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Recurrence:
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         return self.out(mixed, residual=x)
 
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
         raise NotImplementedError
 
-    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+    def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -85,16 +85,16 @@ class GatedDelta(Recurrence):
             StateShape("g", (values,), "float32", pending=True),
         )
 
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
         qkv, z, b, a = self._split(projected)
         qkv = conv_prefill(qkv, self.conv, None, state["window"], spans, activation=True)
         return delta_prefill(qkv, z, b, a, self.heads, state["matrix"], spans)
 
-    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+    def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         qkv, z, b, a = self._split(projected)
-        qkv = conv_verify(qkv, self.conv, None, state["window"], state["inputs"], fold, activation=True)
+        qkv = conv_verify(qkv, self.conv, None, state["window"], state["inputs"], replay, activation=True)
         pending = Pending(state["k"], state["u"], state["g"])
-        return delta_verify(qkv, z, b, a, self.heads, state["matrix"], pending, fold)
+        return delta_verify(qkv, z, b, a, self.heads, state["matrix"], pending, replay)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         heads = self.heads
@@ -119,15 +119,15 @@ class Mamba2(Recurrence):
             StateShape("tokens", (count * dim + groups * state + count,), pending=True),
         )
 
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
         z, xbc, dt = self._split(projected)
         xbc = conv_prefill(xbc, self.conv, self.bias, state["window"], spans, activation=True)
         return ssd_prefill(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), spans)
 
-    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+    def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         z, xbc, dt = self._split(projected)
-        xbc = conv_verify(xbc, self.conv, self.bias, state["window"], state["inputs"], fold, activation=True)
-        return ssd_verify(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), fold)
+        xbc = conv_verify(xbc, self.conv, self.bias, state["window"], state["inputs"], replay, activation=True)
+        return ssd_verify(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), replay)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sizes = [self.heads.count * self.heads.dim, len(self.conv), self.heads.count]
@@ -142,12 +142,12 @@ class ShortConv(Recurrence):
     conv: torch.Tensor
     bias: torch.Tensor | None
 
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: Spans) -> torch.Tensor:
+    def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
         before, after, x = projected.chunk(3, 1)
         window, gates = state["window"], {"before": before, "after": after}
         return conv_prefill(x, self.conv, self.bias, window, spans, activation=False, **gates)
 
-    def verify(self, projected: torch.Tensor, state: Tensors, fold: Fold) -> torch.Tensor:
+    def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         before, after, x = projected.chunk(3, 1)
         window, inputs, gates = state["window"], state["inputs"], {"before": before, "after": after}
-        return conv_verify(x, self.conv, self.bias, window, inputs, fold, activation=False, **gates)
+        return conv_verify(x, self.conv, self.bias, window, inputs, replay, activation=False, **gates)

@@ -17,7 +17,7 @@ import torch
 
 from specbatch.config import Graphs
 from specbatch.core.device_batch import SamplingFlags
-from specbatch.kernels.elementwise.gather_rows import put_next
+from specbatch.kernels.elementwise.gather_rows import ring_push
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Program = Callable[[], None]
@@ -203,7 +203,7 @@ class WholeGraphs:
 
         def program() -> None:
             packed, logprobs = self._run(rows, flags, drafts)
-            put_next(all_packed, self._place, packed)
+            ring_push(all_packed, self._place, packed)
             if logprobs is not None:
                 all_logprobs.index_copy_(0, self._place, logprobs[None])
 

@@ -11,7 +11,7 @@ import torch
 
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
 from specbatch.kernels.gemm.linear import is_blocked
-from specbatch.kernels.gemm.weight import keeps_float8
+from specbatch.kernels.gemm.weight import keeps_fp8
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
@@ -35,7 +35,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
     """Weights that stay float8 in memory, and their bytes with their scales."""
-    if config.float8 is None or not keeps_float8(device):
+    if config.float8 is None or not keeps_fp8(device):
         return {}
     shapes = config.tensor_shapes()
     return {
@@ -54,7 +54,7 @@ def float8_said(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool],
     """What became of float8 weights at load, and of the activations beside them. loads: whether an engine has loaded
     the target, and the draft; rounds: see `rounds_activations`."""
     name, device = str(model.dtype).removeprefix("torch."), model.device
-    stored = "kept" if keeps_float8(device) else f"made {name}, as this device has no product with them"
+    stored = "kept" if keeps_fp8(device) else f"made {name}, as this device has no product with them"
     if loads[0] and model.config.float8 is not None:
         said = f"float8 weights: {stored}"
         if model.dequantized:

@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata
-from specbatch.kernels.attention.qkv import split_heads
-from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -90,7 +90,7 @@ class PiecewiseGraphs:
         self._pieces: dict[int, list[Program]] = {}
         self._wholes: dict[int, Program] = {}
         short = [bucket for bucket in self._buckets if bucket <= SHORT_TOKENS and cache.attention.recordable]
-        self._spans = {b: RecordedSpans(b, SHORT_SPANS, page_table, cache.page_size) for b in short}
+        self._spans = {b: StaticRaggedBatch(b, SHORT_SPANS, page_table, cache.page_size) for b in short}
 
         def static(*shape: int) -> torch.Tensor:
             return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
@@ -151,7 +151,7 @@ class PiecewiseGraphs:
             return Features(self._model.finish(self._residual[:count], mixed, rows), aux)
         return Features(self._last[:count], aux)
 
-    def _run(self, pieces: list[Program], count: int, spans: Spans) -> None:
+    def _run(self, pieces: list[Program], count: int, spans: RaggedBatch) -> None:
         """The pieces, and between them the cuts of the first `count` rows."""
         pieces[0]()
         for index in range(len(self._model.layers)):
@@ -159,7 +159,7 @@ class PiecewiseGraphs:
             if index + 1 < len(pieces):
                 pieces[index + 1]()
 
-    def _cut(self, index: int, count: int, spans: Spans) -> None:
+    def _cut(self, index: int, count: int, spans: RaggedBatch) -> None:
         cache, place, mixer = self._cache, self._model.places[index], self._model.layers[index].mixer
         projected, out = _rows(self._projected, count, mixer.width), _rows(self._mixed, count, mixer.mixed)
         if isinstance(mixer, Attention):
@@ -193,7 +193,7 @@ class PiecewiseGraphs:
             mixer, place = layers[index].mixer, model.places[index]
             if isinstance(mixer, Attention):
                 k_cache, v_cache = self._cache.k[place], self._cache.v[place]
-                split_heads(going_in(index), mixer.heads, positions, slots, k_cache, v_cache, out=(q, k))
+                split_qkv_rope(going_in(index), mixer.heads, positions, slots, k_cache, v_cache, out=(q, k))
             residual[:] = [x] if index + 1 < len(layers) else [last_input.copy_(x)]
 
         def enter() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
@@ -38,7 +38,7 @@ class Target:
         rows, length = batch.tokens.shape
         positions = torch.arange(length, device=self.device).repeat(rows)
         model = self._model.with_aux(layers)
-        with dispatch.activations(float8=self._rounds):
+        with use_fp8_activations(self._rounds):
             last, aux = model.forward(batch.tokens.flatten(), positions, UncachedContext(model, rows, length))
         return last.unflatten(0, (rows, length)), None if aux is None else aux.unflatten(0, (rows, length))
 

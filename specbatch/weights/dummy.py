@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
-from specbatch.kernels.gemm.weight import bits_of
+from specbatch.kernels.gemm.weight import byte_chunks
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES
 from specbatch.tokenizer import ByteTokenizer, Tokenizer
@@ -43,7 +43,7 @@ def random_float8(name: str, shape: Shape, seed: int, device: str | torch.device
     bits = torch.empty(shape, device=device, dtype=torch.uint8).random_(
         0, 254, generator=_generator(name, seed, device)
     )
-    for part in bits_of(bits):
+    for part in byte_chunks(bits):
         part += part >= 127  # 127 and 255 are NaN
     return bits.view(torch.float8_e4m3fn)
 

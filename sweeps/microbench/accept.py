@@ -18,10 +18,10 @@ from specbatch.core.step_input import Proposal
 from specbatch.drafters.verification import verify
 from specbatch.kernels.drafting.ngram import ngram_match_ref
 from specbatch.kernels.drafting.ngram_triton import ngram_match
-from specbatch.kernels.sampling.accept_triton import commit, greedy_accept, stage
-from specbatch.kernels.sampling.filtered_distribution import law_of, probabilities
-from specbatch.kernels.sampling.sample_triton import reject, sample
-from specbatch.kernels.sampling.sampling import TARGET
+from specbatch.kernels.sampling.accept_triton import commit, greedy_accept, verify_inputs
+from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits, probabilities
+from specbatch.kernels.sampling.rng import TARGET
+from specbatch.kernels.sampling.sample_triton import rejection_sample, sample
 from specbatch.sweeps.microbench.runner import Call, Case, Table
 
 VOCABULARY = 151_936
@@ -66,12 +66,13 @@ class Inputs:
 
     def sample(self, logits: torch.Tensor, s: Sampling) -> torch.Tensor:
         filters = (s.temperature, s.top_k, s.top_p, s.min_p)
-        tokens, sound = sample(logits, *filters, self.seeds, self.positions, TARGET, truncated=s.flags.truncated)
+        dist = filter_logits(logits, *filters, truncated=s.flags.truncated)
+        tokens, sound = sample(dist, self.seeds, self.positions, TARGET)
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows)
 
     def reject(self, logits: torch.Tensor, s: Sampling, q: torch.Tensor) -> torch.Tensor:
-        law = law_of(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.flags.truncated)
-        tokens, accepted, sound = reject(law, self.drafts, self.drafted, q, self.seeds, self.positions)
+        law = filter_logits(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.flags.truncated)
+        tokens, accepted, sound = rejection_sample(law, self.drafts, self.drafted, q, self.seeds, self.positions)
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows, accepted=accepted)
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +101,7 @@ def _operations(x: Inputs) -> Iterator[tuple[str, Call, Call | None]]:
     """Name, kernel and reference, which is left out where it is too large."""
     greedy = partial(greedy_accept, x.noise, x.drafts, x.drafted, x.tokens, x.lengths, x.rows)
     yield "greedy", greedy, partial(x.reference, x.noise, x.sampling(0.0, 0, 1.0))
-    yield "stage", partial(stage, x.tokens, x.lengths, x.rows, x.drafts), x.gather
+    yield "stage", partial(verify_inputs, x.tokens, x.lengths, x.rows, x.drafts), x.gather
     for length in (4096, 40_000) if x.n == 1 else ():
         last = torch.full_like(x.rows, length - 1)
         reference = partial(ngram_match_ref, x.tokens[x.rows, :length], last, 4, 2, 7)
@@ -119,6 +120,6 @@ def _operations(x: Inputs) -> Iterator[tuple[str, Call, Call | None]]:
         s = x.sampling(1.0, 20, 0.95)
         logits = x.noise * LOGIT_SCALES["peaked"]
         near = (logits + torch.randn_like(logits)).view(x.batch, x.n, -1)[:, :-1].flatten(0, 1).contiguous()
-        law = law_of(near, s.temperature, s.top_k, s.top_p, s.min_p, truncated=True)
+        law = filter_logits(near, s.temperature, s.top_k, s.top_p, s.min_p, truncated=True)
         q = probabilities(law).view(x.batch, x.n - 1, -1)
         yield "reject, peaked", partial(x.reject, logits, s, q), partial(x.reference, logits, s, q) if few else None

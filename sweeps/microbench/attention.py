@@ -13,8 +13,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.attention.qkv import Heads
-from specbatch.kernels.attention.verify_attention import verify_attention
+from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.verify_attention_triton import verify_attention
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.sweeps.microbench.runner import Call, Case, Table
 
@@ -86,7 +86,7 @@ def verify_step(work: Work) -> Callable[..., torch.Tensor]:
     frequencies = 1e6 ** (-torch.arange(work.dim // 2) / (work.dim / 2))
     cos, sin = (one.to("cuda", torch.bfloat16) for one in rope_table(frequencies, work.capacity, 1.0))
     norm = torch.ones(work.dim, dtype=torch.bfloat16, device="cuda")
-    heads = Heads(work.count, work.kv, work.dim, norm, norm, 1e-6, cos, sin)
+    heads = QKVLayout(work.count, work.kv, work.dim, norm, norm, 1e-6, cos, sin)
     rows = torch.arange(1, work.batch + 1, device="cuda")
     lengths = torch.full((work.batch,), work.keys, device="cuda")
     torch.cuda.synchronize()  # the kernel reads some inputs before the previous kernel has ended

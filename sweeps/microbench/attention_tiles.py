@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from triton.runtime.errors import OutOfResources
 
-from specbatch.kernels.attention.verify_tiles import Tile, splits_for, tile_for
+from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
 from specbatch.sweeps.machine.timing import captured, interleaved_seconds
 from specbatch.sweeps.microbench.attention import POINTS, Work, verify_step
 from specbatch.sweeps.microbench.runner import Row, Table, in_a_row

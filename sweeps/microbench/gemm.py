@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from specbatch.kernels.gemm import skinny_gemm
+from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.sweeps.microbench.runner import Case, Table
 
 HIDDEN, QKV, INNER, VOCABULARY, LAYERS = 4096, 6144, 12288, 151936, 36
@@ -80,7 +80,7 @@ class Weights:
     ) -> torch.Tensor:
         gated, normed = name == "gate+up", name in ("qkv", "gate+up", "head")
         norm, added = self.norm if normed else None, residual if name in ("o", "down") else None
-        return skinny_gemm._product(x, weight, None, norm, 1e-6, added, gated=gated, pdl=pdl)
+        return skinny_gemm_triton._product(x, weight, None, norm, 1e-6, added, gated=gated, pdl=pdl)
 
     def chain(
         self, rows: int, layers: int = MEASURED_LAYERS, *, pdl: bool = True, attention: bool = True, head: bool = False
@@ -98,7 +98,7 @@ class Weights:
 
 
 def tables() -> Iterator[Table]:
-    skinny_gemm.workspace(torch.device("cuda"))
+    skinny_gemm_triton.workspace(torch.device("cuda"))
     weights = Weights()
     yield Table(_single(weights), shows=("floor",))
     yield Table(_chains(weights), "A layer of the chain", shows=("floor",))

@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import typer
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe.experts import Experts
@@ -52,7 +52,7 @@ def _cases(name: str, fp8: bool, fp8_rows: bool) -> Iterator[Case]:
 
 
 def _run(block: Experts, x: torch.Tensor, norm: Norm, fp8_rows: bool) -> torch.Tensor:
-    with dispatch.activations(float8=fp8_rows):
+    with use_fp8_activations(fp8_rows):
         return block(x, norm=norm, residual=x)
 
 

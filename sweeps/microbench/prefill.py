@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
-from specbatch.kernels.attention.qkv import Heads, split_heads
-from specbatch.kernels.attention.ragged_batch import Spans
-from specbatch.kernels.elementwise.elementwise_triton import rms_norm, silu_product
+from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.elementwise.elementwise_triton import rms_norm, silu_and_mul
 from specbatch.sweeps.microbench.runner import Call, Case, Row, Table
 
 HEADS, KV, DIM, HIDDEN, MLP, PAGE = 32, 8, 128, 4096, 12288, 16
@@ -45,7 +45,7 @@ class Prompt:
         for row, owned in enumerate(order, 1):
             table[row, : len(owned)] = owned
         rows = list(range(1, len(spans) + 1))
-        self.spans = Spans(starts, ends, rows, table.cuda(), page)
+        self.spans = RaggedBatch(starts, ends, rows, table.cuda(), page)
         total = self.spans.offsets[-1]
         shape = (sum(pages) + 1, page, KV, DIM)
         self.k_cache, self.v_cache = (_random(*shape) for _ in range(2))
@@ -70,9 +70,9 @@ class Model:
         x = hidden.clone()
         for qkv, out, gate_up, down in self.layers:
             split = F.linear(rms_norm(x, self.norm, 1e-6), qkv)
-            q, k, v = split_heads(split, self.heads, positions, slots, *caches)
+            q, k, v = split_qkv_rope(split, self.heads, positions, slots, *caches)
             x.addmm_(backend(q, k, v, *caches, prompt.spans).flatten(1), out.t())
-            x.addmm_(silu_product(F.linear(rms_norm(x, self.norm, 1e-6), gate_up)), down.t())
+            x.addmm_(silu_and_mul(F.linear(rms_norm(x, self.norm, 1e-6), gate_up)), down.t())
 
 
 def tables() -> Iterator[Table]:
@@ -120,8 +120,8 @@ def _elementwise() -> Iterator[Case]:
         operations: dict[str, tuple[Callable[[torch.Tensor], object], int, float]] = {  # width, bytes per byte read
             "rms_norm": (partial(rms_norm, weight=weight, eps=1e-6), HIDDEN, 2),
             "F.rms_norm": (partial(F.rms_norm, normalized_shape=(HIDDEN,), weight=weight, eps=1e-6), HIDDEN, 2),
-            "silu_product": (silu_product, 2 * MLP, 1.5),
-            "split_heads": (partial(_split, (heads, positions, positions + PAGE, *caches)), WIDTH, 2),
+            "silu_and_mul": (silu_and_mul, 2 * MLP, 1.5),
+            "split_qkv_rope": (partial(_split, (heads, positions, positions + PAGE, *caches)), WIDTH, 2),
         }
         for name, (call, width, moved) in operations.items():
             inputs = [_random(count, width) for _ in range(copies)]
@@ -130,7 +130,7 @@ def _elementwise() -> Iterator[Case]:
 
 
 def _split(arguments: tuple[Any, ...], x: torch.Tensor) -> object:
-    return split_heads(x, *arguments)
+    return split_qkv_rope(x, *arguments)
 
 
 def _gemms() -> Iterator[Case]:
@@ -164,9 +164,9 @@ def _backend(name: str) -> PrefillAttention:
     return prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
 
 
-def _heads() -> Heads:
+def _heads() -> QKVLayout:
     cos, sin = (_random(16384, DIM) for _ in range(2))
-    return Heads(HEADS, KV, DIM, _random(DIM), _random(DIM), 1e-6, cos, sin)
+    return QKVLayout(HEADS, KV, DIM, _random(DIM), _random(DIM), 1e-6, cos, sin)
 
 
 def _random(*shape: int) -> torch.Tensor:

@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
-from specbatch.kernels.recurrent.state_replay import Fold
-from specbatch.kernels.sampling.tree import ancestors_of
+from specbatch.kernels.recurrent.state_replay import StateReplay
+from specbatch.kernels.sampling.tree_verify import ancestor_words
 from specbatch.sweeps.microbench.recurrent_in_place import delta_in_place, mamba_in_place
 from specbatch.sweeps.microbench.runner import Call, Case, Row, Table
 
@@ -45,11 +45,11 @@ class Delta:
         shapes = (self.keys, self.dim), (self.values, self.dim), (self.values,)
         self.pending = Pending(*(-torch.rand(batch + 1, rows, *shape, device="cuda") for shape in shapes))
 
-    def verify(self, fold: Fold) -> object:
+    def verify(self, replay: StateReplay) -> object:
         qkv, z, b, a = self.inputs
-        return delta_verify(qkv, z, b, a, self.heads, self.state, self.pending, fold)
+        return delta_verify(qkv, z, b, a, self.heads, self.state, self.pending, replay)
 
-    def prefill(self, spans: Spans) -> object:
+    def prefill(self, spans: RaggedBatch) -> object:
         qkv, z, b, a = self.inputs
         return delta_prefill(qkv, z, b, a, self.heads, self.state, spans)
 
@@ -74,11 +74,11 @@ class Mamba:
         pending = random(batch + 1, rows, inner + side + self.count).bfloat16()
         self.memory = SsdMemory(self.state, pending)
 
-    def verify(self, fold: Fold) -> object:
+    def verify(self, replay: StateReplay) -> object:
         xbc, dt, z = self.inputs
-        return ssd_verify(xbc, dt, z, self.heads, self.memory, fold)
+        return ssd_verify(xbc, dt, z, self.heads, self.memory, replay)
 
-    def prefill(self, spans: Spans) -> object:
+    def prefill(self, spans: RaggedBatch) -> object:
         xbc, dt, z = self.inputs
         return ssd_prefill(xbc, dt, z, self.heads, self.memory, spans)
 
@@ -100,15 +100,15 @@ def _verifies(kind: type[Layer]) -> Iterator[Case]:
         rows = torch.arange(1, batch + 1, device="cuda")
         for count, is_tree in ROWS:
             layers = [kind(batch, batch * count, count) for _ in range(2 if batch > 64 else LAYERS)]
-            fold = Fold(rows, torch.full((batch + 1,), max(1, count - 1), device="cuda"))
+            replay = StateReplay(rows, torch.full((batch + 1,), max(1, count - 1), device="cuda"))
             if is_tree:
                 parents = torch.arange(count - 1, device="cuda").expand(batch, -1) // 2
                 kept = torch.arange(count, device="cuda").expand(batch + 1, -1).contiguous()
-                fold = fold._replace(kept=kept, ancestors=ancestors_of(parents, count))
+                replay = replay._replace(path=kept, ancestors=ancestor_words(parents, count))
             state = layers[0].state[1:]
             copy = torch.empty_like(state)
             calls: dict[str, list[Call]] = {
-                "verify": [partial(layer.verify, fold) for layer in layers],
+                "verify": [partial(layer.verify, replay) for layer in layers],
                 "copy of the states": [partial(copy.copy_, layer.state[1:]) for layer in layers],
             }
             if count == 1:
@@ -121,7 +121,7 @@ def _verifies(kind: type[Layer]) -> Iterator[Case]:
 def _prompts(kind: type[Layer]) -> Iterator[Case]:
     for count, tokens in PROMPTS:
         table = torch.zeros(count + 1, 1, dtype=torch.int64, device="cuda")
-        spans = Spans([0] * count, [tokens] * count, list(range(1, count + 1)), table, 16)
+        spans = RaggedBatch([0] * count, [tokens] * count, list(range(1, count + 1)), table, 16)
         layers = [kind(count, count * tokens, 1) for _ in range(3)]
         labels: Row = {"layer": kind.__name__, "prompts": f"{count} x {tokens}"}
         yield Case(labels, {"prefill": [partial(layer.prefill, spans) for layer in layers]})

@@ -10,7 +10,7 @@ import torch
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import prefill_backend
-from specbatch.kernels.attention.qkv import Heads
+from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 
@@ -89,7 +89,7 @@ class Bench:
     ) -> torch.Tensor:
         """One layer's attention, with a rotation by nothing: what goes in is what is compared."""
         still = torch.ones(600, DIM), torch.zeros(600, DIM)
-        heads = Heads(self.heads, self.kv_heads, DIM, None, None, 1e-5, *still)
+        heads = QKVLayout(self.heads, self.kv_heads, DIM, None, None, 1e-5, *still)
         qkv = torch.cat([q, k, v], 1).flatten(1)
         return metadata.bind(self.cache).attend(layer, qkv, heads, torch.zeros(len(qkv), dtype=torch.int64))
 

@@ -13,7 +13,9 @@ from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.prefill_backends import prefill_backend
-from specbatch.kernels.sampling.sampling import DRAFT, draw_ref, probabilities_ref, uniform_ref
+from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
+from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
+from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder
 from specbatch.runtime.prefill_forward import EagerForward
@@ -144,7 +146,7 @@ def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: 
                 expected = probabilities_ref(logits[None], *parameters)[0]
                 torch.testing.assert_close(q[index, place], expected, rtol=0, atol=1e-5)
                 coin = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
-                assert proposal.tokens[index, place] == draw_ref(q[index, place], coin)
+                assert proposal.tokens[index, place] == sample_ref(q[index, place], coin)
         greedy = [1, 4]
         assert proposal.tokens[greedy].tolist() == [greedy_chain(model, here.texts[index], count) for index in greedy]
         here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])

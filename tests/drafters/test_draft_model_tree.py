@@ -15,7 +15,7 @@ from specbatch.draft_shape import DraftShape
 from specbatch.drafters.draft_model import DraftModelTree
 from specbatch.drafters.tree import expand
 from specbatch.kernels.attention.prefill_backends import prefill_backend
-from specbatch.kernels.sampling.tree import walk_ref
+from specbatch.kernels.sampling.tree_verify import walk_tree_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.runtime.prefill_forward import EagerForward
@@ -79,7 +79,7 @@ class Life:
             path = [at for at in range(64) if words[node] >> at & 1]
             for parent, child in pairwise(path):
                 chosen[row, parent] = proposal.tokens[row, child - 1]
-        accepted, path = walk_ref(chosen, proposal.tokens, proposal.drafted, proposal.ancestors)
+        accepted, path = walk_tree_ref(chosen, proposal.tokens, proposal.drafted, proposal.ancestors)
         self.here.batch.commit(self.here.rows, chosen.gather(1, path), accepted)
         for row, text in enumerate(self.here.texts):
             text += chosen.gather(1, path)[row, : int(accepted[row]) + 1].tolist()

@@ -22,13 +22,13 @@ from specbatch.draft_shape import DraftShape
 from specbatch.drafters import verification
 from specbatch.drafters.tree import expand
 from specbatch.drafters.verification import Verdict, verify
-from specbatch.kernels.sampling import tree
-from specbatch.kernels.sampling.sampling import TARGET
-from specbatch.kernels.sampling.tree import ancestors_of, depths_of
+from specbatch.kernels.sampling import tree_verify
+from specbatch.kernels.sampling.rng import TARGET
+from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 
 Rule = Callable[..., Verdict]
 Text = tuple[int, ...]
-TREE, RULE = tree, verification
+TREE, RULE = tree_verify, verification
 MUTANTS = {
     "all nodes compared with the root's choice": (TREE, ".int().argmax(-1)", ".int().argmax(-1) * 0"),
     "a node without its ancestors": (TREE, "ancestors & ~good == 0", "good >> node & 1 == 1"),
@@ -37,7 +37,7 @@ MUTANTS = {
     "tokens of the rows in order": (RULE, "tokens = tokens.gather(1, path)", "pass"),
     "row before": (RULE, "choose(logits, positions, TARGET)", "choose(logits.roll(1, 1), positions, TARGET)"),
     "one coin": (RULE, "choose(logits, positions, TARGET)", "choose(logits, positions * 0 + 1, TARGET)"),
-    "accept the argmax": (RULE, "walk_ref(tokens, ", "walk_ref(logits.argmax(-1), "),
+    "accept the argmax": (RULE, "walk_tree_ref(tokens, ", "walk_tree_ref(logits.argmax(-1), "),
 }
 
 
@@ -51,7 +51,7 @@ def mutant(name: str) -> Rule:
     sources[home] = sources[home].replace(old, new)
     exec(sources[TREE], walk)
     exec(sources[RULE], rule)
-    rule["walk_ref"] = walk["walk_ref"]
+    rule["walk_tree_ref"] = walk["walk_tree_ref"]
     changed: Rule = rule["verify"]
     return changed
 
@@ -109,14 +109,14 @@ class Toy:
         plain, rows = sampling_of(1), len(coins)
         sampling = Lattice(**{name: getattr(plain, name) for name in plain.__dataclass_fields__}, grid=coins)
         parents = torch.tensor([[0 if len(node) == 1 else nodes.index(node[:-1]) + 1 for node in nodes]])
-        words = ancestors_of(parents, depth)
+        words = ancestor_words(parents, depth)
         proposal = Proposal(
             torch.tensor([[node[-1] for node in nodes]]).expand(rows, -1),
             torch.full((rows,), drafted),
             ancestors=words.expand(rows, -1),
         )
         laws = torch.tensor([[self.law(text) for text in [(), *nodes]]], dtype=torch.float64)
-        verdict = rule(laws.expand(rows, -1, -1), proposal, (depths_of(words) + 1).expand(rows, -1), sampling)
+        verdict = rule(laws.expand(rows, -1, -1), proposal, (tree_depths(words) + 1).expand(rows, -1), sampling)
         emitted: dict[Text, float] = defaultdict(float)
         for tokens, accepted in zip(verdict.tokens.tolist(), verdict.accepted.tolist(), strict=True):
             emitted[tuple(tokens[: accepted + 1])] += 1 / rows
@@ -196,7 +196,7 @@ def generate(rule: Rule, sampling: Sampling, shape: DraftShape | None) -> tuple[
             drafts, words = expand(DRAFT_LOGITS[roots], shape, lambda beams: DRAFT_LOGITS[beams.tokens])
             proposal = Proposal(drafts, torch.full_like(roots, shape.tokens), ancestors=words)
         nodes = torch.cat([roots[:, None], proposal.tokens], 1)
-        positions = lengths[:, None] + depths_of(words) + 1
+        positions = lengths[:, None] + tree_depths(words) + 1
         verdict = rule(TARGET_LOGITS[nodes], proposal, positions, sampling)
         count = verdict.tokens.shape[1]
         out[every[:, None], lengths[:, None] - 10 + torch.arange(count)] = verdict.tokens
@@ -265,7 +265,7 @@ def test_a_seed_gives_the_tokens_of_plain_decoding(shape: DraftShape) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float) -> None:
     """In every node, reached or not, and for that row alone."""
-    words = ancestors_of(torch.tensor([[0, 0, 1]]), 2).expand(5, -1)
+    words = ancestor_words(torch.tensor([[0, 0, 1]]), 2).expand(5, -1)
     logits = torch.randn(5, 4, 9, generator=torch.Generator().manual_seed(1))
     for node in range(4):
         logits[node, node, 3] = bad
@@ -273,5 +273,5 @@ def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float) 
     sampling = sampling_of(5, temperature)
     if not temperature:
         sampling = Sampling(**{**sampling.__dict__, "flags": SamplingFlags()})
-    verdict = verify(logits, proposal, depths_of(words) + 4, sampling)
+    verdict = verify(logits, proposal, tree_depths(words) + 4, sampling)
     assert verdict.finite.tolist() == [False] * 4 + [True]

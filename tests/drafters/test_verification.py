@@ -25,7 +25,8 @@ from specbatch.core.device_batch import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.drafters import verification
 from specbatch.drafters.verification import Verdict, logprobs_of, verify
-from specbatch.kernels.sampling.sampling import ACCEPT, DRAFT, RESIDUAL, TARGET, draw_ref, uniform_ref
+from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform_ref
+from specbatch.kernels.sampling.sample import sample_ref
 
 Verify = Callable[[torch.Tensor, Proposal, torch.Tensor, Any], Verdict]
 P_VALUE = 1e-4
@@ -273,7 +274,7 @@ def test_a_draft_from_the_target_itself_is_always_accepted() -> None:
     sampling = sampling_of(4000, 0.8, top_p=0.9)
     positions = torch.arange(9, 12).expand(4000, -1)
     q = sampling.probabilities(logits[:, :2])
-    drafts = draw_ref(q, sampling.coins(positions[:, :2], DRAFT))
+    drafts = sample_ref(q, sampling.coins(positions[:, :2], DRAFT))
     verdict = verify(logits, Proposal(drafts, torch.full((4000,), 2), q), positions, sampling)
     assert verdict.accepted.tolist() == [2] * 4000
     assert torch.equal(verdict.tokens[:, :2], drafts)
@@ -323,7 +324,7 @@ def generate(
             if drafted == "law":
                 law = sampling.probabilities(DRAFT_LOGITS[at][:, None])
                 laws.append(mix(law))
-                drafts.append(draw_ref(law, sampling.coins(lengths[:, None] + 1 + index, DRAFT)))
+                drafts.append(sample_ref(law, sampling.coins(lengths[:, None] + 1 + index, DRAFT)))
             else:
                 drafts.append(DRAFT_LOGITS[at].argmax(-1, keepdim=True))
             at = after(at, drafts[-1][:, 0])
@@ -557,7 +558,7 @@ def test_logprobs_are_the_models_own(drafted: str) -> None:
     sampling = sampling_of(50, 0.5, top_k=10, logprobs=True)
     positions = torch.arange(4).expand(50, -1)
     laws = sampling.probabilities(logits[:, :3])
-    drafts = draw_ref(laws, sampling.coins(positions[:, :3], DRAFT)) if drafted == "law" else laws.argmax(-1)
+    drafts = sample_ref(laws, sampling.coins(positions[:, :3], DRAFT)) if drafted == "law" else laws.argmax(-1)
     proposal = Proposal(drafts, torch.full((50,), 3), laws if drafted == "law" else None)
     verdict = verify(logits, proposal, positions, sampling)
     logprobs = logprobs_of(logits, verdict.tokens)

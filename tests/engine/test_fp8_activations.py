@@ -18,7 +18,8 @@ from specbatch.drafters.feature_head import FeatureChain
 from specbatch.engine.builder import _capture
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.step import DecodeStep
-from specbatch.kernels import dispatch
+from specbatch.kernels.gemm import fp8_activations
+from specbatch.kernels.gemm.fp8_activations import quantizes
 from specbatch.records import low_acceptance
 from specbatch.training.data import Batch
 from specbatch.training.target import Target
@@ -74,7 +75,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """`build(shape, **settings)`; on a CPU weights stay float8, too."""
     engines: list[Engine] = []
     for module in ("models.layers", "runtime.loader"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_float8", lambda device: True)
+        monkeypatch.setattr(f"specbatch.{module}.keeps_fp8", lambda device: True)
 
     def build(
         shape: dict[str, Any],
@@ -97,7 +98,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
     """By the kind of pass: is an activation rounded?"""
     found: set[tuple[str, bool]] = set()
-    place, rounds, run = ["prompt"], dispatch.rounds, DecodeStep.__call__
+    place, rounds, run = ["prompt"], fp8_activations.quantizes, DecodeStep.__call__
 
     def spied(x: torch.Tensor) -> bool:
         found.add((place[-1], rounds(x)))
@@ -110,7 +111,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
         finally:
             place.pop()
 
-    monkeypatch.setattr(dispatch, "rounds", spied)
+    monkeypatch.setattr(fp8_activations, "quantizes", spied)
     monkeypatch.setattr(DecodeStep, "__call__", iterate)
     return found
 
@@ -178,7 +179,7 @@ def test_a_second_look_is_taken_as_the_run_was(
     seen: list[bool] = []
     monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
     monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", 1)
-    monkeypatch.setattr(FeatureChain, "diagnose", lambda *_: seen.append(dispatch.rounds(torch.zeros(1).half())) or "")
+    monkeypatch.setattr(FeatureChain, "diagnose", lambda *_: seen.append(quantizes(torch.zeros(1).half())) or "")
     engine = build(NEXT, speculation=Speculation("mtp", draft_tokens=2), float8_activations=on)
     engine.generate(PROMPTS, PARAMS)
     assert seen == [on]
@@ -259,12 +260,12 @@ def test_recordings_are_rounded_too(float8: bool) -> None:
             return 1
 
         def capture(self) -> Iterator[None]:
-            seen.append(dispatch.rounds(torch.zeros(1).half()))
+            seen.append(fp8_activations.quantizes(torch.zeros(1).half()))
             yield
 
     _capture([Item(), Item()], [], CPU, print, lambda done, total: None, float8=float8)  # type: ignore[list-item]
     assert seen == [float8] * 2
-    assert not dispatch.rounds(torch.zeros(1).half())
+    assert not fp8_activations.quantizes(torch.zeros(1).half())
 
 
 def test_a_target_in_training_is_what_an_engine_runs(

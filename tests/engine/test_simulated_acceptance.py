@@ -12,7 +12,7 @@ from crossed import slow_but
 
 from specbatch import Engine, SamplingParams, Speculation
 from specbatch.jobs.send_one import table
-from specbatch.kernels.sampling.sampling import simulated_accept_ref
+from specbatch.kernels.sampling.rng import simulated_accept_ref
 
 SELF = Speculation("standalone", draft="self:skip=1", draft_tokens=7)
 

@@ -18,20 +18,15 @@ from specbatch.config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.runner import Runner
-from specbatch.kernels.attention import context_kv_triton, verify_attention
+from specbatch.kernels.attention import context_kv_triton, verify_attention_triton
 from specbatch.kernels.attention.prefill_backends import _Triton
-from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.drafting import draft_inputs_triton, ngram_triton, tree_draft_triton
 from specbatch.kernels.elementwise import elementwise_triton, gather_rows_triton
-from specbatch.kernels.gemm import skinny_gemm
+from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.moe import experts_triton
-from specbatch.kernels.recurrent import (
-    gated_delta_prefill_triton,
-    gated_delta_triton,
-    mamba2_triton,
-    short_conv_triton,
-)
-from specbatch.kernels.sampling import accept_triton, argmax_topk_triton, sample_triton, tree_triton
+from specbatch.kernels.recurrent import gated_delta_prefill_triton, gated_delta_triton, mamba2_triton, short_conv_triton
+from specbatch.kernels.sampling import accept_triton, argmax_topk_triton, sample_triton, tree_verify_triton
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
 
@@ -62,30 +57,30 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(module, name, run)
 
     for module, names in {
-        accept_triton: ["greedy_accept", "commit", "stage"],
-        argmax_topk_triton: ["likeliest", "likeliest_embedded", "top_children"],
-        sample_triton: ["draw", "reject"],
-        context_kv_triton: ["write_context", "write_verified"],
-        elementwise_triton: ["rms_norm", "silu_product", "split_heads"],
-        tree_draft_triton: ["grow", "keep"],
+        accept_triton: ["greedy_accept", "commit", "verify_inputs"],
+        argmax_topk_triton: ["argmax", "argmax_embedding", "topk_logprobs"],
+        sample_triton: ["sample", "rejection_sample"],
+        context_kv_triton: ["write_context_kv", "write_verified_kv"],
+        elementwise_triton: ["rms_norm", "silu_and_mul", "split_qkv_rope"],
+        tree_draft_triton: ["expand", "prune"],
         experts_triton: ["mixture"],
         gated_delta_prefill_triton: ["delta_prefill"],
         gated_delta_triton: ["delta_verify"],
         mamba2_triton: ["ssd_prefill", "ssd_verify"],
         ngram_triton: ["ngram_match"],
-        draft_inputs_triton: ["due_pairs", "beam_pairs", "keep_waiting"],
-        gather_rows_triton: ["rows_of_both"],
+        draft_inputs_triton: ["pending_inputs", "beam_inputs", "buffer_features"],
+        gather_rows_triton: ["gather_rows"],
         short_conv_triton: ["conv_prefill", "conv_verify"],
-        skinny_gemm: ["skinny_linear", "skinny_gated"],
-        tree_triton: ["commit_tree", "move_rows"],
-        verify_attention: ["verify_attention"],
+        skinny_gemm_triton: ["skinny_linear", "skinny_gated"],
+        tree_verify_triton: ["commit_tree", "move_accepted_kv"],
+        verify_attention_triton: ["verify_attention"],
     }.items():
         for name in names:
             spy(module, name)
     monkeypatch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
     monkeypatch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
     monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_: _Triton())
-    monkeypatch.setattr(skinny_gemm, "is_skinny", lambda rows, weight: rows <= 8)
+    monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
     return called
 
 
@@ -103,17 +98,17 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     numbers = [[(item.metrics.drafted, item.metrics.accepted) for item in items] for items in (plain, done)]
     assert numbers[0] == numbers[1]
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:5] for prompt in prompts]
-    expected = {"rows_of_both", "stage", "rms_norm", "silu_product", "split_heads", "verify_attention"}
+    expected = {"gather_rows", "verify_inputs", "rms_norm", "silu_and_mul", "split_qkv_rope", "verify_attention"}
     expected |= {"skinny_linear", "skinny_gated"}
-    expected |= {"commit_tree", "move_rows"} if name.endswith("tree") else {"greedy_accept"}
-    pairs, levels = {"due_pairs", "keep_waiting"}, {"top_children", "grow", "keep"}
+    expected |= {"commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"greedy_accept"}
+    pairs, levels = {"pending_inputs", "buffer_features"}, {"topk_logprobs", "expand", "prune"}
     own = {
         "none": set(),
         "ngram": {"ngram_match"},
-        "self": {"likeliest"},
-        "eagle3": {"likeliest_embedded"} | pairs,
-        "mtp-tree": {"beam_pairs"} | levels | pairs,
-        "block": {"likeliest", "write_context", "write_verified"},
+        "self": {"argmax"},
+        "eagle3": {"argmax_embedding"} | pairs,
+        "mtp-tree": {"beam_inputs"} | levels | pairs,
+        "block": {"argmax", "write_context_kv", "write_verified_kv"},
         "ngram-tree": {"ngram_match"},
         "self-tree": levels,
     }
@@ -122,7 +117,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
 
 CONV = {"conv_prefill", "conv_verify"}
 HYBRIDS = {
-    ("qwen3-next", "mtp"): CONV | {"delta_prefill", "delta_verify", "mixture", "due_pairs"},
+    ("qwen3-next", "mtp"): CONV | {"delta_prefill", "delta_verify", "mixture", "pending_inputs"},
     ("nemotron-h", "ngram-tree"): CONV | {"ssd_prefill", "ssd_verify", "commit_tree"},
     ("lfm2", "ngram"): CONV,
 }
@@ -173,8 +168,8 @@ def test_sampled_tokens_of_a_seed(
     numbers = [(item.metrics.drafted, item.metrics.accepted) for item in (ours, expected)]
     assert numbers[0] == numbers[1]
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-    assert called >= ({"draw", "commit_tree", "move_rows"} if name.endswith("tree") else {"draw", "commit"})
-    assert ("reject" in called) == (name not in ("none", "ngram") and not name.endswith("tree"))
+    assert called >= ({"sample", "commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"sample", "commit"})
+    assert ("rejection_sample" in called) == (name not in ("none", "ngram") and not name.endswith("tree"))
     assert "greedy_accept" not in called
 
 
@@ -207,13 +202,13 @@ def test_padding_rows_and_pieces(
 ) -> None:
     build, _ = kernel_engine
     loaded: list[int] = []
-    load = RecordedSpans.load
+    load = StaticRaggedBatch.load
 
-    def counted(self: RecordedSpans, spans: Spans) -> None:
+    def counted(self: StaticRaggedBatch, spans: RaggedBatch) -> None:
         loaded.append(len(spans.counts))
         load(self, spans)
 
-    monkeypatch.setattr(RecordedSpans, "load", counted)
+    monkeypatch.setattr(StaticRaggedBatch, "load", counted)
     monkeypatch.setattr("specbatch.engine.builder.Recorder", Recorder)
     monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
     prompts = [list(prompt) for prompt in toy.prompts()[4:7]]

@@ -7,16 +7,16 @@ import torch
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_verify_ref
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_verify_ref
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.sweeps.microbench.recurrent_in_place import delta_in_place, mamba_in_place
 
 BATCH = 3
 
 
-def folds(device: torch.device) -> list[Fold]:
+def replays(device: torch.device) -> list[StateReplay]:
     """A verify behind a prompt, and the one after it, on device rows 1 and up."""
     rows = torch.arange(1, BATCH + 1, device=device)
-    return [Fold(rows, torch.full((BATCH + 1,), count, device=device)) for count in (0, 1)]
+    return [StateReplay(rows, torch.full((BATCH + 1,), count, device=device)) for count in (0, 1)]
 
 
 def test_delta(device: torch.device) -> None:
@@ -28,7 +28,7 @@ def test_delta(device: torch.device) -> None:
     shapes = (1, 32), (2, 32), (2,)
     pending = Pending(*(torch.zeros(BATCH + 1, 1, *shape, device=device) for shape in shapes))
     rows = torch.cat([state[:1], state])  # device row 0 is padding
-    wanted, _ = (delta_verify_ref(qkv, z, b, a, heads, rows, pending, fold) for fold in folds(device))
+    wanted, _ = (delta_verify_ref(qkv, z, b, a, heads, rows, pending, replay) for replay in replays(device))
     y = delta_in_place(qkv, z, b, a, heads, state)
     torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
@@ -41,7 +41,7 @@ def test_mamba(device: torch.device) -> None:
     state = torch.randn(BATCH, 4, 16, 16, device=device)
     rows = torch.cat([state[:1], state])
     memory = SsdMemory(rows, torch.zeros(BATCH + 1, 1, 64 + 32 + 4, device=device))
-    wanted, _ = (ssd_verify_ref(xbc, dt, z, heads, memory, fold) for fold in folds(device))
+    wanted, _ = (ssd_verify_ref(xbc, dt, z, heads, memory, replay) for replay in replays(device))
     y = mamba_in_place(xbc, dt, z, heads, state)
     torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)

@@ -44,4 +44,4 @@ def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(kind, "run", lambda *_, **__: None)
     patch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
     patch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
-    patch.setattr("specbatch.kernels.gemm.skinny_gemm.is_skinny", lambda rows, weight: False)
+    patch.setattr("specbatch.kernels.gemm.skinny_gemm_triton.is_skinny", lambda rows, weight: False)

@@ -17,7 +17,7 @@ from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters import mtp
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.prefill_backends import prefill_backend
-from specbatch.kernels.gemm.fp8_linear import ScaledLinear, SideBySide
+from specbatch.kernels.gemm.fp8_linear import ConcatLinear, FP8Linear
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.moe.experts import Experts
 from specbatch.memory.kv_cache import KVCache
@@ -174,7 +174,7 @@ def products(model: Decoder) -> set[type]:
         for part in (layer.mixer, *layer.mlps):
             found |= {type(item) for item in vars(part).values() if isinstance(item, Linear)}
             found |= {
-                ScaledLinear for item in vars(part).values() if isinstance(item, Experts) and item.up.scales is not None
+                FP8Linear for item in vars(part).values() if isinstance(item, Experts) and item.up.scales is not None
             }
     return found
 
@@ -190,10 +190,10 @@ def test_it_computes_what_its_weights_stand_for(
     wide = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
     sizes = {"dtype": torch.float32, "device": CPU, "max_positions": 64}
     expected = logits(Decoder(wide, meant.__getitem__, **sizes))
-    monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
+    monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
     model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
     assert model.dequantized == (dequantized if keeps else set())
-    assert (products(model) & {ScaledLinear, SideBySide} != set()) is keeps
+    assert (products(model) & {FP8Linear, ConcatLinear} != set()) is keeps
     assert (logits(model) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
@@ -234,7 +234,7 @@ def test_an_mtp_head_computes_what_its_weights_stand_for(
     described, plain, fused, _ = CASES[case]
     write(tmp_path, described | changes, plain, fused)
     config, meant = write_head(tmp_path, wide)
-    monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
+    monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
     checkpoint = open_checkpoint(str(tmp_path))
     target = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
     lines: list[str] = []
@@ -251,7 +251,7 @@ def test_an_mtp_head_computes_what_its_weights_stand_for(
     expected, ours = found
     assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
     types = {type(part) for part in vars(head._fc).values()}
-    assert types == ({ScaledLinear} if joined and keeps else {Linear})
+    assert types == ({FP8Linear} if joined and keeps else {Linear})
     assert (head._layer.mlps[0].experts.up.scales is not None) is keeps
 
 
@@ -262,7 +262,7 @@ def test_an_mtp_head_in_float8_takes_half_the_memory(tmp_path: Path, monkeypatch
     found = mtp_config(open_checkpoint(str(tmp_path)).config, open_checkpoint(str(tmp_path)).mtp)
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(found, torch.bfloat16, CPU) == weight_bytes(config, torch.bfloat16, CPU) == 2 * count
-    monkeypatch.setattr("specbatch.runtime.loader.keeps_float8", lambda device: True)
+    monkeypatch.setattr("specbatch.runtime.loader.keeps_fp8", lambda device: True)
     small = [256 * 256, *[128 * 256] * 9, *[384 * 256] * 3]  # o_proj, experts, shared
     scales = 4 * sum(item // 128**2 for item in small)
     assert weight_bytes(found, torch.bfloat16, CPU) == 2 * count - sum(small) + scales
@@ -311,7 +311,7 @@ def test_what_is_float8_lies_in_memory_as_such(tmp_path: Path, monkeypatch: pyte
     checkpoint = open_checkpoint(str(tmp_path))
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * count
-    monkeypatch.setattr("specbatch.runtime.loader.keeps_float8", lambda device: True)
+    monkeypatch.setattr("specbatch.runtime.loader.keeps_fp8", lambda device: True)
     # 160 rows might have to be cut, and are planned wide; 160 columns are two blocks.
     small = 2 * 160 * (256 + 128 + 128) + 2 * 160 * 256
     scales = 2 * (4 + 2 + 2) + 2 * 4
@@ -353,7 +353,7 @@ def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: P
 @pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
 def test_float8_that_is_no_number_is_refused(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in a tensor of several parts it lies; products would take it for 480."""
-    monkeypatch.setattr("specbatch.models.layers.keeps_float8", lambda device: keeps)
+    monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
     monkeypatch.setattr("specbatch.kernels.gemm.weight._PART", 1000)
     write(tmp_path, QWEN3, ["lm_head"], False)
     tensors = load_file(tmp_path / "model.safetensors")

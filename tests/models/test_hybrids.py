@@ -12,7 +12,7 @@ import transformers as hf
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.kernels.attention.prefill_backends import prefill_backend
-from specbatch.kernels.sampling.tree import ancestors_of, depths_of
+from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
@@ -230,11 +230,11 @@ def test_verifies_of_trees(pair: tuple[Any, Decoder]) -> None:
     prompt(ours, cache, table, [PromptChunk(3, 0, 8)], text)
     known, generator = text.tolist(), torch.Generator().manual_seed(1)
     parents = torch.tensor([[0, 0, 1, 1, 3]])  # of nodes 1..5
-    words = ancestors_of(parents, 4)
+    words = ancestor_words(parents, 4)
     for path in ([0, 2], [0, 1, 4], [0, 1, 3, 5], [0]):
         lengths = torch.tensor([len(known)])
         tokens = torch.randint(0, VOCABULARY, (6,), generator=generator)
-        positions = (lengths[:, None] + depths_of(words)).flatten()
+        positions = (lengths[:, None] + tree_depths(words)).flatten()
         verify = DecodeMetadata(table, slots, lengths, 6, PAGE, ancestors=words)
         logits = ours.logits(ours.forward(tokens, positions, verify.bind(cache)).last)
         for node in range(6):

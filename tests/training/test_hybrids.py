@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from targets import HYBRIDS
 
-from specbatch.kernels.attention.qkv import split_heads_ref
+from specbatch.kernels.attention.qkv import split_qkv_rope_ref
 from specbatch.models.decoder import Decoder
 from specbatch.models.mtp import Mtp, mtp_config
 from specbatch.training.chain import Memory, ahead
@@ -58,7 +58,7 @@ def test_the_engine_runs_the_mtp_head_that_was_trained(targets, name):
     model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=LENGTH)
     ours = Mtp(config, tensors.__getitem__, model, LENGTH)
     x, qkv = ours.enter(embedded[0], last[0])
-    q, k, v = (part.transpose(0, 1)[None] for part in split_heads_ref(qkv, ours.heads, torch.arange(12)))
+    q, k, v = (part.transpose(0, 1)[None] for part in split_qkv_rope_ref(qkv, ours.heads, torch.arange(12)))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(ours.leave(x, attended[0].transpose(0, 1).flatten(1)), expected, rtol=1e-4, atol=1e-4)
 

@@ -70,7 +70,7 @@ def test_float8_tensors_have_the_size_of_others() -> None:
     values = random_float8("w", (3, 256, 300), 1)
     assert not values.float().isnan().any()
     assert len(values.view(torch.uint8).unique()) == 254
-    wide = Weight(values, random_scales("w_scale_inv", (3, 2, 3), 300, 1)).wide(torch.float32)
+    wide = Weight(values, random_scales("w_scale_inv", (3, 2, 3), 300, 1)).dequantize(torch.float32)
     assert wide.std() * 300**0.5 == pytest.approx(1, abs=0.06)
     assert wide.mean().abs() < 0.02 * wide.std()
     assert len({wide[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
@@ -83,7 +83,7 @@ def test_float8_matrices_keep_the_size_of_activations(tmp_path: Path) -> None:
     for name, inputs in (("gate_up_proj", 640), ("down_proj", 512)):
         stem = f"model.layers.0.mlp.experts.{name}"
         weight = Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
-        assert weight.wide(torch.float32).std() * inputs**0.5 == pytest.approx(1, abs=0.03)
+        assert weight.dequantize(torch.float32).std() * inputs**0.5 == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ import torch
 from crossed import crossed
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.sampling.sampling import DRAFT, draw_ref, uniform_ref
+from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
+from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.config import ModelConfig
 
 LENGTHS = (2, 3, 5, 6, 13, 21)
@@ -294,5 +295,5 @@ def test_each_draft_is_drawn_with_the_coin_of_its_place(usual: Any, algorithm: s
             coin = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
             # Drawn among the tokens that the head knows, in their order.
             known = law if ids is None else law[ids]
-            drawn = draw_ref(known, coin)
+            drawn = sample_ref(known, coin)
             assert proposal.tokens[index, place] == (drawn if ids is None else ids[drawn])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specbatch.kernels.attention.context_kv import ContextHeads, write_context_ref, write_verified_ref
-from specbatch.kernels.attention.context_kv_triton import write_context, write_verified
+from specbatch.kernels.attention.context_kv import ContextKVLayout, write_context_kv_ref, write_verified_kv_ref
+from specbatch.kernels.attention.context_kv_triton import write_context_kv, write_verified_kv
 from specbatch.kernels.elementwise.rope import rope_table
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -24,7 +24,7 @@ class Case:
         frequencies = 1 / 5000 ** (torch.arange(0, dim, 2).float() / dim)
         cos, sin = (table.to(device, dtype) for table in rope_table(frequencies, PAGES * PAGE, 0.9))
         norms = (torch.rand(layers, dim, generator=generator) + 0.5).to(device, dtype)
-        self.heads = ContextHeads(kv, dim, norms, 1e-3, cos, sin)
+        self.heads = ContextKVLayout(kv, dim, norms, 1e-3, cos, sin)
         self.kv = torch.randn(count, layers * 2 * kv * dim, generator=generator).to(device, dtype)
         shape = (layers, PAGES, PAGE, kv, dim)
         self.ours = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
@@ -46,8 +46,8 @@ def test_a_prompt(device: torch.device, dtype: torch.dtype, layers: int, kv: int
     case = Case(device, dtype, 37, layers, kv, dim)
     positions = torch.randint(PAGES * PAGE, (37,), generator=case.generator).to(device)
     slots = (torch.randperm((PAGES - 1) * PAGE, generator=case.generator)[:37] + PAGE).to(device)
-    write_context_ref(case.kv, case.heads, *case.theirs, positions, slots)
-    write_context(case.kv, case.heads, *case.ours, positions, slots)
+    write_context_kv_ref(case.kv, case.heads, *case.theirs, positions, slots)
+    write_context_kv(case.kv, case.heads, *case.ours, positions, slots)
     case.compare(37)
 
 
@@ -63,8 +63,8 @@ def test_a_verify_stores_what_was_accepted(
     packed = torch.zeros(4, 9, dtype=torch.int64, device=device)
     packed[:, 6] = torch.tensor([0, 5, 2, 3])
     where = (table.to(device), torch.tensor([4, 1, 5, 2], device=device), lengths, packed[:, 6])
-    write_verified_ref(case.kv, case.heads, *case.theirs, *where)
-    write_verified(case.kv, case.heads, *case.ours, *where)
+    write_verified_kv_ref(case.kv, case.heads, *case.theirs, *where)
+    write_verified_kv(case.kv, case.heads, *case.ours, *where)
     case.compare(1 + 6 + 3 + 4)
 
 
@@ -72,7 +72,7 @@ def test_padding_rows_write_to_page_0(device: torch.device) -> None:
     case = Case(device, torch.float32, 2 * 3, 2, 2, 16)
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
     table = torch.zeros(2, 4, dtype=torch.int64, device=device)
-    write_verified(case.kv, case.heads, *case.ours, table, zeros, zeros + 1, zeros + 2)
+    write_verified_kv(case.kv, case.heads, *case.ours, table, zeros, zeros + 1, zeros + 2)
     case.compare(0)
 
 
@@ -82,8 +82,8 @@ def test_an_fp8_cache(device: torch.device) -> None:
     case = Case(device, torch.bfloat16, 9, 2, 2, 64)
     positions = torch.arange(9, device=device)
     eight = [torch.zeros(item.shape, dtype=torch.float8_e4m3fn, device=device) for item in case.ours]
-    write_context(case.kv, case.heads, *case.ours, positions, positions + PAGE)
-    write_context(case.kv, case.heads, *eight, positions, positions + PAGE)
+    write_context_kv(case.kv, case.heads, *case.ours, positions, positions + PAGE)
+    write_context_kv(case.kv, case.heads, *eight, positions, positions + PAGE)
     for ours, wide in zip(eight, case.ours, strict=True):
         there = ~wide.isnan()
         assert torch.equal(ours.float()[there], wide.to(torch.float8_e4m3fn).float()[there])

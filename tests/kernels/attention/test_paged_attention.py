@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from specbatch.kernels.attention.paged_attention import (
     attention_bias,
+    attention_mask,
     paged_attention_ref,
     prefill_attention_ref,
-    visible,
     write_kv_ref,
 )
 
@@ -50,7 +50,7 @@ def naive(length: int, keys: int, sets: list[set[int]]) -> list[list[bool]]:
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
 def test_a_chain_sees_what_came_before_and_itself(rows: int) -> None:
     lengths = [0, 1, 7, 16]
-    mask = visible(torch.tensor(lengths), rows, 100)
+    mask = attention_mask(torch.tensor(lengths), rows, 100)
     assert mask.shape == (4, rows, 100)
     for index, length in enumerate(lengths):
         assert mask[index].tolist() == [[key <= length + row for key in range(100)] for row in range(rows)]
@@ -60,7 +60,7 @@ def test_a_chain_sees_what_came_before_and_itself(rows: int) -> None:
 def test_a_chain_is_the_tree_with_one_child_per_node(rows: int) -> None:
     lengths = torch.tensor([0, 3, 40])
     chain = torch.tensor(words(ancestors_of([node - 1 for node in range(rows)])))
-    assert torch.equal(visible(lengths, rows, 128, chain), visible(lengths, rows, 128))
+    assert torch.equal(attention_mask(lengths, rows, 128, chain), attention_mask(lengths, rows, 128))
 
 
 @st.composite
@@ -74,7 +74,7 @@ def trees(draw: st.DrawFn) -> list[int]:
 def test_a_node_sees_its_ancestors(parents: list[int], length: int, spare: int) -> None:
     rows, keys = len(parents), length + len(parents) + spare
     sets = ancestors_of(parents)
-    mask = visible(torch.tensor([length]), rows, keys, torch.tensor(words(sets)))
+    mask = attention_mask(torch.tensor([length]), rows, keys, torch.tensor(words(sets)))
     assert mask[0].tolist() == naive(length, keys, sets)
 
 
@@ -82,14 +82,14 @@ def test_each_sequence_may_have_a_tree_of_its_own() -> None:
     randomness = random.Random(0)
     sets = [ancestors_of([randomness.randrange(max(node, 1)) for node in range(64)]) for _ in range(5)]
     lengths = [0, 1, 30, 63, 64]
-    mask = visible(torch.tensor(lengths), 64, 140, torch.tensor([words(item) for item in sets]))
+    mask = attention_mask(torch.tensor(lengths), 64, 140, torch.tensor([words(item) for item in sets]))
     for index, length in enumerate(lengths):
         assert mask[index].tolist() == naive(length, 140, sets[index])
 
 
 def test_the_sixty_fourth_node_is_seen_by_itself_only() -> None:
     alone = [{node} for node in range(64)]
-    mask = visible(torch.tensor([2]), 64, 80, torch.tensor(words(alone)))[0]
+    mask = attention_mask(torch.tensor([2]), 64, 80, torch.tensor(words(alone)))[0]
     assert mask[63].nonzero().flatten().tolist() == [0, 1, 65]
     assert mask[:, 65].nonzero().flatten().tolist() == [63]
     assert mask[:, 2].nonzero().flatten().tolist() == [0]
@@ -143,7 +143,7 @@ def test_paged_attention(page_size: int, group: int, rows: int, dtype: torch.dty
     before = [0, 1, 15, 16, 17, 33]
     cache = Paged([n + rows for n in before], page_size, kv_heads, dim, dtype)
     q = torch.randn(6, rows, kv_heads * group, dim, generator=torch.Generator().manual_seed(9)).to(dtype)
-    mask = visible(torch.tensor(before), rows, cache.table.shape[1] * page_size)
+    mask = attention_mask(torch.tensor(before), rows, cache.table.shape[1] * page_size)
     out = cache.attend(q, mask)
     assert out.shape == q.shape
     assert out.dtype == dtype
@@ -160,7 +160,7 @@ def test_paged_attention_of_a_tree(page_size: int, group: int) -> None:
     sets = ancestors_of([randomness.randrange(max(node, 1)) for node in range(rows)])
     cache = Paged([n + rows for n in before], page_size, 2, 8, torch.float32)
     q = torch.randn(3, rows, 2 * group, 8, generator=torch.Generator().manual_seed(2))
-    mask = visible(torch.tensor(before), rows, cache.table.shape[1] * page_size, torch.tensor(words(sets)))
+    mask = attention_mask(torch.tensor(before), rows, cache.table.shape[1] * page_size, torch.tensor(words(sets)))
     out = cache.attend(q, mask)
     for b, r in itertools.product(range(3), range(rows)):
         seen = [*range(before[b]), *(before[b] + node for node in sorted(sets[r]))]
@@ -171,7 +171,7 @@ def test_paged_attention_of_a_tree(page_size: int, group: int) -> None:
 def test_queries_may_be_a_slice_of_a_wider_tensor() -> None:
     cache = Paged([9, 7], 4, 2, 8, torch.float32)
     wide = torch.randn(2, 3, 10, 8, generator=torch.Generator().manual_seed(0))
-    mask = visible(torch.tensor([6, 4]), 3, cache.table.shape[1] * 4)
+    mask = attention_mask(torch.tensor([6, 4]), 3, cache.table.shape[1] * 4)
     sliced = cache.attend(wide[:, :, :6], mask)
     whole = cache.attend(wide[:, :, :6].contiguous(), mask)
     torch.testing.assert_close(sliced, whole)

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from specbatch.kernels.attention.prefill_attention import Tiling, prefill_attention
-from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.attention.prefill_attention_triton import Tiling, prefill_attention
+from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -43,7 +43,7 @@ class Case:
             self.values.append(v)
         self.k_cache, self.v_cache = (cache.to(device, stored or dtype) for cache in (k_cache, v_cache))
         starts, ends = map(list, zip(*spans, strict=True))
-        self.layout = Spans(starts, ends, rows, table.to(device), page_size)
+        self.layout = RaggedBatch(starts, ends, rows, table.to(device), page_size)
         ends = self.layout.counts  # the pass's own keys and values, where every span is fresh
         self.new = [torch.cat([x[-n:] for x, n in zip(xs, ends, strict=True)]) for xs in (self.keys, self.values)]
         self.new = [x.to(device, dtype) for x in self.new]
@@ -167,12 +167,12 @@ def test_fp8_keys_and_values(device: torch.device, heads: tuple[int, int, int]) 
 @pytest.mark.parametrize("own", [True, False])
 def test_recorded_spans_serve_one_pass_after_another(device: torch.device, own: bool) -> None:
     """At fixed addresses, whatever they held before; as many spans as there is room for, one, or some."""
-    recorded: RecordedSpans | None = None
+    recorded: StaticRaggedBatch | None = None
     for spans in ([(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]):
         case = Case(device, torch.float32, spans, (4, 2, 32))
         total = case.layout.offsets[-1]
         if recorded is None:
-            recorded = RecordedSpans(48, 3, case.layout.page_table.new_zeros(8, 8), case.layout.page_size)
+            recorded = StaticRaggedBatch(48, 3, case.layout.page_table.new_zeros(8, 8), case.layout.page_size)
             recorded.tiles(8)  # as a recording asks for them before the first pass is known
         recorded.page_table.zero_()
         height, width = case.layout.page_table.shape

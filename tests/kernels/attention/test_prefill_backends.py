@@ -13,7 +13,7 @@ import torch
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.prefill_backends import NAMES, prefill_backend
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SPANS = [([0, 0], [19, 5]), ([0, 40, 3], [21, 49, 4])]
@@ -26,7 +26,7 @@ class Case:
         count = len(starts)
         table = (torch.randperm(count * 7) + 1).view(count, 7).to(device)
         self.k_cache, self.v_cache = (torch.randn(count * 7 + 1, 8, 2, 64, device=device).to(dtype) for _ in range(2))
-        self.spans = Spans(starts, ends, list(range(count))[::-1], table, 8)
+        self.spans = RaggedBatch(starts, ends, list(range(count))[::-1], table, 8)
         self.q = torch.randn(self.spans.offsets[-1], 4, 64, device=device).to(dtype)
         slots = self.spans.key_slots.split(ends)
         own = torch.cat([part[start:] for part, start in zip(slots, starts, strict=True)])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from crossed import crossed, slow_but
 
-from specbatch.kernels.attention.qkv import Heads
-from specbatch.kernels.attention.verify_attention import verify_attention, verify_attention_ref
-from specbatch.kernels.attention.verify_tiles import Tile
+from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.verify_attention_configs import Tile
+from specbatch.kernels.attention.verify_attention_triton import verify_attention, verify_attention_ref
 from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.rope import rope_table
 
@@ -48,7 +48,7 @@ class Case:
         frequencies = 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
         cos, sin = (table.to(device, dtype) for table in rope_table(frequencies, width * page_size + 64, 1.0))
         norms = [torch.rand(dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
-        self.heads = Heads(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin)
+        self.heads = QKVLayout(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin)
 
     def check(self, splits: int | None = None, **options: Any) -> torch.Tensor:
         caches = [cache.clone() for cache in self.caches]

@@ -42,7 +42,7 @@ class Case:
 def test_due_pairs(batch: int, most: int, width: int, device: torch.device) -> None:
     case = Case(batch, most, width, device)
     given = (case.tokens, case.rows, case.lengths, case.waiting, case.ready, case.embedding, most)
-    wanted, found = draft_inputs.due_pairs_ref(*given), draft_inputs_triton.due_pairs(*given)
+    wanted, found = draft_inputs.pending_inputs_ref(*given), draft_inputs_triton.pending_inputs(*given)
     for name, one, other in zip(wanted._fields, found, wanted, strict=True):
         assert torch.equal(one, other), name
     root = case.tokens[case.rows, case.lengths]
@@ -57,7 +57,7 @@ def test_beam_pairs(batch: int, parents: int, topk: int, width: int, device: tor
     case = Case(batch, 2, width, device)
     tokens, origin = case.numbers(0, 19, batch, topk), case.numbers(0, parents, batch, topk)
     given = (tokens, origin, case.noise(batch, parents, width), case.lengths, 2, case.embedding)
-    for one, other in zip(draft_inputs_triton.beam_pairs(*given), draft_inputs.beam_pairs_ref(*given), strict=True):
+    for one, other in zip(draft_inputs_triton.beam_inputs(*given), draft_inputs.beam_inputs_ref(*given), strict=True):
         assert torch.equal(one, other)
 
 
@@ -71,8 +71,8 @@ def test_what_waits(batch: int, most: int, width: int, tree: bool, device: torch
     packed = case.numbers(0, most, batch, nodes + 3)
     given = (case.noise(batch * nodes, width), case.rows, packed[:, nodes], path)
     wanted, ready = case.waiting.clone(), case.ready.clone()
-    draft_inputs.keep_waiting_ref(*given, wanted, ready)
-    draft_inputs_triton.keep_waiting(*given, case.waiting, case.ready)
+    draft_inputs.buffer_features_ref(*given, wanted, ready)
+    draft_inputs_triton.buffer_features(*given, case.waiting, case.ready)
     assert torch.equal(case.waiting[1:], wanted[1:])
     assert torch.equal(case.ready, ready)
     assert case.ready[0] == 1

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbatch.kernels.drafting.ngram import merge, ngram_match_ref
+from specbatch.kernels.drafting.ngram import merge_into_tree, ngram_match_ref
 
 
 def search(tokens: list[int], longest: int, shortest: int, count: int) -> list[int] | None:
@@ -98,7 +98,7 @@ def test_texts_are_merged_where_they_begin_alike(data: st.DataObject) -> None:
     counts = [data.draw(st.integers(0, kinds)) for _ in rows]
     count = data.draw(st.integers(1, kinds * depth))
     found = torch.tensor([[place < number for place in range(kinds)] for number in counts])
-    tokens, words, drafted = merge(torch.tensor(rows), found, count)
+    tokens, words, drafted = merge_into_tree(torch.tensor(rows), found, count)
     assert tokens.shape == (len(rows), count)
     for row, texts in enumerate(rows):
         wanted: list[tuple[int, ...]] = []

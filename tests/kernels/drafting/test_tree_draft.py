@@ -40,8 +40,8 @@ def test_levels_and_what_is_kept(shape: DraftShape, batch: int, device: torch.de
     start, first = 0, 1
     for depth in range(steps):
         new = children(batch, topk if depth else 1, topk, 10 * depth + batch, device)
-        wanted = tree_draft.grow_ref(theirs, *new, level, start, first)
-        found = tree_draft_triton.grow(ours, *new, level, start, first)
+        wanted = tree_draft.expand_ref(theirs, *new, level, start, first)
+        found = tree_draft_triton.expand(ours, *new, level, start, first)
         if depth < steps - 1:  # there is no word for nodes behind the last level
             for one, other in zip(found, wanted, strict=True):
                 assert torch.equal(one, other)
@@ -51,8 +51,8 @@ def test_levels_and_what_is_kept(shape: DraftShape, batch: int, device: torch.de
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
     for depth in (steps, steps + 3):
-        found = tree_draft_triton.keep(ours, count, depth)
-        for one, other in zip(found, tree_draft.keep_ref(theirs, count, depth), strict=True):
+        found = tree_draft_triton.prune(ours, count, depth)
+        for one, other in zip(found, tree_draft.prune_ref(theirs, count, depth), strict=True):
             assert torch.equal(one, other)
 
 

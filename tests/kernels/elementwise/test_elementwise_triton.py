@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention.paged_attention import write_kv_ref
-from specbatch.kernels.attention.qkv import Heads, split_heads_ref
-from specbatch.kernels.elementwise.elementwise_triton import relu_square, rms_norm, silu_product, split_heads
+from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
+from specbatch.kernels.elementwise.elementwise_triton import relu_squared, rms_norm, silu_and_mul, split_qkv_rope
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import rope_table
 
@@ -41,7 +41,7 @@ def test_silu_product(device: torch.device, dtype: torch.dtype, rows: int, width
     skip_unless(device, dtype)
     gate_up = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
     gate, up = gate_up.double().chunk(2, -1)
-    close(silu_product(gate_up), (F.silu(gate) * up).to(dtype))
+    close(silu_and_mul(gate_up), (F.silu(gate) * up).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,17 +51,17 @@ def test_relu_square(device: torch.device, dtype: torch.dtype, rows: int, width:
     x = torch.randn(rows, width, device=device).to(dtype) * 4
     x[0, 7] = torch.nan  # goes on: a run must notice it
     expected = F.relu(x.double()).square().to(dtype)
-    y = relu_square(x)
+    y = relu_squared(x)
     assert y.data_ptr() == x.data_ptr()
     assert y[0, 7].isnan()
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
-def make_heads(device: torch.device, dtype: torch.dtype, count: int, kv: int, dim: int, norm: bool) -> Heads:
+def make_heads(device: torch.device, dtype: torch.dtype, count: int, kv: int, dim: int, norm: bool) -> QKVLayout:
     frequencies = 1 / 10000 ** (torch.arange(0, dim, 2).float() / dim)
     cos, sin = (table.to(device, dtype) for table in rope_table(frequencies, 64, 0.9))
     weights = [torch.rand(dim, device=device).to(dtype) + 0.5 if norm else None for _ in range(2)]
-    return Heads(count, kv, dim, weights[0], weights[1], 1e-3, cos, sin)
+    return QKVLayout(count, kv, dim, weights[0], weights[1], 1e-3, cos, sin)
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -78,10 +78,10 @@ def test_split_heads(
     positions = torch.randint(64, (rows,), device=device)
     slots = torch.randperm(10 * 4, device=device)[:rows]
     caches = [torch.full((10, 4, kv, dim), torch.nan, dtype=dtype, device=device) for _ in range(4)]
-    q, k, v = split_heads_ref(qkv, heads, positions)
+    q, k, v = split_qkv_rope_ref(qkv, heads, positions)
     write_kv_ref(k.contiguous(), v.contiguous(), caches[2], caches[3], slots)
     q_new, k_new = (torch.full((rows, n, dim), torch.nan, dtype=dtype, device=device) for n in (count, kv))
-    split_heads(qkv, heads, positions, slots, caches[0], caches[1], q_new, k_new)
+    split_qkv_rope(qkv, heads, positions, slots, caches[0], caches[1], q_new, k_new)
     close(q_new, q)
     close(k_new, k)
     written = caches[2].flatten(0, 1)[slots]
@@ -101,8 +101,8 @@ def test_split_heads_into_an_fp8_cache(device: torch.device) -> None:
     slots = torch.randperm(16, device=device)[:rows]
     k_cache, v_cache = (torch.zeros(4, 4, kv, dim, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     q_new, k_new = (torch.empty(rows, n, dim, device=device, dtype=torch.float16) for n in (count, kv))
-    split_heads(qkv, heads, positions, slots, k_cache, v_cache, q_new, k_new)
-    _, k, v = split_heads_ref(qkv, heads, positions)
+    split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache, q_new, k_new)
+    _, k, v = split_qkv_rope_ref(qkv, heads, positions)
     found = k_cache.float().flatten(0, 1)[slots]
     torch.testing.assert_close(found, k.float(), rtol=2**-4 + 1e-3, atol=2**-9)  # three bits of mantissa
     assert torch.equal(v_cache.float().flatten(0, 1)[slots], v.to(torch.float8_e4m3fn).float())

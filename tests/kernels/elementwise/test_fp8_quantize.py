@@ -7,7 +7,9 @@ import torch
 
 from specbatch.kernels import dispatch
 from specbatch.kernels.elementwise import elementwise_triton
-from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded, rounded_ref
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
+from specbatch.kernels.gemm import fp8_activations
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 
 DTYPES = [torch.float16, torch.bfloat16]
 BITS = torch.arange(256, dtype=torch.uint8)
@@ -27,7 +29,7 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 128), (5, 300)])
 def test_every_value_is_the_nearest(rows: int, width: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, width) * torch.logspace(-3, 2, width)).to(dtype)
-    values, scales, kind = rounded_ref(x)
+    values, scales, kind = quantize_fp8_ref(x)
     assert (values.dtype, scales.dtype, kind) == (torch.float8_e4m3fn, torch.float32, dtype)
     assert scales.shape == (rows, -(-width // 128))
     for first in range(0, width, 128):
@@ -41,7 +43,7 @@ def test_every_value_is_the_nearest(rows: int, width: int, dtype: torch.dtype) -
 
 def test_ties_go_to_the_even_one() -> None:
     x = torch.tensor([[448.0, 17.0, 19.0, -17.0, 2**-10, 3 * 2**-10]])
-    assert rounded_ref(x.half()).values.tolist() == [[448.0, 16.0, 20.0, -16.0, 0.0, 2**-8]]
+    assert quantize_fp8_ref(x.half()).values.tolist() == [[448.0, 16.0, 20.0, -16.0, 0.0, 2**-8]]
 
 
 def exact(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,7 +55,7 @@ def exact(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return blocks.flatten(1)[:, :width].to(dtype)
 
 
-def same(ours: Rounded, wanted: Rounded) -> None:
+def same(ours: FP8Activations, wanted: FP8Activations) -> None:
     assert ours.dtype == wanted.dtype
     assert ours.values.is_contiguous()
     assert torch.equal(ours.values.float(), wanted.values.float())
@@ -68,13 +70,13 @@ def test_the_kernel_is_the_reference(rows: int, width: int, dtype: torch.dtype, 
     apart = torch.full((rows, width + 9), torch.nan, dtype=dtype)
     apart[:, 5 : 5 + width] = x
     for given in (x.to(device), apart.to(device)[:, 5 : 5 + width]):
-        same(elementwise_triton.rounded(given), rounded_ref(given))
+        same(elementwise_triton.quantize_fp8(given), quantize_fp8_ref(given))
 
 
 def test_every_float8_stays_itself(device: torch.device) -> None:
     x = torch.cat([GRID, GRID[:2]]).view(2, 128).half().to(device)
     x[:, 5] = 448
-    for found in (rounded_ref(x), elementwise_triton.rounded(x)):
+    for found in (quantize_fp8_ref(x), elementwise_triton.quantize_fp8(x)):
         assert torch.equal(found.values.half(), x)
         assert (found.scales == 1).all()
 
@@ -84,45 +86,45 @@ def test_what_is_no_number_stays_visible(value: float, device: torch.device) -> 
     x = exact(4, 300, torch.float16).to(device)
     x[2, 131] = value
     x[1] = 0
-    for found in (rounded_ref(x), elementwise_triton.rounded(x)):
+    for found in (quantize_fp8_ref(x), elementwise_triton.quantize_fp8(x)):
         bad = ~found.scales.isfinite().cpu()
         assert bad.nonzero().tolist() == [[2, 1]]
-        assert not found.wide()[2, 131].isfinite()
-        assert not found.wide()[1].any()
-        assert torch.equal(found.wide()[[0, 3]].half(), x[[0, 3]])
+        assert not found.dequantize()[2, 131].isfinite()
+        assert not found.dequantize()[1].any()
+        assert torch.equal(found.dequantize()[[0, 3]].half(), x[[0, 3]])
 
 
 def test_the_smallest_numbers_are_no_infinity(device: torch.device) -> None:
     x = torch.full((2, 130), 2.0**-24, dtype=torch.float16, device=device)
     x[1] = 0
-    for found in (rounded_ref(x), elementwise_triton.rounded(x)):
-        assert torch.equal(found.wide().half(), x)
+    for found in (quantize_fp8_ref(x), elementwise_triton.quantize_fp8(x)):
+        assert torch.equal(found.dequantize().half(), x)
         assert (found.scales > 0).all()
     if device.type == "cuda":
         tiny = torch.full((1, 128), 2.0**-126, dtype=torch.bfloat16, device=device)
-        same(elementwise_triton.rounded(tiny), rounded_ref(tiny))
-        assert not elementwise_triton.rounded(tiny).wide().any()
+        same(elementwise_triton.quantize_fp8(tiny), quantize_fp8_ref(tiny))
+        assert not elementwise_triton.quantize_fp8(tiny).dequantize().any()
 
 
 def test_where_it_is_told() -> None:
     half, single = torch.zeros(1, 1, dtype=torch.float16), torch.zeros(1, 1)
-    assert not dispatch.rounds(half)
-    with dispatch.activations(float8=True):
-        assert dispatch.rounds(half)
-        assert not dispatch.rounds(single)
-        with dispatch.activations(float8=False):
-            assert not dispatch.rounds(half)
-        assert dispatch.rounds(half)
-    with pytest.raises(ZeroDivisionError), dispatch.activations(float8=True):
+    assert not fp8_activations.quantizes(half)
+    with use_fp8_activations(True):
+        assert fp8_activations.quantizes(half)
+        assert not fp8_activations.quantizes(single)
+        with use_fp8_activations(False):
+            assert not fp8_activations.quantizes(half)
+        assert fp8_activations.quantizes(half)
+    with pytest.raises(ZeroDivisionError), use_fp8_activations(True):
         _ = 1 / 0
-    assert not dispatch.rounds(half)
+    assert not fp8_activations.quantizes(half)
 
 
 def test_it_runs_where_kernels_do(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(elementwise_triton, "rounded", lambda x: seen.append(len(x)))
+    monkeypatch.setattr(elementwise_triton, "quantize_fp8", lambda x: seen.append(len(x)))
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
-    rounded(torch.zeros(3, 5))
+    quantize_fp8(torch.zeros(3, 5))
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: False)
-    assert rounded(torch.zeros(3, 5)).values.shape == (3, 5)
+    assert quantize_fp8(torch.zeros(3, 5)).values.shape == (3, 5)
     assert seen == [3]

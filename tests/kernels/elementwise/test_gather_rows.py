@@ -15,7 +15,7 @@ def test_rows_of_both(one: tuple[int, ...], other: tuple[int, ...], device: torc
     a = torch.randn(9, *one, device=device, dtype=torch.float16)
     b = torch.randint(-(1 << 62), 1 << 62, (9, *other), device=device)
     which = torch.tensor([8, 0, 3, 3], device=device)
-    found = gather_rows_triton.rows_of_both(a, b, which)
+    found = gather_rows_triton.gather_rows(a, b, which)
     assert torch.equal(found[0], a[which])
     assert torch.equal(found[1], b[which])
 
@@ -27,8 +27,8 @@ def test_put_next(shape: tuple[int, int], device: torch.device) -> None:
     ours, turns = theirs.clone(), torch.tensor([[2], [2]], device=device)
     for _ in range(3):
         item = torch.randint(0, 1 << 40, shape, device=device)
-        gather_rows.put_next_ref(theirs[:, : shape[0]], turns[0], item)
-        gather_rows_triton.put_next(ours[:, : shape[0]], turns[1], item)
+        gather_rows.ring_push_ref(theirs[:, : shape[0]], turns[0], item)
+        gather_rows_triton.ring_push(ours[:, : shape[0]], turns[1], item)
         assert torch.equal(ours[int(turns[1]), : shape[0]], item)
         assert torch.equal(ours, theirs)
     assert turns.tolist() == [[1], [1]]

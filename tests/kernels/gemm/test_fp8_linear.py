@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded_ref
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
-from specbatch.kernels.gemm.fp8_linear import ScaledLinear, SideBySide, linear, scaled_linear_ref
-from specbatch.kernels.gemm.fp8_linear_triton import scaled_linear
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.fp8_linear import ConcatLinear, FP8Linear, fp8_linear_ref, linear
+from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 
@@ -52,11 +53,11 @@ def test_product(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.de
     x, bias = torch.randn(rows, k + 9).to(device, dtype)[:, 4 : 4 + k], torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
     expected = x.double() @ wide.t()
-    check(scaled_linear_ref(x, weight), expected, dtype)
-    check(scaled_linear(x, weight), expected, dtype)
+    check(fp8_linear_ref(x, weight), expected, dtype)
+    check(fp8_linear(x, weight), expected, dtype)
     expected += bias.double() + residual.double()
-    check(scaled_linear_ref(x, weight, bias, residual), expected, dtype)
-    check(scaled_linear(x, weight, bias, residual), expected, dtype)
+    check(fp8_linear_ref(x, weight, bias, residual), expected, dtype)
+    check(fp8_linear(x, weight, bias, residual), expected, dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 130])
@@ -67,14 +68,14 @@ def test_every_float8_is_itself(rows: int, dtype: torch.dtype, device: torch.dev
     weight = Weight(values, torch.ones(2, 1, device=device))
     column = torch.arange(rows, device=device) * 37 % 128
     x = F.one_hot(column, 128).to(dtype)
-    assert torch.equal(scaled_linear(x, weight).float(), values.float().t()[column])
+    assert torch.equal(fp8_linear(x, weight).float(), values.float().t()[column])
 
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_it_is_a_linear(kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
     weight, wide = random_weight(140, 48, device)
-    product = ScaledLinear(weight)
+    product = FP8Linear(weight)
     x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
     normal = F.rms_norm(x.double(), (48,), norm.weight.double(), norm.eps)
     expected = normal @ wide.t()
@@ -98,7 +99,7 @@ def test_products_side_by_side(kernels: bool, device: torch.device, monkeypatch:
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels and x.is_cuda)
     weight, wide = random_weight(130, 48, device)
     other = torch.randn(6, 48, device=device)
-    product = SideBySide(linear(weight), linear(Weight(other)))
+    product = ConcatLinear(linear(weight), linear(Weight(other)))
     assert product.shape == (136, 48)
     x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
     expected = F.rms_norm(x.double(), (48,), norm.weight.double(), norm.eps) @ torch.cat([wide, other.double()]).t()
@@ -115,11 +116,11 @@ def test_products_side_by_side(kernels: bool, device: torch.device, monkeypatch:
 HALVES = [torch.float16, torch.bfloat16]
 
 
-def random_rows(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> Rounded:
+def random_rows(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
     """Whatever lies behind the rows there are is NaN."""
-    values, scales, _ = rounded_ref((torch.randn(rows + 3, k) * torch.rand(rows + 3, 1) * 9).to(dtype))
+    values, scales, _ = quantize_fp8_ref((torch.randn(rows + 3, k) * torch.rand(rows + 3, 1) * 9).to(dtype))
     values[rows:], scales[rows:] = torch.nan, torch.nan
-    return Rounded(values.to(device)[:rows], scales.to(device)[:rows], dtype)
+    return FP8Activations(values.to(device)[:rows], scales.to(device)[:rows], dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -132,15 +133,15 @@ def test_product_of_rounded_rows(rows: int, n: int, k: int, dtype: torch.dtype, 
     weight, wide = random_weight(n, k, device)
     x, bias = random_rows(rows, k, dtype, device), torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
-    expected = x.wide().double() @ wide.t()
-    check(scaled_linear_ref(x, weight), expected, dtype)
-    check(scaled_linear(x, weight), expected, dtype)
+    expected = x.dequantize().double() @ wide.t()
+    check(fp8_linear_ref(x, weight), expected, dtype)
+    check(fp8_linear(x, weight), expected, dtype)
     half = Weight(weight.values, weight.scales.half())  # type: ignore[union-attr]
-    check(scaled_linear(x, half), x.wide().double() @ half.wide(torch.float64).t(), dtype)
+    check(fp8_linear(x, half), x.dequantize().double() @ half.dequantize(torch.float64).t(), dtype)
     expected += bias.double() + residual.double()
-    check(scaled_linear_ref(x, weight, bias, residual), expected, dtype)
+    check(fp8_linear_ref(x, weight, bias, residual), expected, dtype)
     out = torch.full((rows, n + 4), 7.0, device=device, dtype=dtype)
-    scaled_linear(x, weight, bias, residual, out[:, 2 : n + 2])
+    fp8_linear(x, weight, bias, residual, out[:, 2 : n + 2])
     check(out[:, 2 : n + 2], expected, dtype)
     assert (out[:, :2] == 7).all()
     assert (out[:, n + 2 :] == 7).all()
@@ -152,7 +153,7 @@ def test_a_block_of_columns_has_its_own_scale(device: torch.device) -> None:
     scales = torch.tensor([[1.0, 2.0, 4.0]] * 2 + [[0.0, 0.0, 8.0]], device=device)
     weight = Weight(torch.ones(130, 300).to(device, torch.float8_e4m3fn), torch.tensor([[1.0, 3, 5], [7, 11, 13]]))
     weight = Weight(weight.values, weight.scales.to(device))  # type: ignore[union-attr]
-    y = scaled_linear(Rounded(values, scales, torch.float16), weight)
+    y = fp8_linear(FP8Activations(values, scales, torch.float16), weight)
     first, second = 128 * 1 + 128 * 2 * 3 + 44 * 4 * 5, 128 * 7 + 128 * 2 * 11 + 44 * 4 * 13
     wanted = torch.tensor([[first] * 128 + [second] * 2] * 2 + [[44 * 8 * 5] * 128 + [44 * 8 * 13] * 2])
     assert torch.equal(y.cpu(), wanted.half())
@@ -168,24 +169,24 @@ def test_a_row_does_not_depend_on_the_other_rows(
     rows, n, k = (130, 140, 256) if device.type == "cpu" else (3000, 8600, 1100)
     weight, _ = random_weight(n, k, device)
     x = random_rows(rows, k, dtype, device)
-    together = scaled_linear(x, weight)
+    together = fp8_linear(x, weight)
     for first, last in [(0, 1), (0, 64), (7, 90), (1, rows)]:
-        part = Rounded(x.values[first:last], x.scales[first:last], dtype)
-        assert_same(scaled_linear(part, weight), together[first:last])
+        part = FP8Activations(x.values[first:last], x.scales[first:last], dtype)
+        assert_same(fp8_linear(part, weight), together[first:last])
 
 
 def test_a_nan_of_a_rounded_row_comes_through(device: torch.device) -> None:
     """As NaN or, of an infinite scale, as what is no number either."""
     weight, _ = random_weight(130, 300, device)
     x = torch.randn(5, 300).half().to(device)
-    clean = scaled_linear(rounded_ref(x), weight)
+    clean = fp8_linear(quantize_fp8_ref(x), weight)
     for value in (torch.nan, torch.inf):
         x[3, 200] = value
-        for product in (scaled_linear, scaled_linear_ref):
-            y = product(rounded_ref(x), weight)[3]
+        for product in (fp8_linear, fp8_linear_ref):
+            y = product(quantize_fp8_ref(x), weight)[3]
             assert not y.isfinite().any()
             assert value == torch.inf or y.isnan().all()
-        assert torch.equal(scaled_linear(rounded_ref(x), weight)[:3], clean[:3])
+        assert torch.equal(fp8_linear(quantize_fp8_ref(x), weight)[:3], clean[:3])
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -195,23 +196,26 @@ def test_activations_are_rounded_where_told(
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
     if device.type == "cpu":
         # The interpreter's cast is wrong.
-        monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.rounded", rounded_ref)
+        monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.quantize_fp8", quantize_fp8_ref)
     weight, _ = random_weight(140, 200, device)
-    product, norm = ScaledLinear(weight), Norm(torch.rand(200, device=device) + 0.5, 1e-5)
+    product, norm = FP8Linear(weight), Norm(torch.rand(200, device=device) + 0.5, 1e-5)
     x, residual = torch.randn(3, 200).to(device), torch.randn(3, 140).to(device)
     for dtype in (torch.float16, torch.float32):
         given = (x.to(dtype), Norm(norm.weight.to(dtype), norm.eps), residual.to(dtype))
         plain = product(given[0], norm=given[1], residual=given[2])
-        with dispatch.activations(float8=True):
+        with use_fp8_activations(True):
             prompt = product(given[0], norm=given[1], residual=given[2])
-        with dispatch.activations(float8=False):
+        with use_fp8_activations(False):
             assert torch.equal(product(given[0], norm=given[1], residual=given[2]), plain)
         normal = rms_norm_ref(given[0], *given[1])
         if dtype == torch.float32:
             assert torch.equal(prompt, plain)
         else:
             check(
-                prompt, rounded_ref(normal).wide().double() @ weight.wide(torch.float64).t() + given[2].double(), dtype
+                prompt,
+                quantize_fp8_ref(normal).dequantize().double() @ weight.dequantize(torch.float64).t()
+                + given[2].double(),
+                dtype,
             )
             assert (prompt - plain).abs().max() > 0.01 * plain.abs().max()
         assert torch.equal(product(given[0], norm=given[1], residual=given[2]), plain)

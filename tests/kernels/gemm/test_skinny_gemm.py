@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from crossed import crossed
 
-from specbatch.kernels.gemm import skinny_gemm
-from specbatch.kernels.gemm.skinny_gemm import is_skinny, skinny_gated, skinny_linear, workspace
+from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile
+from specbatch.kernels.gemm.skinny_gemm_triton import is_skinny, skinny_gated, skinny_linear, workspace
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 SHAPES = [(131, 72), (8, 8), (64, 256), (72, 1096), (200, 512)]  # N, K
@@ -98,7 +98,7 @@ def test_splits(splits: int, gated: bool, device: torch.device) -> None:
     )
     partial, counters = workspace(device)
     partial.fill_(float("nan"))
-    y = skinny_gemm._product(x, weight, None, norm, EPS, None, gated=gated, tile=Tile(16, 64, splits, 4, 3))
+    y = skinny_gemm_triton._product(x, weight, None, norm, EPS, None, gated=gated, tile=Tile(16, 64, splits, 4, 3))
     h = normalised(x, norm) @ weight.double().t()
     check(y, F.silu(h[:, :40]) * h[:, 40:] if gated else h, torch.float32)
     assert not counters.any()

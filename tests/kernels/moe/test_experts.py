@@ -14,8 +14,9 @@ from crossed import crossed
 from specbatch.errors import SpecbatchError
 from specbatch.kernels import dispatch
 from specbatch.kernels.elementwise import elementwise_triton
-from specbatch.kernels.elementwise.fp8_quantize import Rounded, rounded, rounded_ref
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import linear
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe import experts_triton
@@ -203,19 +204,19 @@ def test_summed_in_float32(device: torch.device) -> None:
 
 
 def scaled(case: Case) -> tuple[Weight, Weight]:
-    def rounded(values: torch.Tensor) -> Weight:
+    def quantized(values: torch.Tensor) -> Weight:
         count, outer, inner = values.shape
         scales = torch.rand(count, -(-outer // 128), -(-inner // 128), device=values.device) / 100 + 0.001
         return Weight((values * 100).to(torch.float8_e4m3fn), scales)
 
-    return rounded(case.up), rounded(case.down)
+    return quantized(case.up), quantized(case.down)
 
 
 @pytest.mark.parametrize(("tokens", "activation"), [(1, "relu2"), (5, "swiglu")])
 def test_float8_weights(tokens: int, activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
     case = Case(Routing(3, 2, shared=1), tokens, device, dtype, hidden=136, inner=130, activation=activation)
     up, down = scaled(case)
-    case.up, case.down = up.wide(torch.float32), down.wide(torch.float32)
+    case.up, case.down = up.dequantize(torch.float32), down.dequantize(torch.float32)
     expected = case.dense()
     check(experts_ref(case.x, case.weights, case.experts, up, down, activation), expected, dtype)
     check(mixture(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
@@ -223,7 +224,7 @@ def test_float8_weights(tokens: int, activation: Activation, dtype: torch.dtype,
 
 def test_a_scale_is_that_of_its_block() -> None:
     values = torch.ones(200, 130).to(torch.float8_e4m3fn)
-    wide = Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).wide(torch.float32)
+    wide = Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).dequantize(torch.float32)
     rows, columns = torch.arange(200)[:, None] // 128, torch.arange(130) // 128
     assert torch.equal(wide, 1.0 + 2 * rows + columns)
 
@@ -237,13 +238,13 @@ HALVES = [torch.float16, torch.bfloat16]
 def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's cast to float8 is wrong, and has tests of its own."""
     if device.type == "cpu":
-        monkeypatch.setattr(elementwise_triton, "rounded", rounded_ref)
+        monkeypatch.setattr(elementwise_triton, "quantize_fp8", quantize_fp8_ref)
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
 
 
-def of_rounded(x: Rounded, weight: Weight, owner: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+def of_rounded(x: FP8Activations, weight: Weight, owner: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     """Row by row with the expert that each goes to, in float64."""
-    h = torch.einsum("pk,pnk->pn", x.wide().double(), weight.wide(torch.float64)[owner])
+    h = torch.einsum("pk,pnk->pn", x.dequantize().double(), weight.dequantize(torch.float64)[owner])
     if activation == "swiglu":
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
@@ -265,19 +266,19 @@ def test_products_of_rounded_activations(
     tokens, rule = (9 if device.type == "cpu" else 500), Routing(3, 2, shared=1)
     case = Case(rule, tokens, device, dtype, hidden=hidden, inner=inner, activation=activation)
     up, down = scaled(case)
-    rows = rows_for(tokens, rule, rounds=True)
+    rows = rows_for(tokens, rule, quantize=True)
     weights, _, plan = route(case.logits, rule, rows)
     owner = case.experts.flatten().long()
-    x = rounded(case.x)
+    x = quantize_fp8(case.x)
     h = grouped(x, up, plan, rule, rows, activation)
-    pairs = Rounded(*(item.repeat_interleave(rule.width, 0) for item in x[:2]), dtype)
+    pairs = FP8Activations(*(item.repeat_interleave(rule.width, 0) for item in x[:2]), dtype)
     check(h, of_rounded(pairs, up, owner, activation), dtype)
-    outputs = grouped(rounded(h), down, plan, rule, rows)
-    expected = of_rounded(rounded(h), down, owner, None)
+    outputs = grouped(quantize_fp8(h), down, plan, rule, rows)
+    expected = of_rounded(quantize_fp8(h), down, owner, None)
     check(outputs, expected, dtype)
-    y = mixture(case.x, case.logits, rule, up, down, activation, rounds=True)
+    y = mixture(case.x, case.logits, rule, up, down, activation, quantize=True)
     check(y, (expected.unflatten(0, (tokens, -1)) * weights[..., None].double()).sum(1), dtype)
-    ours = experts_ref(case.x, case.weights, case.experts, up, down, activation, rounds=True)
+    ours = experts_ref(case.x, case.weights, case.experts, up, down, activation, quantize=True)
     # A hundredth of what is rounded between the products may go the other way, by an eighth.
     assert (y - ours).double().norm() <= 2e-2 * ours.double().norm()
     wide = experts_ref(case.x, case.weights, case.experts, up, down, activation)
@@ -295,7 +296,7 @@ def test_a_token_of_a_prompt_does_not_depend_on_its_chunk(
 
     def run(first: int, last: int) -> torch.Tensor:
         logits = case.logits[first:last]
-        return mixture(case.x[first:last], logits, case.rule, up, down, case.activation, rounds=True)
+        return mixture(case.x[first:last], logits, case.rule, up, down, case.activation, quantize=True)
 
     together = run(0, tokens)
     assert_same(run(0, 1), together[:1])
@@ -315,24 +316,27 @@ def test_activations_are_rounded_where_told(
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
     monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
     if device.type == "cpu":  # few rows of a plain weight take kernels of their own
-        monkeypatch.setattr("specbatch.kernels.gemm.skinny_gemm.is_skinny", lambda rows, weight: False)
+        monkeypatch.setattr("specbatch.kernels.gemm.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
     case = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=128)
     up, down = scaled(case)
     router = torch.randn(3, 136).to(case.x)
-    block, wide = Experts(case.rule, router, up, down), Experts(case.rule, router, up, Weight(down.wide(torch.float16)))
+    block, wide = (
+        Experts(case.rule, router, up, down),
+        Experts(case.rule, router, up, Weight(down.dequantize(torch.float16))),
+    )
     plain, unscaled = block(case.x), wide(case.x)
-    with dispatch.activations(float8=True):
+    with use_fp8_activations(True):
         prompt = block(case.x)
         assert torch.equal(wide(case.x), unscaled)
     assert torch.equal(block(case.x), plain)
     assert (prompt - plain).double().norm() > 1e-2 * plain.double().norm()
     narrow = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=130)  # a scale of gate and up alike
     block = Experts(narrow.rule, router, *scaled(narrow))
-    with dispatch.activations(float8=True):
+    with use_fp8_activations(True):
         prompt_of_narrow = block(case.x)
     assert torch.equal(prompt_of_narrow, block(case.x))
     weights, experts = route_ref(F.linear(case.x, router), case.rule)
-    expected = experts_ref(case.x, weights, experts, up, down, "swiglu", rounds=True)
+    expected = experts_ref(case.x, weights, experts, up, down, "swiglu", quantize=True)
     assert (prompt - expected).double().norm() <= 2e-2 * expected.double().norm()
 
 

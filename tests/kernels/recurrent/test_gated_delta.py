@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import gated_delta, gated_delta_prefill_triton, gated_delta_triton
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 TWINS = {
     "reference": (gated_delta.delta_prefill_ref, gated_delta.delta_verify_ref),
@@ -100,10 +100,10 @@ class Case:
         """(device row, start, end) of each."""
         rows, starts, ends = map(list, zip(*spans, strict=True))
         table = torch.zeros(ROWS, 1, dtype=torch.int64, device=self.device)
-        layout = Spans(starts, ends, rows, table, 16)
+        layout = RaggedBatch(starts, ends, rows, table, 16)
         offsets = layout.offsets
         if recorded:
-            graph = RecordedSpans(offsets[-1] + 9, len(spans) + 2, table, 16)
+            graph = StaticRaggedBatch(offsets[-1] + 9, len(spans) + 2, table, 16)
             for chunk in (16, 32, 64):
                 graph.tiles(chunk)
             graph.load(layout)
@@ -128,12 +128,12 @@ class Case:
         on_device = partial(torch.tensor, device=self.device)
         for _ in range(rounds):
             parents = [parents_of(self.random, nodes, tree) for _ in rows]
-            fold = Fold(
+            replay = StateReplay(
                 on_device(rows), self.count.to(self.device), self.kept.to(self.device) if tree else None,
                 on_device([words_of(item) for item in parents]) if tree else None,
             )  # fmt: skip
             inputs = self.inputs(len(rows) * nodes)
-            y = self.verify(*inputs, self.heads, self.state, self.pending, fold)
+            y = self.verify(*inputs, self.heads, self.state, self.pending, replay)
             tokens, expected = inputs.tokens(), []
             for index, (row, tree_of) in enumerate(zip(rows, parents, strict=True)):
                 if not row:
@@ -270,7 +270,7 @@ def test_transformers(device: torch.device, name: str) -> None:
     case = Case(device, torch.float32, "reference", (2, 4, 16, 24))
     inputs, h = case.inputs(75), case.heads
     table = torch.zeros(ROWS, 1, dtype=torch.int64, device=device)
-    y = gated_delta.delta_prefill(*inputs, h, case.state, Spans([0], [75], [3], table, 16))
+    y = gated_delta.delta_prefill(*inputs, h, case.state, RaggedBatch([0], [75], [3], table, 16))
     q, k, v = inputs.qkv.split([32, 32, 96], 1)
     q, k = (x.reshape(1, 75, 2, 16).repeat_interleave(2, 2) for x in (q, k))
     g = -h.a_log.exp() * F.softplus(inputs.a + h.dt_bias)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from crossed import slow_but
 
-from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.recurrent import mamba2
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
-from specbatch.kernels.recurrent.state_replay import Fold
-from specbatch.kernels.sampling.tree import ancestors_of
+from specbatch.kernels.recurrent.state_replay import StateReplay
+from specbatch.kernels.sampling.tree_verify import ancestor_words
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 SIZES = [(4, 16, 2, 16), (3, 24, 3, 32), (2, 5, 1, 12), (1, 80, 1, 20)]  # heads, their dim, groups, state
@@ -90,10 +90,10 @@ class Layer:
         return h, u.flatten() * heads.norm.weight.cpu().double()
 
     def prefill(self, run: Callable[..., torch.Tensor], spans: list[tuple[int, int, int]], recorded: int = 0) -> None:
-        """Spans (slot, start, end) in one pass; `recorded`: from fixed addresses with room for so many spans."""
+        """RaggedBatch (slot, start, end) in one pass; `recorded`: from fixed addresses with room for so many spans."""
         slots, starts, ends = (list(part) for part in zip(*spans, strict=True))
         table = torch.zeros(SLOTS, 1, dtype=torch.int64, device=self.device)
-        given = Spans(starts, ends, slots, table, 1)
+        given = RaggedBatch(starts, ends, slots, table, 1)
         inputs = self.inputs(given.offsets[-1])
         wanted = []
         for slot, first, stop in zip(slots, given.offsets, given.offsets[1:], strict=False):
@@ -104,7 +104,7 @@ class Layer:
             self.truth[slot] = h
             self.count[slot] = 0
         if recorded:
-            fixed = RecordedSpans(len(wanted), recorded, table, 1)
+            fixed = StaticRaggedBatch(len(wanted), recorded, table, 1)
             fixed.load(given)
             given = fixed
         z, xbc, dt = inputs
@@ -122,7 +122,7 @@ class Layer:
                 torch.stack([torch.randint(0, node + 1, (), generator=self.generator) for node in range(rows - 1)])
                 for _ in slots
             ]) if rows > 1 else parents  # fmt: skip
-            words = ancestors_of(parents, rows).to(self.device)
+            words = ancestor_words(parents, rows).to(self.device)
         wanted = []
         states = []
         for place, slot in enumerate(slots):
@@ -133,7 +133,7 @@ class Layer:
                 behind.append(h)
                 wanted.append(y)
             states.append(behind)
-        y = run(xbc, dt, z, self.heads, self.memory, Fold(on, self.count, kept, words))
+        y = run(xbc, dt, z, self.heads, self.memory, StateReplay(on, self.count, kept, words))
         live = [place for place, slot in enumerate(slots) if slot]
         self.close(y.unflatten(0, (-1, rows))[live], torch.stack(wanted).unflatten(0, (-1, rows))[live])
         self.close(self.memory.state[on[live]], self.truth[[slots[place] for place in live]])
@@ -218,7 +218,7 @@ def test_padding_rows_share_row_0(device: torch.device, twin: Twin) -> None:
 
 
 def test_spans_at_fixed_addresses(device: torch.device) -> None:
-    """Spans that a pass does not fill touch nothing, row 0 neither."""
+    """RaggedBatch that a pass does not fill touch nothing, row 0 neither."""
     from specbatch.kernels.recurrent import mamba2_triton
 
     layer = Layer(device)
@@ -270,6 +270,6 @@ def test_transformers(groups: int) -> None:
             6, 8, groups, 16, mixer.A_log, mixer.D, mixer.dt_bias, Norm(mixer.norm.weight, config.layer_norm_epsilon)
         )
         memory = SsdMemory(torch.full((2, 6, 8, 16), torch.nan), torch.zeros(2, 4, sum(heads.columns[:2]) + 6))
-        spans = Spans([0], [21], [1], torch.zeros(2, 1, dtype=torch.int64), 1)
+        spans = RaggedBatch([0], [21], [1], torch.zeros(2, 1, dtype=torch.int64), 1)
         ours = mixer.out_proj(mamba2.ssd_prefill(F.silu(convolved[0].t()), dt, z, heads, memory, spans))
     torch.testing.assert_close(ours[None], wanted, rtol=1e-5, atol=1e-5)

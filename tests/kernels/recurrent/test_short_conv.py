@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.attention.ragged_batch import RecordedSpans, Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import short_conv, short_conv_triton
 from specbatch.kernels.recurrent.short_conv import MOST_TAPS
-from specbatch.kernels.recurrent.state_replay import Fold
+from specbatch.kernels.recurrent.state_replay import StateReplay
 
 TWINS = {
     "reference": (short_conv.conv_prefill_ref, short_conv.conv_verify_ref),
@@ -72,10 +72,10 @@ class Case:
         starts = [len(self.seen.get(row, [])) for row in rows]
         ends = [start + count for start, (_, count) in zip(starts, spans, strict=True)]
         table = torch.zeros(ROWS, 1, dtype=torch.int64, device=self.device)
-        layout = Spans(starts, ends, rows, table, 16)
+        layout = RaggedBatch(starts, ends, rows, table, 16)
         total = layout.offsets[-1]
         if recorded:
-            graph = RecordedSpans(total + 9, len(spans) + 2, table, 16)
+            graph = StaticRaggedBatch(total + 9, len(spans) + 2, table, 16)
             graph.tiles(short_conv_triton._TOKENS)
             graph.load(layout)
             layout = graph
@@ -99,14 +99,14 @@ class Case:
         before = self.window.clone()
         for _ in range(rounds):
             parents = [parents_of(self.random, nodes, tree) for _ in rows]
-            fold = Fold(
+            replay = StateReplay(
                 torch.tensor(rows, device=self.device), self.count.to(self.device),
                 self.kept.to(self.device) if tree else None,
                 torch.tensor([words_of(item) for item in parents], device=self.device) if tree else None,
             )  # fmt: skip
             x, gates, u = self.inputs(len(rows) * nodes)
             taps = (self.weight, self.bias, self.window, self.pending)
-            y = self.verify(x, *taps, fold, activation=self.activation, **gates)
+            y = self.verify(x, *taps, replay, activation=self.activation, **gates)
             expected = []
             for row, tree_of, part in zip(rows, parents, u.split(nodes), strict=True):
                 paths = [path_of(tree_of, node) for node in range(nodes)]
@@ -163,8 +163,8 @@ def test_a_prompt_and_verifies(device, dtype, twin, channels, taps, bias, activa
 @pytest.mark.parametrize("twin", TWINS)
 def test_as_many_taps_as_there_may_be(device: torch.device, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles in any order: those behind the first do not look into the window that it replaces."""
-    tiles = Spans.tiles
-    monkeypatch.setattr(Spans, "tiles", lambda spans, tokens: tiles(spans, tokens).flip(0))
+    tiles = RaggedBatch.tiles
+    monkeypatch.setattr(RaggedBatch, "tiles", lambda spans, tokens: tiles(spans, tokens).flip(0))
     case = Case(device, torch.float32, twin, 20, MOST_TAPS, False, True, False)
     case.prompt([(3, 2), (5, 18)])
     case.prompt([(3, 17)])

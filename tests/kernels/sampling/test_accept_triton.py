@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from specbatch.core.device_batch import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.drafters.verification import verify
-from specbatch.kernels.sampling.accept_triton import _BLOCK, argmax_partials, commit, greedy_accept, stage
-from specbatch.kernels.sampling.sampling import simulated_accept_ref
+from specbatch.kernels.sampling.accept_triton import _BLOCK, argmax_partials, commit, greedy_accept, verify_inputs
+from specbatch.kernels.sampling.rng import simulated_accept_ref
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -109,10 +109,10 @@ def test_commit_of_chosen_tokens(batch: int, n: int, vocabulary: int, rule: str,
     elif rule == "simulated":
         options = {"simulate": 2.4, "seeds": case.seeds}
     expected = case.expected(options.get("simulate"), options.get("accepted"))
-    sound = torch.arange(batch * n, device=device).view(batch, n) % 5 > 0
-    expected[0][:, -1] = sound.all(1)
+    finite = torch.arange(batch * n, device=device).view(batch, n) % 5 > 0
+    expected[0][:, -1] = finite.all(1)
     chosen = case.logits.argmax(-1).view(batch, n)
-    packed = commit(chosen, case.drafts, case.drafted, sound, case.tokens, case.lengths, case.rows, **options)
+    packed = commit(chosen, case.drafts, case.drafted, finite, case.tokens, case.lengths, case.rows, **options)
     case.check(packed, expected)
 
 
@@ -171,7 +171,7 @@ def test_coins_are_those_of_the_reference(device: torch.device) -> None:
 @pytest.mark.parametrize(("batch", "n"), [(1, 1), (3, 1), (2, 5), (5, 16)])
 def test_stage(batch: int, n: int, device: torch.device) -> None:
     case = Case(batch, n, 50, device, torch.float32)
-    tokens, positions, starts = stage(case.tokens, case.lengths, case.rows, case.drafts)
+    tokens, positions, starts = verify_inputs(case.tokens, case.lengths, case.rows, case.drafts)
     lengths = case.lengths[case.rows]
     root = case.tokens[case.rows, lengths][:, None]
     assert torch.equal(tokens, torch.cat([root, case.drafts], 1).flatten())

@@ -27,12 +27,12 @@ def some_ids(count: int, device: torch.device) -> torch.Tensor:
 def test_likeliest(rows: int, vocabulary: int, mapped: bool, device: torch.device) -> None:
     logits = random(rows, vocabulary, seed=rows, device=device)
     ids = some_ids(vocabulary, device) if mapped else None
-    wanted = argmax_topk.likeliest_ref(logits, ids)
-    assert torch.equal(argmax_topk_triton.likeliest(logits, ids), wanted)
+    wanted = argmax_topk.argmax_ref(logits, ids)
+    assert torch.equal(argmax_topk_triton.argmax(logits, ids), wanted)
 
     table = torch.full((rows, 3), -7, device=device)
     embedding = torch.randn(3 * vocabulary + 2, 1030, device=device, dtype=torch.float16)
-    embedded = argmax_topk_triton.likeliest_embedded(logits, embedding, ids, out=table[:, 1])
+    embedded = argmax_topk_triton.argmax_embedding(logits, embedding, ids, out=table[:, 1])
     assert torch.equal(table[:, 1], wanted)
     assert bool((table[:, ::2] == -7).all())
     assert torch.equal(embedded, embedding[wanted])
@@ -45,24 +45,24 @@ def test_likeliest_of_rows_that_are_apart(device: torch.device) -> None:
     logits[1, 2, 4098] = 9
     assert not logits.is_contiguous()
     wanted = logits.argmax(-1)
-    assert torch.equal(argmax_topk_triton.likeliest(logits), wanted)
+    assert torch.equal(argmax_topk_triton.argmax(logits), wanted)
     assert wanted[1, 2] == 4098
     flat = random(4, 300, seed=8, device=device)[:, :213]
-    assert torch.equal(argmax_topk_triton.likeliest(flat), flat.argmax(-1))
+    assert torch.equal(argmax_topk_triton.argmax(flat), flat.argmax(-1))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_likeliest_is_always_a_token(poison: float, device: torch.device) -> None:
     logits = torch.full((2, 2500), poison, device=device)
-    assert argmax_topk_triton.likeliest(logits).tolist() == [0, 0]
+    assert argmax_topk_triton.argmax(logits).tolist() == [0, 0]
     logits[1] = 0
     logits[1, 2499] = poison
-    assert argmax_topk_triton.likeliest(logits).tolist() == logits.argmax(-1).tolist()
+    assert argmax_topk_triton.argmax(logits).tolist() == logits.argmax(-1).tolist()
 
 
 def check_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None) -> None:
-    wanted, tokens = argmax_topk.top_children_ref(logits, topk, ids)
-    scores, found = argmax_topk_triton.top_children(logits, topk, ids)
+    wanted, tokens = argmax_topk.topk_logprobs_ref(logits, topk, ids)
+    scores, found = argmax_topk_triton.topk_logprobs(logits, topk, ids)
     assert torch.equal(found, tokens)
     torch.testing.assert_close(scores, wanted, atol=2e-6, rtol=2e-6)
     assert float(scores.max()) <= 0
@@ -82,9 +82,9 @@ def test_children_are_the_likeliest_and_the_lowest(device: torch.device) -> None
     logits = random(4, 2100, seed=3, device=device)
     logits[0, 5], logits[1] = -0.0, 0
     order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :9]
-    assert torch.equal(argmax_topk.top_children_ref(logits, 9)[1], order)
-    assert torch.equal(argmax_topk_triton.top_children(logits, 9)[1], order)
-    assert torch.allclose(argmax_topk_triton.top_children(logits, 9)[0], logits.log_softmax(-1).gather(1, order))
+    assert torch.equal(argmax_topk.topk_logprobs_ref(logits, 9)[1], order)
+    assert torch.equal(argmax_topk_triton.topk_logprobs(logits, 9)[1], order)
+    assert torch.allclose(argmax_topk_triton.topk_logprobs(logits, 9)[0], logits.log_softmax(-1).gather(1, order))
 
 
 def test_children_of_rows_that_are_apart(device: torch.device) -> None:
@@ -100,7 +100,7 @@ def test_children_behind_what_is_no_number(poison: float, place: int, device: to
     logits[2] = -math.inf
     logits[2, place] = -1e30  # of blocks without any number nothing is added
     check_children(logits, 4)
-    scores, tokens = argmax_topk_triton.top_children(logits, 4)
+    scores, tokens = argmax_topk_triton.topk_logprobs(logits, 4)
     assert tokens.min() >= 0
     assert tokens.max() < 2600
     assert scores[1].tolist() == [-math.inf] * 4
@@ -110,4 +110,4 @@ def test_children_behind_what_is_no_number(poison: float, place: int, device: to
 def test_a_sure_child_is_as_likely_as_its_parent(device: torch.device) -> None:
     logits = torch.full((1, 4096), -60.0, device=device)
     logits[0, 3000] = 33.3
-    assert float(argmax_topk_triton.top_children(logits, 2)[0][0, 0]) == 0.0
+    assert float(argmax_topk_triton.topk_logprobs(logits, 2)[0][0, 0]) == 0.0

@@ -13,10 +13,12 @@ pytest.importorskip("triton")
 from specbatch.core.device_batch import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.drafters import verification
-from specbatch.kernels.sampling import filtered_distribution as law_module
-from specbatch.kernels.sampling.filtered_distribution import law_of, probabilities
-from specbatch.kernels.sampling.sample_triton import draw, reject, sample
-from specbatch.kernels.sampling.sampling import DRAFT, TARGET, draw_ref, probabilities_ref, uniform_ref
+from specbatch.kernels.sampling import filtered_distribution_triton as law_module
+from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
+from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits, probabilities
+from specbatch.kernels.sampling.rng import DRAFT, TARGET, uniform_ref
+from specbatch.kernels.sampling.sample import sample_ref
+from specbatch.kernels.sampling.sample_triton import rejection_sample, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of NumPy, in the interpreter
 # temperature, top-k, top-p, min-p
@@ -76,7 +78,7 @@ def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, d
     rows = len(SETTINGS)
     logits = logits_of(kind, rows, 100, dtype, device)
     settings = settings_of(rows, device)
-    ours = probabilities(law_of(logits, *settings, truncated=True))
+    ours = probabilities(filter_logits(logits, *settings, truncated=True))
     expected = probabilities_ref(logits, *settings)
     for row in range(rows):
         assert torch.equal(ours[row] > 0, expected[row] > 0), SETTINGS[row]
@@ -94,12 +96,12 @@ def test_a_seed_draws_what_the_reference_draws(kind: str, n: int, truncated: boo
     generator = torch.Generator().manual_seed(n)
     seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator).to(device)
     positions = torch.randint(0, 1000, (batch, n), generator=generator).to(device)
-    tokens, sound = sample(logits, *settings, seeds, positions, TARGET, truncated=truncated)
+    tokens, finite = sample(filter_logits(logits, *settings, truncated=truncated), seeds, positions, TARGET)
     cut = [item.repeat_interleave(n) for item in (settings if truncated else settings[:1])]
     coins = uniform_ref(seeds[:, None], positions, TARGET)
-    expected = draw_ref(probabilities_ref(logits, *cut).view(batch, n, -1), coins)
+    expected = sample_ref(probabilities_ref(logits, *cut).view(batch, n, -1), coins)
     assert torch.equal(tokens, expected)
-    assert sound.all()
+    assert finite.all()
 
 
 @pytest.mark.parametrize(("kind", "drafted"), slow_but([("flat", 1)], [("peaked", None), ("flat", 1)]))
@@ -117,18 +119,18 @@ def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None
     )
     near[:, 0] = logits.view(batch, n, -1)[:, 0]
     q = sampling.probabilities(near.contiguous())
-    drafts = draw_ref(q, sampling.coins(positions[:, :-1], DRAFT))
+    drafts = sample_ref(q, sampling.coins(positions[:, :-1], DRAFT))
     limit = torch.full((batch,), n - 1 if drafted is None else drafted, device=device)
     p = sampling.probabilities(logits.view(batch, n, -1))
     expected = verification._reject(p, Proposal(drafts, limit, q), positions, sampling)
-    law = law_of(logits, *settings, truncated=True)
+    law = filter_logits(logits, *settings, truncated=True)
     # Bit for bit the same law where it is the same, as a draft's would be that these kernels wrote.
     q[:, 0] = probabilities(law).view(batch, n, -1)[:, 0]
-    tokens, accepted, sound = reject(law, drafts, limit, q, seeds, positions)
+    tokens, accepted, finite = rejection_sample(law, drafts, limit, q, seeds, positions)
     assert torch.equal(accepted, expected[1])
     emitted = torch.arange(n, device=device) <= accepted[:, None]
     assert torch.equal(tokens[emitted], expected[0][emitted])
-    assert sound.all()
+    assert finite.all()
     if drafted is None:
         assert 0 < accepted.sum() < batch * (n - 1)
 
@@ -141,13 +143,13 @@ def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float, 
     settings = (one * temperature, two + 3, one * 0.9, one * 0)
     positions = torch.arange(4, device=device).view(2, 2)
     for truncated in (True, False):
-        tokens, sound = sample(logits, *settings, two, positions, TARGET, truncated=truncated)
-        assert sound.tolist() == [[True, True], [False, True]]
+        tokens, finite = sample(filter_logits(logits, *settings, truncated=truncated), two, positions, TARGET)
+        assert finite.tolist() == [[True, True], [False, True]]
         assert ((tokens >= 0) & (tokens < 90)).all()
-        law = law_of(logits, *settings, truncated=truncated)
+        law = filter_logits(logits, *settings, truncated=truncated)
         q = torch.full((2, 1, 90), 1 / 90, device=device)
-        tokens, _, sound = reject(law, tokens[:, :1].contiguous(), two + 1, q, two, positions)
-        assert sound.tolist() == [[True, True], [False, True]]
+        tokens, _, finite = rejection_sample(law, tokens[:, :1].contiguous(), two + 1, q, two, positions)
+        assert finite.tolist() == [[True, True], [False, True]]
         assert ((tokens >= 0) & (tokens < 90)).all()
 
 
@@ -159,10 +161,10 @@ def test_a_block_of_real_size(kind: str, device: torch.device, monkeypatch: pyte
     rows, vocabulary = len(SETTINGS), 151_936 if device.type == "cuda" else 9_001
     logits = logits_of(kind, rows, vocabulary, torch.bfloat16 if device.type == "cuda" else torch.float16, device)
     settings = settings_of(rows, device)
-    law = law_of(logits, *settings, truncated=True)
+    law = filter_logits(logits, *settings, truncated=True)
     ours, expected = probabilities(law), probabilities_ref(logits, *settings)
     assert ((ours - expected).abs().sum(1) < 1e-4).all()
     positions, seeds = torch.arange(rows, device=device)[:, None], torch.arange(rows, device=device)
-    tokens, _ = draw(law, seeds, positions, TARGET)
+    tokens, _ = sample(law, seeds, positions, TARGET)
     # Our draw from our own law.
-    assert torch.equal(tokens, draw_ref(ours, uniform_ref(seeds, positions[:, 0], TARGET))[:, None])
+    assert torch.equal(tokens, sample_ref(ours, uniform_ref(seeds, positions[:, 0], TARGET))[:, None])

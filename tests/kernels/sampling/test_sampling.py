@@ -11,15 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from specbatch.kernels.sampling.sampling import (
-    ACCEPT,
-    DRAFT,
-    RESIDUAL,
-    TARGET,
-    draw_ref,
-    probabilities_ref,
-    uniform_ref,
-)
+from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
+from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform_ref
+from specbatch.kernels.sampling.sample import sample_ref
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -274,7 +268,7 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
     assert torch.equal(together[plain], probabilities_ref(logits[plain], parameters[0][plain]))
 
 
-# -- draw_ref -------------------------------------------------------------------------------------------------
+# -- sample_ref -------------------------------------------------------------------------------------------------
 
 
 @STEADY
@@ -286,7 +280,7 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
 def test_a_draw_inverts_the_sums_exactly(weights: list[int], coin: Fraction, scale: float) -> None:
     total, partial = sum(weights), 0
     expected = next(index for index, w in enumerate(weights) if (partial := partial + w) > coin * total)
-    drawn = draw_ref(torch.tensor([weights]) * scale, torch.tensor([float(coin)], dtype=torch.float64))
+    drawn = sample_ref(torch.tensor([weights]) * scale, torch.tensor([float(coin)], dtype=torch.float64))
     assert drawn.dtype == torch.int64
     assert drawn.tolist() == [expected]
 
@@ -299,13 +293,13 @@ def test_a_draw_inverts_the_sums_exactly(weights: list[int], coin: Fraction, sca
     coin=st.sampled_from([0.0, 2.0**-53, 0.5, LARGEST_COIN]) | st.floats(0, LARGEST_COIN),
 )
 def test_an_impossible_token_is_never_drawn(weights: list[float], coin: float) -> None:
-    drawn = draw_ref(torch.tensor([weights]), torch.tensor([coin], dtype=torch.float64))
+    drawn = sample_ref(torch.tensor([weights]), torch.tensor([coin], dtype=torch.float64))
     assert weights[int(drawn)] > 0
 
 
 def test_the_smallest_and_the_largest_coin_draw_the_outermost_possible_tokens() -> None:
     weights = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.7, 0.2, 0.0]).expand(2, 7)
-    assert draw_ref(weights, torch.tensor([0.0, LARGEST_COIN], dtype=torch.float64)).tolist() == [2, 5]
+    assert sample_ref(weights, torch.tensor([0.0, LARGEST_COIN], dtype=torch.float64)).tolist() == [2, 5]
 
 
 def test_rare_tokens_are_told_apart_behind_a_likely_one() -> None:
@@ -313,13 +307,13 @@ def test_rare_tokens_are_told_apart_behind_a_likely_one() -> None:
     wanted = torch.tensor([1, 7, 500, 1000])
     sums = weights.double().cumsum(0)
     coins = (sums[wanted] - 0.5e-8) / sums[-1]
-    assert draw_ref(weights.expand(4, -1), coins).tolist() == wanted.tolist()
+    assert sample_ref(weights.expand(4, -1), coins).tolist() == wanted.tolist()
 
 
 def test_frequencies_of_draws_are_the_weights() -> None:
     weights = torch.tensor([3.0, 0.0, 1.0, 0.5, 0.0, 5.5])
     coins = uniform_ref(torch.arange(100_000)[:, None], torch.arange(3), TARGET)
-    drawn = draw_ref(weights.expand(100_000, 3, 6), coins)
+    drawn = sample_ref(weights.expand(100_000, 3, 6), coins)
     assert drawn.shape == (100_000, 3)
     counts = torch.bincount(drawn.flatten(), minlength=6).numpy()
     assert counts[[1, 4]].tolist() == [0, 0]

@@ -25,7 +25,7 @@ mul.rn.bf16x2 $1, b, scale;
 
 
 @triton.jit
-def widened(values, kind: tl.constexpr):
+def dequantize_e4m3(values, kind: tl.constexpr):
     """Values of float8_e4m3fn, none of them NaN, in another type."""
     if kind == tl.bfloat16:
         return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
@@ -33,7 +33,7 @@ def widened(values, kind: tl.constexpr):
 
 
 @triton.jit
-def tile_product(
+def gemm_mainloop(
     x_tile, x_rows, weight_tile, scale_row, K, SCALED: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr,
     EARLY: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,18 +70,18 @@ def tile_product(
             b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0, eviction_policy=policy)
         if SCALED:
             scale = tl.load(scale_row + k // SIDE).to(tl.float32)
-            total += tl.dot(a, widened(b, a.dtype), input_precision="ieee") * scale[None, :]
+            total += tl.dot(a, dequantize_e4m3(b, a.dtype), input_precision="ieee") * scale[None, :]
         else:
             total = tl.dot(a, b, total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def rounded_product(
+def gemm_mainloop_fp8(
     x_tile, x_rows, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """The same where x is float8, too, as `rounding.Rounded` is: what the tensor core adds up itself is SIDE columns,
+    """The same where x is float8, too, as `FP8Activations` is: what the tensor core adds up itself is SIDE columns,
     whose scales are in `x_scale` [BM, 1] for x, and of the weight one for all even rows and one for all odd ones."""
     ks, is_even = tl.arange(0, SIDE), tl.arange(0, BN)[None, :] % 2 == 0
     total = tl.zeros([BM, BN], tl.float32)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import torch
 
 
-def bits_of(count: int, device: torch.device) -> torch.Tensor:
+def node_bits(count: int, device: torch.device) -> torch.Tensor:
     """int64 [count]: one bit per node. The 64th is the sign."""
     return torch.ones(count, dtype=torch.int64, device=device) << torch.arange(count, device=device)
 
 
-def depths_of(ancestors: torch.Tensor) -> torch.Tensor:
+def tree_depths(ancestors: torch.Tensor) -> torch.Tensor:
     """How far below the root each node is: words int64 [B, N] -> int64 [B, N]."""
     node = torch.arange(ancestors.shape[1], device=ancestors.device)
     return (ancestors[:, :, None] >> node & 1).sum(-1) - 1
 
 
-def ancestors_of(parents: torch.Tensor, depth: int) -> torch.Tensor:
+def ancestor_words(parents: torch.Tensor, depth: int) -> torch.Tensor:
     """Words int64 [B, C + 1] of the root and C nodes, whose parents are int64 [B, C]; none is below `depth`."""
-    bits = bits_of(parents.shape[1] + 1, parents.device)
+    bits = node_bits(parents.shape[1] + 1, parents.device)
     words = bits.expand(len(parents), -1)
     parents = torch.nn.functional.pad(parents, (1, 0))  # the root's own
     for _ in range(depth):
@@ -30,12 +30,12 @@ def ancestors_of(parents: torch.Tensor, depth: int) -> torch.Tensor:
     return words
 
 
-def in_order(like: torch.Tensor) -> torch.Tensor:
+def identity_path(like: torch.Tensor) -> torch.Tensor:
     """The path that leaves nodes as they are, for words int64 [B, N]."""
     return torch.arange(like.shape[1], device=like.device).expand_as(like)
 
 
-def walk_ref(
+def walk_tree_ref(
     chosen: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor, ancestors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From the root to the child that equals what was chosen behind its parent, as far as there is one.
@@ -45,18 +45,18 @@ def walk_ref(
     equal the one that leads further wins, then the first.
     """
     count = ancestors.shape[1]
-    node, bits = torch.arange(count, device=chosen.device), bits_of(count, chosen.device)
+    node, bits = torch.arange(count, device=chosen.device), node_bits(count, chosen.device)
     parents = ((ancestors ^ bits)[:, 1:, None] >> node == 1).int().argmax(-1)
     right = (drafts == chosen.gather(1, parents)) & (node[:-1] < drafted[:, None])
     good = (right * bits[1:]).sum(1, keepdim=True) + 1  # the root is right
-    depths = depths_of(ancestors)
+    depths = tree_depths(ancestors)
     reached = ancestors & ~good == 0
     leaf = torch.where(reached, depths * count - node, -count).argmax(1, keepdim=True)
     path = ancestors.gather(1, leaf) >> node & 1
     return depths.gather(1, leaf)[:, 0], path.argsort(dim=1, descending=True, stable=True)
 
 
-def move_rows_ref(
+def move_accepted_kv_ref(
     keys: torch.Tensor,
     values: torch.Tensor,
     page_table: torch.Tensor,

@@ -1,6 +1,4 @@
-"""The end of an iteration over a tree in two launches behind the argmax or the draws: `tree.walk_ref` with what
-`accept.commit` does for a chain, and `tree.move_rows_ref` over all layers.
-"""
+"""Triton kernels of tree verification: accept and commit a path, and move its keys and values in the cache."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.sampling.accept_triton import chosen_of, popcount
-from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_of
+from specbatch.kernels.sampling.accept_triton import load_chosen, popcount
+from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_parameters
 
 
 @triton.jit
 def _commit_tree_kernel(
-    partials,  # of `accept.chosen_of`
-    sound,
+    partials,  # of `accept_triton.load_chosen`
+    finite,
     drafts,
     drafted,
     ancestors,
@@ -30,7 +28,7 @@ def _commit_tree_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
-    WHOLE: tl.constexpr,  # of simulation_of
+    WHOLE: tl.constexpr,  # of simulation_parameters
     MORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -39,7 +37,7 @@ def _commit_tree_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_N)
-    chosen, is_sound = chosen_of(partials, sound, sequence, node, chunks, N, BLOCK_CHUNKS)
+    chosen, is_finite = load_chosen(partials, finite, sequence, node, chunks, N, BLOCK_CHUNKS)
     row = tl.load(rows + sequence)
     length = tl.load(lengths + row)
     limit = tl.load(drafted + sequence)
@@ -70,13 +68,13 @@ def _commit_tree_kernel(
     tl.store(packed + rank, chosen, node < N)
     tl.store(packed + N, count)
     tl.store(packed + N + 1, limit)
-    tl.store(packed + N + 2, is_sound)
+    tl.store(packed + N + 2, is_finite)
     tl.store(path + sequence * N + rank, node.to(tl.int64), node < N)
 
 
 def commit_tree(
     chosen: torch.Tensor,
-    sound: torch.Tensor | None,
+    finite: torch.Tensor | None,
     drafts: torch.Tensor,
     drafted: torch.Tensor,
     ancestors: torch.Tensor,
@@ -87,21 +85,21 @@ def commit_tree(
     simulate: float | None = None,
     seeds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`walk_ref` of what was chosen behind every node, and the commit of `accept.commit` in the order of its path.
+    """`walk_tree_ref` of the tokens chosen at every node, and the commit of `accept_triton.commit` in path order.
 
-    chosen int64 [B, N] with sound bool [B, N], or `accept.argmax_partials` of the logits and None. drafts, drafted,
-    tokens, lengths, rows, simulate and seeds as in `accept.greedy_accept`; ancestors int64 [B, N]. Returns packed int64
-    [B, N + 3] and path int64 [B, N].
+    chosen int64 [B, N] with finite bool [B, N], or `accept_triton.argmax_partials` of the logits and None. drafts,
+    drafted, tokens, lengths, rows, simulate and seeds as in `accept_triton.greedy_accept`; ancestors int64 [B, N].
+    Returns packed int64 [B, N + 3] and path int64 [B, N].
     """
     batch, n = ancestors.shape
     assert simulate is None or seeds is not None, "a simulation needs seeds"
-    chunks = chosen.shape[1] if sound is None else 0
-    whole, more = simulation_of(simulate)
+    chunks = chosen.shape[1] if finite is None else 0
+    whole, more = simulation_parameters(simulate)
     packed = torch.empty(batch, n + 3, dtype=torch.int64, device=rows.device)
     path = torch.empty_like(ancestors)
     _commit_tree_kernel[(batch,)](
         chosen,
-        chosen if sound is None else sound,
+        chosen if finite is None else finite,
         drafts,
         drafted,
         ancestors,
@@ -162,7 +160,7 @@ def _move_kernel(
         tl.store(values + to, tl.load(values + at, inside), inside)
 
 
-def move_rows(
+def move_accepted_kv(
     keys: torch.Tensor,
     values: torch.Tensor,
     page_table: torch.Tensor,

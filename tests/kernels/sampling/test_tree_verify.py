@@ -7,10 +7,16 @@ import random
 import pytest
 import torch
 
-from specbatch.kernels.sampling.accept_triton import argmax_partials, stage
-from specbatch.kernels.sampling.sampling import simulated_accept_ref
-from specbatch.kernels.sampling.tree import ancestors_of, depths_of, in_order, move_rows_ref, walk_ref
-from specbatch.kernels.sampling.tree_triton import commit_tree, move_rows
+from specbatch.kernels.sampling.accept_triton import argmax_partials, verify_inputs
+from specbatch.kernels.sampling.rng import simulated_accept_ref
+from specbatch.kernels.sampling.tree_verify import (
+    ancestor_words,
+    identity_path,
+    move_accepted_kv_ref,
+    tree_depths,
+    walk_tree_ref,
+)
+from specbatch.kernels.sampling.tree_verify_triton import commit_tree, move_accepted_kv
 
 SIZES = [1, 2, 3, 7, 8, 17, 33, 64]
 
@@ -89,8 +95,8 @@ def test_depths_and_words_follow_from_parents(count: int) -> None:
     case = Case(count, 6, count, torch.device("cpu"))
     parents = torch.tensor(case.parents, dtype=torch.int64).view(6, count - 1)
     depths = [[depth_of(own, node) for node in range(count)] for own in case.parents]
-    assert depths_of(case.words).tolist() == depths
-    assert torch.equal(ancestors_of(parents, max(map(max, depths))), case.words)
+    assert tree_depths(case.words).tolist() == depths
+    assert torch.equal(ancestor_words(parents, max(map(max, depths))), case.words)
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -98,7 +104,7 @@ def test_a_walk_goes_to_the_child_that_was_chosen(count: int) -> None:
     lengths = set()
     for seed in range(20):
         case = Case(seed, 5, count, torch.device("cpu"))
-        accepted, path = walk_ref(*case.inputs, case.words)
+        accepted, path = walk_tree_ref(*case.inputs, case.words)
         for row, wanted in enumerate(case.walks()):
             rest = [node for node in range(count) if node not in wanted]
             assert int(accepted[row]) == len(wanted) - 1
@@ -110,7 +116,7 @@ def test_a_walk_goes_to_the_child_that_was_chosen(count: int) -> None:
 def test_equal_siblings_leave_one_path() -> None:
     words = torch.tensor([words_of([0, 0, 0, 2])])  # three children of the root, the second has a child
     for second, count, expected in ((5, 2, [0, 2, 4, 1, 3]), (6, 1, [0, 1, 2, 3, 4])):
-        accepted, path = walk_ref(
+        accepted, path = walk_tree_ref(
             torch.tensor([[4, 9, 5, 9, 9]]), torch.tensor([[4, 4, 4, second]]), torch.tensor([4]), words
         )
         assert path.tolist() == [expected]
@@ -129,22 +135,22 @@ def test_what_a_tree_commits(device: torch.device, count: int, drawn: bool) -> N
     lengths = torch.randint(1, 30, (8,), generator=generator).to(device)
     rows = torch.tensor([3, 0, 7, 1, 0], device=device)
     before, old = tokens.clone(), lengths.clone()
-    accepted, path = walk_ref(chosen, drafts, drafted, case.words)
-    sound = torch.rand(batch, count, generator=generator).to(device) < 0.97
+    accepted, path = walk_tree_ref(chosen, drafts, drafted, case.words)
+    finite = torch.rand(batch, count, generator=generator).to(device) < 0.97
     if drawn:
-        given, is_sound = chosen, sound
+        given, is_finite = chosen, finite
     else:
         logits = torch.randn(batch, count, vocabulary, generator=generator).to(device)
         logits.scatter_(2, chosen[:, :, None], 50.0)
-        logits[:, :, 199][~sound] = torch.inf
-        chosen = torch.where(sound, chosen, 199)
-        accepted, path = walk_ref(chosen, drafts, drafted, case.words)
-        given, is_sound = argmax_partials(logits.flatten(0, 1)), None
-    packed, found = commit_tree(given, is_sound, drafts, drafted, case.words, tokens, lengths, rows)
+        logits[:, :, 199][~finite] = torch.inf
+        chosen = torch.where(finite, chosen, 199)
+        accepted, path = walk_tree_ref(chosen, drafts, drafted, case.words)
+        given, is_finite = argmax_partials(logits.flatten(0, 1)), None
+    packed, found = commit_tree(given, is_finite, drafts, drafted, case.words, tokens, lengths, rows)
     assert torch.equal(found, path)
     ordered = chosen.gather(1, path)
     assert torch.equal(packed[:, :count], ordered)
-    assert torch.equal(packed[:, count:], torch.stack([accepted, drafted, sound.all(1).long()], 1))
+    assert torch.equal(packed[:, count:], torch.stack([accepted, drafted, finite.all(1).long()], 1))
     for index, row in enumerate(rows.tolist()):
         if row:
             at = int(old[row]) + 1
@@ -160,14 +166,14 @@ def test_a_simulation_takes_the_first_nodes(device: torch.device, mean: float) -
     chosen, drafts, drafted = case.inputs
     tokens, rows = torch.zeros(9, 40, dtype=torch.int64, device=device), torch.arange(1, 7, device=device)
     lengths, seeds = torch.arange(9, device=device), torch.arange(6, device=device) + 7
-    sound = torch.ones(6, 8, dtype=torch.bool, device=device)
+    finite = torch.ones(6, 8, dtype=torch.bool, device=device)
     wanted = simulated_accept_ref(seeds, lengths[rows], drafted, mean)
     packed, path = commit_tree(
-        chosen, sound, drafts, drafted, case.words, tokens, lengths, rows, simulate=mean, seeds=seeds
+        chosen, finite, drafts, drafted, case.words, tokens, lengths, rows, simulate=mean, seeds=seeds
     )
     assert torch.equal(packed[:, 8], wanted)
     assert torch.equal(packed[:, :8], chosen)
-    assert torch.equal(path, in_order(case.words))
+    assert torch.equal(path, identity_path(case.words))
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -176,10 +182,10 @@ def test_nodes_stand_as_far_behind_the_root_as_they_are_below_it(device: torch.d
     tokens = torch.randint(0, 99, (6, 50), device=device)
     lengths = torch.tensor([1, 5, 0, 9, 20, 3], device=device)
     rows = torch.tensor([4, 0, 2, 5], device=device)
-    staged, positions, starts = stage(tokens, lengths, rows, case.inputs[1], case.words)
+    staged, positions, starts = verify_inputs(tokens, lengths, rows, case.inputs[1], case.words)
     roots = tokens[rows, lengths[rows]]
     assert torch.equal(staged.view(4, count), torch.cat([roots[:, None], case.inputs[1]], 1))
-    assert torch.equal(positions.view(4, count), lengths[rows][:, None] + depths_of(case.words))
+    assert torch.equal(positions.view(4, count), lengths[rows][:, None] + tree_depths(case.words))
     assert torch.equal(starts, lengths[rows])
 
 
@@ -196,7 +202,7 @@ def test_accepted_rows_come_to_their_places(device: torch.device, page_size: int
     keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     rows = torch.tensor([2, 0, 4, 3, 1])
     case = Case(page_size, 5, count, torch.device("cpu"))
-    accepted, path = walk_ref(*case.inputs, case.words)
+    accepted, path = walk_tree_ref(*case.inputs, case.words)
     assert (accepted > 0).any()
     starts = torch.tensor([13, 1, 40, 15, 0])
     wanted = [keys.clone(), values.clone()]
@@ -210,7 +216,7 @@ def test_accepted_rows_come_to_their_places(device: torch.device, page_size: int
                 ]
     packed = torch.cat([path, accepted[:, None]], 1)  # a column, as the iteration has it
     arguments = [item.to(device) for item in (table, rows, starts, path)]
-    for move in (move_rows_ref, move_rows):
+    for move in (move_accepted_kv_ref, move_accepted_kv):
         mine = [keys.clone().to(device), values.clone().to(device)]
         move(*mine, *arguments, packed.to(device)[:, -1])
         for found, wish in zip(mine, wanted, strict=True):

@@ -16,9 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.paged_attention import attention_bias, paged_attention_ref, visible, write_kv_ref
-from specbatch.kernels.attention.qkv import Heads, split_heads_ref
-from specbatch.kernels.attention.verify_tiles import Tile, splits_for, tile_for
+from specbatch.kernels.attention.paged_attention import (
+    attention_bias,
+    attention_mask,
+    paged_attention_ref,
+    write_kv_ref,
+)
+from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
+from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
 _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
@@ -304,7 +309,7 @@ def reserve(device: torch.device, partials: int, arrivals: int) -> tuple[torch.T
 
 def verify_attention(
     qkv: torch.Tensor,
-    heads: Heads,
+    heads: QKVLayout,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -366,7 +371,7 @@ def verify_attention(
 
 def verify_attention_ref(
     qkv: torch.Tensor,
-    heads: Heads,
+    heads: QKVLayout,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -383,14 +388,14 @@ def verify_attention_ref(
     """`verify_attention` from the references of its parts."""
     batch, page_size = lengths.shape[0], k_cache.shape[1]
     chain = lengths[:, None] + first + torch.arange(n, device=qkv.device)
-    q, k, v = split_heads_ref(qkv, heads, chain.flatten() if positions is None else positions)
+    q, k, v = split_qkv_rope_ref(qkv, heads, chain.flatten() if positions is None else positions)
     table = page_table[rows]
     slots = table.gather(1, chain // page_size) * page_size + chain % page_size
     bits = torch.uint8 if k_cache.itemsize == 1 else k_cache.dtype  # torch copies no rows of float8
     k, v = k.to(k_cache.dtype).view(bits), v.to(v_cache.dtype).view(bits)
     write_kv_ref(k, v, k_cache.view(bits), v_cache.view(bits), slots.flatten())
     keys = table.shape[1] * page_size
-    seen = visible(lengths, n, keys, ancestors, first, causal=causal, window=window)
+    seen = attention_mask(lengths, n, keys, ancestors, first, causal=causal, window=window)
     bias = attention_bias(seen, heads.count // heads.kv, qkv.dtype)
     q = q.reshape(batch, n, heads.count, heads.dim)
     out = paged_attention_ref(q, k_cache.to(qkv.dtype), v_cache.to(qkv.dtype), table, bias)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specbatch.kernels.attention.ragged_batch import Spans
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
@@ -51,7 +51,7 @@ def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    spans: Spans,
+    spans: RaggedBatch,
     window: int = 0,
     k_new: torch.Tensor | None = None,
     v_new: torch.Tensor | None = None,

@@ -1,0 +1,52 @@
+"""Counter-based random numbers (splitmix64): every number depends on seed, position and stream only."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# One stream per use, so that two samples at the same position never share a random number.
+TARGET, ACCEPT, RESIDUAL, DRAFT, SIMULATED = range(5)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+GOLDEN, MIX1, MIX2 = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def offset_of(stream: int) -> int:
+    """The offset that separates the streams of one seed."""
+    return _signed(GOLDEN * (stream + 1) % (1 << 64))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014). int64 wraps; the masks make its shifts logical."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * MIX1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MIX2
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def uniform_ref(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    """Random numbers in [0, 1), float64, that depend on (seed, position, stream) only.
+
+    seeds and positions: int64, broadcast together. A token's randomness is thus the same in every schedule, batch
+    and algorithm.
+    """
+    bits = _mix(_mix(seeds + offset_of(stream)) + positions * GOLDEN) >> 11
+    return (bits & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def simulated_accept_ref(
+    seeds: torch.Tensor, lengths: torch.Tensor, drafted: torch.Tensor, mean: float
+) -> torch.Tensor:
+    """Simulated numbers of accepted drafts, for benchmarks: int64 [B] for seeds, lengths and drafted, int64 [B].
+
+    accepted + 1 is the whole number below or above `mean` (at least 1), with that mean; a row accepts no more than it
+    drafted.
+    """
+    whole = math.floor(mean)
+    more = uniform_ref(seeds, lengths, SIMULATED) < mean - whole
+    return torch.minimum(whole - 1 + more.long(), drafted)
