@@ -7,6 +7,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
 BIN = $(VENV)/bin
+CHECKED = $(VENV)/checked
 INSTALLED = $(VENV)/.installed
 
 .PHONY: demo test test-all check
@@ -23,12 +24,16 @@ test: check
 test-all: check
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
-# Types are checked in an installed copy: only there do kernels/, evals/ and sweeps/ lie under specbatch.
+# Types and layers are checked in a copy in which kernels/, evals/ and sweeps/ lie under specbatch, as when installed.
 check: $(INSTALLED)
 	$(BIN)/ruff check
-	rm -rf build $(VENV)/typed
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/typed .
-	cd $(VENV)/typed && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p specbatch
+	rm -rf $(CHECKED)/specbatch
+	mkdir -p $(CHECKED)
+	cp -r specbatch $(CHECKED)
+	cp -r kernels evals sweeps $(CHECKED)/specbatch
+	touch $(CHECKED)/specbatch/kernels/__init__.py $(CHECKED)/specbatch/evals/__init__.py $(CHECKED)/specbatch/sweeps/__init__.py
+	cd $(CHECKED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p specbatch
+	cd $(CHECKED) && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

@@ -22,9 +22,8 @@ from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, PreparedEval, Progress, prepare
+from specbatch.jobs.configurations import check_draft, load_engine, named
 from specbatch.memory.planner import MemoryShare
-from specbatch.sweeps.run.grid import named
-from specbatch.sweeps.run.runner import check_draft, load_engine
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine

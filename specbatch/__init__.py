@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from specbatch.version import __version__
 
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file():  # a source tree: kernels/, evals/ and sweeps/ lie beside this folder
@@ -43,6 +43,7 @@ __all__ = [
     "SamplingParams",
     "SpecbatchError",
     "Speculation",
+    "__version__",
 ]
 
 

@@ -26,13 +26,13 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import at_least, refuse
+from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.jobs.prompts import Prompt, read_prompts
 from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
 from specbatch.records.markdown import acceptance_table, draft_length_lines
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.summaries import heading, replay_notes, run_on
-from specbatch.sweeps.run.runner import check_draft, load_engine
 from specbatch.sweeps.run.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:

@@ -136,6 +136,7 @@ def sweep(
     was asked (cut off, reasoning where it is off, marks of a template) are told. The same command with the --out of a
     sweep that was cut short runs what is missing.
     """
+    from specbatch.evals.prompts import task_prompts
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.run.grid import by_model
     from specbatch.sweeps.run.process import run_in_process
@@ -157,6 +158,7 @@ def sweep(
         burst=0 if burst == "all" else whole_number("burst", burst, "all"),
         chat_template=chat_template,
         thinking=thinking,
+        read_task=task_prompts,
     )
     options = SweepOptions(steps, repeats, workload)
     server = _server(engine, context.params, lambda name: is_given(context, name))
@@ -210,7 +212,8 @@ def _failed(folder: Path) -> bool:
 
 def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
     """Those of `configs`: names, or a file whose settings count in place of the command's."""
-    from specbatch.sweeps.run.grid import SUFFIXES, named, read_grid
+    from specbatch.jobs.configurations import named
+    from specbatch.sweeps.run.grid import SUFFIXES, read_grid
 
     settings["compares"] = True
     if not configs.endswith(SUFFIXES):

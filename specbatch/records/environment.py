@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from specbatch import __version__
+from specbatch.version import __version__
 
 
 def versions() -> dict[str, str]:

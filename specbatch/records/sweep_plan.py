@@ -29,7 +29,10 @@ class Described(Protocol):
 
 
 class Options(Protocol):
-    """The options of a sweep, as far as its plan depends on them. workload: a dataclass with the prompts in `rows`."""
+    """The options of a sweep, as far as its plan depends on them.
+
+    workload: a dataclass with its prompts in `rows`; all fields with repr belong to the plan.
+    """
 
     @property
     def concurrency(self) -> Iterable[int]: ...
@@ -78,7 +81,7 @@ def plan_of(configurations: Mapping[str, Described], options: Options) -> dict[s
         "configurations": {name: config.as_dict() for name, config in configurations.items()},
         "concurrency": options.concurrency,
         "repeats": options.repeats,
-        "workload": {item.name: getattr(workload, item.name) for item in fields(workload) if item.name != "rows"},
+        "workload": {item.name: getattr(workload, item.name) for item in fields(workload) if item.repr},
         "rows_sha256": hashlib.sha256(rows.encode()).hexdigest(),
     }
     found: dict[str, Any] = json.loads(json.dumps(plan, default=str))

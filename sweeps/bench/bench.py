@@ -30,6 +30,7 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
+from specbatch.jobs.configurations import load_engine
 from specbatch.progress import Report
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import steps_at
@@ -37,7 +38,7 @@ from specbatch.sweeps.bench.columns import LEAST_STEPS
 from specbatch.sweeps.bench.peers import PEERS
 from specbatch.sweeps.bench.plan import BenchOptions, Load, Log, Plan, plan_engines
 from specbatch.sweeps.bench.tables import POINT, load_records, losses_of, peers_of, write_table
-from specbatch.sweeps.run.runner import WARM_UP_TOKENS, load_engine
+from specbatch.sweeps.run.runner import WARM_UP_TOKENS
 from specbatch.sweeps.run.workloads import Workload
 
 if TYPE_CHECKING:

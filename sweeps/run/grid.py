@@ -16,14 +16,12 @@ was given there. A list stands for one configuration for each of its values, all
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from specbatch.algorithms import NO_SPECULATION
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.records.sweep_plan import folder_name
 
@@ -31,43 +29,6 @@ Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")
 OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
 NAME_BYTES = 255  # that a folder's name may have
-
-
-def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
-    return replace(config, speculation=replace(config.speculation, schedule=schedule))
-
-
-# name -> what it makes of the engine asked for. The baseline drafts nothing, under schedule v2.
-CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
-    "baseline": lambda asked: replace(
-        asked, speculation=Speculation(algorithm=NO_SPECULATION, schedule="v2"), draft_attention_backend="auto"
-    ),
-    "v1": lambda asked: _scheduled(asked, "v1"),
-    "v2": lambda asked: _scheduled(asked, "v2"),
-    "v2+piecewise": lambda asked: replace(_scheduled(asked, "v2"), graphs=replace(asked.graphs, prefill="piecewise")),
-}
-DEFAULT_CONFIGS = ("baseline", "v1", "v2")  # what runs on a CPU too
-
-
-def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
-    """Configurations known by name; `base` is the engine with the speculation of v1 and v2."""
-    listed = list(names)
-    for name in listed:
-        if name not in CONFIGURATIONS:
-            works = f"use some of {', '.join(CONFIGURATIONS)}, or the path of a file ({', '.join(SUFFIXES)})"
-            raise refuse("configs", name, works)
-    if not listed or len(set(listed)) < len(listed):
-        raise refuse("configs", ",".join(listed), "name at least one, and each only once")
-    if base.graphs.prefill == "piecewise" and {"v2", "v2+piecewise"} <= set(listed):
-        works = "v2 and v2+piecewise would be the same; leave it out, or one of them"
-        raise refuse("prefill_graph", "piecewise", works)
-    if base.speculation.algorithm == NO_SPECULATION and set(listed) - {"baseline"}:
-        raise refuse(
-            "algorithm",
-            NO_SPECULATION,
-            "only the configuration baseline drafts nothing; use ngram, or another with its draft",
-        )
-    return {name: CONFIGURATIONS[name](base) for name in listed}
 
 
 def by_model(configs: Mapping[str, EngineConfig]) -> dict[str, dict[str, EngineConfig]]:

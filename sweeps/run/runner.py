@@ -7,7 +7,7 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.page_pool import held_at_once
-from specbatch.memory.planner import EXCLUSIVE, MemoryShare
+from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, save
@@ -195,30 +196,6 @@ def check(configs: Mapping[str, EngineConfig], options: SweepOptions) -> None:
 
     for config in fitted(configs, options).values():
         prepare(config, lambda line: None)
-
-
-def check_draft(configs: Iterable[EngineConfig], log: Callable[[str], None] | None) -> None:
-    """Refuse a draft that does not fit, before an engine that drafts nothing has loaded the target in vain."""
-    from specbatch.engine.builder import prepare
-
-    drafting = (config for config in configs if config.speculation.entry.loads_draft)
-    if (config := next(drafting, None)) is not None:
-        prepare(config, log or (lambda line: None))
-
-
-def load_engine(
-    name: str,
-    config: EngineConfig,
-    log: Callable[[str], None] | None,
-    *,
-    weights_of: Engine | None,
-    share: MemoryShare = EXCLUSIVE,
-) -> Engine:
-    """The engine of a configuration, whose name stands before each line of its log."""
-    from specbatch.engine.engine import Engine
-
-    say = None if log is None else lambda line: log(f"{name}: {line}")
-    return Engine(config, log=say, weights_of=weights_of, share=share)
 
 
 def _check_concurrency(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specbatch.core.request import SamplingParams
 from specbatch.errors import at_least, refuse
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 LEAST_PROMPTS = 4  # of a point, so that its medians are medians of something
 LM_EVAL = "lm-eval:"
 Length = int | tuple[int, int]  # so many tokens, or least and most, all lengths between them equally likely
+
+
+class TaskReader(Protocol):
+    """Reads the prompts of a task, and the texts that end an answer."""
+
+    def __call__(self, name: str, data: Path | None, *, as_messages: bool) -> tuple[list[Prompt], tuple[str, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Workload:
     chat_template  None: messages are rendered by the model's template and all else is continued as it stands; True:
                 texts are asked as a message of the user; False: nothing is rendered
     thinking    the template's `enable_thinking`; None leaves it to the template
+    read_task   reads the prompts of lm-eval:TASK
     """
 
     dataset: str = "random"
@@ -61,6 +68,7 @@ class Workload:
     burst: int = 1
     chat_template: bool | None = None
     thinking: bool | None = None
+    read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
 
@@ -223,9 +231,10 @@ class Workload:
         if self.dataset == "gsm8k":
             return (read_prompts(self.data, "data") if self.data else _gsm8k_from_hub()), ()
         if self.dataset.startswith(LM_EVAL):
-            from specbatch.evals.prompts import task_prompts
-
-            return task_prompts(self.dataset.removeprefix(LM_EVAL), self.data, as_messages=bool(self.chat_template))
+            if self.read_task is None:
+                works = "pass read_task=specbatch.evals.prompts.task_prompts"
+                raise refuse("dataset", self.dataset, works)
+            return self.read_task(self.dataset.removeprefix(LM_EVAL), self.data, as_messages=bool(self.chat_template))
         if not self.dataset.endswith(".jsonl"):
             works = "use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file"
             raise refuse("dataset", self.dataset, works)

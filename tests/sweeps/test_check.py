@@ -102,7 +102,7 @@ def test_what_is_checked_runs_from_graphs_and_plain_decoding_does_not(check: Any
 
 
 def noting(made: list[EngineConfig]) -> Callable[..., Any]:
-    from specbatch.sweeps.run.runner import load_engine
+    from specbatch.jobs.configurations import load_engine
 
     def load(name: str, config: EngineConfig, *rest: Any, **more: Any) -> Any:
         made.append(config)

@@ -15,10 +15,10 @@ from specbatch import Engine
 from specbatch.cli.app import app
 from specbatch.config import EngineConfig, Speculation
 from specbatch.engine import builder
+from specbatch.jobs.configurations import named
 from specbatch.sweeps.bench import bench
 from specbatch.sweeps.bench.plan import BenchOptions, plan_engines
 from specbatch.sweeps.bench.tables import write_table
-from specbatch.sweeps.run.grid import named
 
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
 TOY = EngineConfig(model="toy", load_format="dummy", device="cpu", page_size=4, speculation=EAGLE3)

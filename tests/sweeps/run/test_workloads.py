@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specbatch.errors import SpecbatchError
+from specbatch.evals.prompts import task_prompts
 from specbatch.jobs.prompts import read_prompts
 from specbatch.sweeps.run.runner import SweepOptions
 from specbatch.sweeps.run.workloads import Workload, lines_of, sha256_of
@@ -229,12 +230,12 @@ def test_of_turns_the_first_is_asked(tmp_path):
 
 
 def test_a_task_brings_its_examples_and_what_ends_its_answers():
-    plain = Workload("lm-eval:one_digit_sums", output_len=5)
+    plain = Workload("lm-eval:one_digit_sums", output_len=5, read_task=task_prompts)
     first, second = texts(plain)
     assert first != second
     assert first.count("=") == 6, "five examples"
     assert plain.stop == plain.params(1)[0].stop != ()
-    chat = Workload("lm-eval:one_digit_sums", chat_template=True)
+    chat = Workload("lm-eval:one_digit_sums", chat_template=True, read_task=task_prompts)
     assert texts(chat)[0].count("[assistant]") == 5
     assert chat.rows[0].value[-1]["role"] == "user"
     assert len(plain.rows) > 20
@@ -242,7 +243,7 @@ def test_a_task_brings_its_examples_and_what_ends_its_answers():
 
 def test_a_task_reads_questions_from_a_file(tmp_path):
     rows = [{"question": f"What is {n}?", "answer": f"It is #### {n}"} for n in range(8)]
-    workload = Workload("lm-eval:gsm8k", Path(written(tmp_path, *rows)))
+    workload = Workload("lm-eval:gsm8k", Path(written(tmp_path, *rows)), read_task=task_prompts)
     first = texts(workload)[0]
     assert first.endswith("Question: What is 0?\nAnswer:")
     assert first.count("Question:") == 6

@@ -1,0 +1,78 @@
+"""Named engine configurations (baseline, v1, v2, v2+piecewise) and engines that share one copy of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specbatch.algorithms import NO_SPECULATION
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import refuse
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
+
+if TYPE_CHECKING:
+    from specbatch.engine.engine import Engine
+
+Log = Callable[[str], None]
+
+
+def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
+    return replace(config, speculation=replace(config.speculation, schedule=schedule))
+
+
+# Each name changes the configuration of the user. The baseline runs without speculation, under schedule v2.
+CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
+    "baseline": lambda asked: replace(
+        asked, speculation=Speculation(algorithm=NO_SPECULATION, schedule="v2"), draft_attention_backend="auto"
+    ),
+    "v1": lambda asked: _scheduled(asked, "v1"),
+    "v2": lambda asked: _scheduled(asked, "v2"),
+    "v2+piecewise": lambda asked: replace(_scheduled(asked, "v2"), graphs=replace(asked.graphs, prefill="piecewise")),
+}
+DEFAULT_CONFIGS = ("baseline", "v1", "v2")  # what runs on a CPU too
+
+
+def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
+    """The configurations of these names. base: the engine with the speculation of v1 and v2."""
+    listed = list(names)
+    for name in listed:
+        if name not in CONFIGURATIONS:
+            works = f"use some of {', '.join(CONFIGURATIONS)}, or the path of a file (.toml, .yaml, .yml)"
+            raise refuse("configs", name, works)
+    if not listed or len(set(listed)) < len(listed):
+        raise refuse("configs", ",".join(listed), "name at least one, and each only once")
+    if base.graphs.prefill == "piecewise" and {"v2", "v2+piecewise"} <= set(listed):
+        works = "v2 and v2+piecewise would be the same; leave it out, or one of them"
+        raise refuse("prefill_graph", "piecewise", works)
+    if base.speculation.algorithm == NO_SPECULATION and set(listed) - {"baseline"}:
+        raise refuse(
+            "algorithm",
+            NO_SPECULATION,
+            "only the configuration baseline drafts nothing; use ngram, or another with its draft",
+        )
+    return {name: CONFIGURATIONS[name](base) for name in listed}
+
+
+def check_draft(configs: Iterable[EngineConfig], log: Log | None) -> None:
+    """Refuse a draft that does not fit its target, before an engine without speculation has loaded the target."""
+    from specbatch.engine.builder import prepare
+
+    drafting = (config for config in configs if config.speculation.entry.loads_draft)
+    if (config := next(drafting, None)) is not None:
+        prepare(config, log or (lambda line: None))
+
+
+def load_engine(
+    name: str,
+    config: EngineConfig,
+    log: Log | None,
+    *,
+    weights_of: Engine | None,
+    share: MemoryShare = EXCLUSIVE,
+) -> Engine:
+    """Load the engine of configuration `name`, which prefixes the lines of its log. weights_of: see `Engine`."""
+    from specbatch.engine.engine import Engine
+
+    prefixed = None if log is None else lambda line: log(f"{name}: {line}")
+    return Engine(config, log=prefixed, weights_of=weights_of, share=share)
