@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch.config import EngineConfig, Graphs, Speculation
@@ -52,7 +52,6 @@ def test_what_is_not_given_of_a_draft_follows(
     assert shape_of(algorithm, *expected) == expected
 
 
-@settings(max_examples=60)
 @given(
     algorithm=st.sampled_from(["ngram", "standalone"]),
     given=st.tuples(*[st.none() | st.integers(1, 11) | st.sampled_from([31, 63])] * 3),

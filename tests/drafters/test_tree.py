@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch.draft_shape import DraftShape
@@ -110,7 +110,6 @@ def shapes(draw: st.DrawFn) -> tuple[int, DraftShape]:
     return vocabulary, DraftShape(steps, topk, draw(st.integers(1, min(pool, 63))))
 
 
-@settings(max_examples=80)
 @given(case=shapes(), seed=st.integers(0, 10_000))
 def test_a_tree_has_the_nodes_that_a_plain_search_keeps(case: tuple[int, DraftShape], seed: int) -> None:
     vocabulary, shape = case

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crossed import first_quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -184,9 +185,11 @@ def random_law(toy: Toy, kind: str, prefix: tuple[int, ...]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("toy", "count"),
-    [(Toy(seed, 5, 4), 2) for seed in range(8)]
-    + [(Toy(seed, 8, 6), 1) for seed in range(8)]
-    + [(Toy(0, 4, 5), 2), (Toy(0, 5, 4), 3), (Toy(1, 6, 3), 3)],
+    [
+        *first_quick(2, ((Toy(seed, 5, 4), 2) for seed in range(8))),
+        *first_quick(2, ((Toy(seed, 8, 6), 1) for seed in range(8))),
+        *first_quick(1, [(Toy(0, 4, 5), 2), (Toy(0, 5, 4), 3), (Toy(1, 6, 3), 3)]),
+    ],
     ids=str,
 )
 def test_sampled_drafts_are_lossless(toy: Toy, count: int) -> None:
@@ -203,7 +206,7 @@ def test_any_deterministic_draft_is_lossless(toy: Toy, count: int) -> None:
         assert toy.error(toy.runs(verify, drafts, drafted, sampled=False), count + 1) < 1e-12, drafts
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", first_quick(3, MUTANTS))
 def test_enumeration_catches_a_wrong_rejection_rule(name: str) -> None:
     rule = mutant(*MUTANTS[name])
     errors = [Toy(seed, 5, 4).error_of_sampled_drafts(rule, 2, drafted) for seed in (4, 5) for drafted in (1, 2)]
@@ -398,7 +401,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("drafted", ["law", "argmax", "nothing"])
+@pytest.mark.parametrize("drafted", first_quick(1, ["law", "argmax", "nothing"]))
 def test_tokens_follow_the_target_in_a_batch_of_all_settings(drafted: str) -> None:
     rows = 20_000 * len(SETTINGS)
     columns = zip(*SETTINGS, strict=True)
@@ -413,7 +416,7 @@ def test_tokens_follow_the_target_in_a_batch_of_all_settings(drafted: str) -> No
         assert ratio < 1.5, setting
 
 
-@pytest.mark.parametrize("drafted", ["law", "argmax"])
+@pytest.mark.parametrize("drafted", first_quick(1, ["law", "argmax"]))
 def test_tokens_follow_the_target_over_many_seeds(drafted: str) -> None:
     worst, ratio = verdict_of_chi_square(
         generate(verify, sampling_of(120_000), drafted=drafted), target_law(1.0, 0, 1.0, 0.0)
@@ -422,7 +425,7 @@ def test_tokens_follow_the_target_over_many_seeds(drafted: str) -> None:
     assert ratio < 1.5
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", first_quick(3, MUTANTS))
 def test_chi_square_catches_a_wrong_rejection_rule(name: str) -> None:
     tokens = generate(mutant(*MUTANTS[name]), sampling_of(30_000), drafted="law")
     worst, ratio = verdict_of_chi_square(tokens, target_law(1.0, 0, 1.0, 0.0))
@@ -439,13 +442,16 @@ def test_chi_square_catches_a_q_that_the_drafts_were_not_drawn_from() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        lambda seeds, positions, stream: uniform_ref(seeds, positions, TARGET),
-        lambda seeds, positions, stream: uniform_ref(seeds, positions * 0, stream),
-        lambda seeds, positions, stream: uniform_ref(seeds, positions // 2, stream),
-        lambda seeds, positions, stream: uniform_ref(seeds // 1000, positions, stream),
-        lambda seeds, positions, stream: uniform_ref(seeds, positions, stream) ** 1.02,
-    ],
+    first_quick(
+        2,
+        [
+            lambda seeds, positions, stream: uniform_ref(seeds, positions, TARGET),
+            lambda seeds, positions, stream: uniform_ref(seeds, positions * 0, stream),
+            lambda seeds, positions, stream: uniform_ref(seeds, positions // 2, stream),
+            lambda seeds, positions, stream: uniform_ref(seeds // 1000, positions, stream),
+            lambda seeds, positions, stream: uniform_ref(seeds, positions, stream) ** 1.02,
+        ],
+    ),
     ids=["one stream", "position ignored", "a coin for two positions", "seeds shared", "not uniform"],
 )
 def test_chi_square_catches_wrong_coins(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +506,7 @@ def one_hot(drafts: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(drafts, vocabulary).float()
 
 
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(deadline=None, derandomize=True, max_examples=50)
 @given(case=batches(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_greedy_is_a_plain_loop(
     case: tuple[list[list[list[float]]], list[list[int]], list[int]], dtype: torch.dtype

@@ -329,7 +329,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestScheduler = Machine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=40)
+TestScheduler.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 # -- single decisions -------------------------------------------------------------------------------------------------

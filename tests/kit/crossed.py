@@ -25,6 +25,11 @@ def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return [_param([value], is_quick=value in quick) for value in values]
 
 
+def first_quick(count: int, values: Iterable[Any]) -> list[Any]:
+    """`values`, of which all but the first `count` are slow; a plain tuple stands for several arguments."""
+    return [_param([value], is_quick=place < count) for place, value in enumerate(values)]
+
+
 def pairwise(
     *axes: Sequence[Any], apart: Collection[tuple[int, int]] = (), possible: Callable[..., bool] = lambda *_: True
 ) -> list[tuple[Any, ...]]:

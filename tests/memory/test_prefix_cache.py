@@ -119,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCache = CacheMachine.TestCase
-TestPrefixCache.settings = settings(max_examples=150, stateful_step_count=40)
+TestPrefixCache.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.fixture

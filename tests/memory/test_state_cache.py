@@ -164,7 +164,7 @@ class StateCacheMachine(RuleBasedStateMachine):
 
 
 TestStateCache = StateCacheMachine.TestCase
-TestStateCache.settings = settings(max_examples=150, stateful_step_count=40)
+TestStateCache.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from crossed import first_quick
 from safetensors.torch import load_file
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
@@ -146,7 +147,7 @@ def emitted(head, target, example: Example) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("algorithm", RECIPES)
+@pytest.mark.parametrize("algorithm", first_quick(1, RECIPES))
 def test_the_engine_accepts_what_the_trainer_foresees(trained, algorithm, target, target_folder, examples, tmp_path):
     if find_spec(f"specbatch.drafters.{algorithm}") is None:
         pytest.skip(f"this engine does not run {algorithm} yet")

@@ -67,7 +67,7 @@ class Watch:
 @pytest.mark.parametrize(
     ("settings", "schedule"),
     crossed(
-        [{}, {"prefill_chunk": 7, "page_size": 3}, {"prefix_cache": False, "max_running": 3}, {"graphs": "both"}],
+        [{"prefill_chunk": 7, "page_size": 3}, {"graphs": "both"}, {"prefix_cache": False, "max_running": 3}],
         ["v1", "v2"],
     ),
 )
