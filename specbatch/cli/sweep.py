@@ -33,19 +33,24 @@ def sweep(
         str, Option(help="Some of baseline, v1, v2, v2+piecewise; or a TOML or YAML file of configurations.")
     ] = "baseline,v1,v2",
     dataset: Annotated[
-        str,
+        str | None,
         Option(
             help="random, gsp, gsm8k, lm-eval:TASK (what that task asks) or FILE.jsonl (lines as for generate, or "
-            "turns as in MT-Bench, of which the first is asked: later ones would need the answers before them)."
+            "turns as in MT-Bench, of which the first is asked: later ones would need the answers before "
+            "them). Default: gsm8k; with --input-len random."
         ),
-    ] = "random",
-    data: Annotated[Path | None, Option(help="The questions, for --dataset gsm8k and lm-eval:gsm8k.")] = None,
+    ] = None,
+    data: Annotated[Path | None, Option(help="Other questions for --dataset gsm8k and lm-eval:gsm8k.")] = None,
     input_len: Annotated[
         str, Option(metavar="N|N-M", help="Tokens per random prompt, or fewest and most; with gsp its question.")
     ] = "128",
     output_len: Annotated[
-        str, Option(metavar="N|N-M", help="Tokens per answer, or fewest and most; for text only the most.")
-    ] = "128",
+        str | None,
+        Option(
+            metavar="N|N-M",
+            help="Tokens per answer, or fewest and most; for text only the most. Default: 128; 64 on a CPU.",
+        ),
+    ] = None,
     groups: Annotated[int, Option(help="gsp: groups of prompts that begin alike.")] = 32,
     group_prompts: Annotated[int, Option(help="gsp: prompts of each group.")] = 16,
     shared_len: Annotated[
@@ -74,8 +79,9 @@ def sweep(
         str, Option(metavar="N|all", help="Prompts that arrive together, at that rate; all: a point's at once.")
     ] = "1",
     prompts_per_concurrency: Annotated[
-        int, Option(help="A point runs this many times its concurrency (4 at least).")
-    ] = 4,
+        int | None,
+        Option(help="A point runs this many times its concurrency (4 at least). Default: 4; 1 on a CPU."),
+    ] = None,
     repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
     engine_kind: Annotated[
         str, Option("--engine", metavar="specbatch|http", help="http: the server at --base-url in place of our engine.")
@@ -98,9 +104,9 @@ def sweep(
 ) -> None:
     """Compare configurations at several concurrencies, in one process, on the same prompts.
 
-    specbatch sweep --concurrency 1,4 --input-len 64 --output-len 32
+    specbatch sweep --concurrency 1,4
 
-    specbatch sweep --dataset gsm8k --data gsm8k_test.jsonl --repeats 3
+    specbatch sweep --output-len 256 --repeats 3
 
     specbatch sweep --draft self:skip=12-15 --draft-tokens 3
 
@@ -136,20 +142,24 @@ def sweep(
     was asked (cut off, reasoning where it is off, marks of a template) are told. The same command with the --out of a
     sweep that was cut short runs what is missing.
     """
+    from specbatch.engine.builder import find_device
     from specbatch.evals.prompts import task_prompts
     from specbatch.records.sweep_plan import PLAN
+    from specbatch.sweeps.run.defaults import CPU, GPU, default_dataset, resolved
     from specbatch.sweeps.run.grid import by_model
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.runner import SweepOptions, check, run_server, run_sweep
+    from specbatch.sweeps.run.runner import SweepOptions, check, fitted, run_server, run_sweep
     from specbatch.sweeps.run.workloads import Workload
 
     steps = whole_numbers("concurrency", concurrency)
+    on_cpu = engine_kind == "specbatch" and find_device(engine.device).type == "cpu"
+    lengths = CPU if on_cpu else GPU
     workload = Workload(
-        dataset,
+        dataset or default_dataset(input_len_given=is_given(context, "input_len")),
         data,
         length("input_len", input_len),
-        length("output_len", output_len),
-        prompts_per_concurrency,
+        lengths.output_len if output_len is None else length("output_len", output_len),
+        lengths.prompts_per_concurrency if prompts_per_concurrency is None else prompts_per_concurrency,
         engine.seed,
         groups=groups,
         group_prompts=group_prompts,
@@ -167,13 +177,22 @@ def sweep(
         engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=workload.is_grouped)
     if dry_run and server is not None:
         raise refuse("dry_run", True, "how fast a server is nobody knows beforehand; leave it out")
+    settings = resolved(
+        options,
+        engines if server is None else [server.model],
+        shortened=on_cpu and None in (output_len, prompts_per_concurrency),
+    )
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
 
-        show(planned(engines, options, output), {"configurations": list(engines)}, as_json=as_json)
+        text = planned(engines, options, output)
+        say(settings)
+        show(text, {"configurations": list(engines)}, as_json=as_json)
         return
     resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
+        fitted(engines, options)  # refused before the settings are printed
+        say(settings)
         models = by_model(engines)
         if server is not None:
             with progress("sweep") as report:

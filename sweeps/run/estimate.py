@@ -1,4 +1,4 @@
-"""What a sweep would run and about how long it would take, with nothing loaded: `specbatch sweep --dry-run`."""
+"""Points, memory and estimated time of a sweep, with nothing loaded: `specbatch sweep --dry-run`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tabulate import tabulate
 from specbatch.config import EngineConfig
 from specbatch.engine.builder import memory_plan, prepare
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
-from specbatch.records.sweep_plan import Point, points
+from specbatch.records.sweep_plan import points
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
 from specbatch.sweeps.run.runner import SweepOptions, fitted, of_lengths
 
@@ -22,10 +22,12 @@ _HEADS = ("configuration", "", "concurrency", "repeat", "prompts", "new tokens",
 
 
 def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: Path | None) -> str:
-    """A line for each point that is not finished in `folder`, and the memory that each engine would get.
+    """A row for each point that is not finished in `folder`, and the memory that each engine would get.
 
-    Seconds: all weights are read in every step and multiplied with every prompt token, at the speeds that the device
-    has now; drafts are never accepted, so where they are it takes less. Refused: engines that do not fit.
+    A step takes as long as reading all weights, or as multiplying them with a row of each request if that is longer,
+    at the speeds that the device has now; prompt tokens are multiplied, too. Each step gives a request one token, and
+    answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. Refused:
+    engines that do not fit.
     """
     prepared = {name: prepare(config, lambda line: None) for name, config in fitted(configs, options).items()}
     plans: dict[str, MemoryPlan] = {}
@@ -39,16 +41,20 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
     for point in left:
         prompts = options.workload.count(point.concurrency)
         tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
-        seconds = _seconds(
-            point, plans[point.configuration], options, tokens / prompts, read, rate * first.dtype.itemsize / 2
-        )
+        steps = -(-prompts // point.concurrency) * tokens / prompts
+        plan = plans[point.configuration]
+        multiply = plan.weights / (rate * first.dtype.itemsize / 2)  # seconds for one row
+        seconds = steps * max((plan.weights + plan.draft_weights) / read, point.concurrency * multiply)
+        seconds += prompts * options.workload.mean_input * multiply
         total += seconds
         config = configs[point.configuration]
         what = f"{config.speculation}; {config.graphs}"
         rows.append((point.configuration, what, point.concurrency, point.repeat, prompts, tokens, seconds))
     table = tabulate(rows, headers=_HEADS, tablefmt="github", floatfmt=".1f")
     lines = "\n".join(_memory(plans))
-    start = "loading, recording graphs and warming up not counted; less where drafts are accepted"
+    start = (
+        "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers end early"
+    )
     return f"{table}\n\n{lines}\n{len(left)} points, about {total:.0f} s ({start})\n"
 
 
@@ -58,18 +64,8 @@ def _memory(plans: Mapping[str, MemoryPlan]) -> Iterator[str]:
         yield f"* {name}: {size_text(plan.available)}, {weights}, {plan.kv_pages} KV pages"
 
 
-def _seconds(point: Point, plan: MemoryPlan, options: SweepOptions, output: float, read: float, rate: float) -> float:
-    """output: tokens of an answer, on average. rate: bytes of weights that a second multiplies with one token."""
-    workload = options.workload
-    prompts = workload.count(point.concurrency)
-    waves = -(-prompts // point.concurrency)
-    steps = waves * output * (plan.weights + plan.draft_weights) / read
-    length = sum(workload.input_range) / 2 if workload.input_range else output
-    return steps + prompts * length * plan.weights / rate
-
-
 def _speeds(device: torch.device) -> tuple[float, float]:
-    """Bytes and operations a second."""
+    """Bytes and floating-point operations per second."""
     found = measure_machine(device)
     if found["read_bytes_s"] and found["gemm_flop_s"]:
         return found["read_bytes_s"], found["gemm_flop_s"]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specbatch.core.request import SamplingParams
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
+from specbatch.jobs.questions import bundled_questions
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ class Workload:
     dataset     "random": seeded token ids of input_len, outputs of exactly output_len;
                 "gsp" (generated shared prefix, after SGLang's benchmark): `groups` of `group_prompts` seeded prompts,
                 each of shared_len tokens that are its group's and input_len of its own, all in shuffled order;
-                "gsm8k": its test questions, from `data` or the hub;
+                "gsm8k": its test questions, which are bundled, or those of the file `data`;
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
@@ -135,6 +136,13 @@ class Workload:
         return sum(least for least, _ in parts), sum(most for _, most in parts)
 
     @property
+    def mean_input(self) -> float:
+        """Mean tokens of a prompt; of text, an estimate of four characters a token."""
+        if self.input_range is not None:
+            return sum(self.input_range) / 2
+        return sum(len(str(row.value)) for row in self.rows) / len(self.rows) / 4
+
+    @property
     def max_model_len(self) -> int | None:
         """What the prompts need; None where it takes the tokenizer to know."""
         return None if self.input_range is None else self.input_range[1] + _bounds(self.output_len)[1]
@@ -229,7 +237,7 @@ class Workload:
     def _read(self) -> tuple[list[Prompt], tuple[str, ...]]:
         """The rows of a dataset of text, and what ends its answers."""
         if self.dataset == "gsm8k":
-            return (read_prompts(self.data, "data") if self.data else _gsm8k_from_hub()), ()
+            return (read_prompts(self.data, "data") if self.data else _gsm8k()), ()
         if self.dataset.startswith(LM_EVAL):
             if self.read_task is None:
                 works = "pass read_task=specbatch.evals.prompts.task_prompts"
@@ -298,16 +306,6 @@ def sha256_of(tokens: Sequence[list[int] | str]) -> str:
     return hashlib.sha256(json.dumps(tokens, separators=(",", ":")).encode()).hexdigest()
 
 
-def _gsm8k_from_hub() -> list[Prompt]:
-    try:
-        from datasets import load_dataset
-
-        rows = load_dataset("openai/gsm8k", "main", split="test")
-    except Exception as error:  # whatever the hub client raises when it is offline and has nothing cached
-        raise refuse(
-            "dataset",
-            "gsm8k",
-            "not in the local cache and the hub cannot be reached; pass --data FILE (JSONL of questions), "
-            "run once with network access, or use --dataset random",
-        ) from error
+def _gsm8k() -> list[Prompt]:
+    rows = bundled_questions("gsm8k").rows
     return [Prompt(line=number, form="question", value=row["question"]) for number, row in enumerate(rows, start=1)]

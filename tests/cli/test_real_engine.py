@@ -46,7 +46,7 @@ def test_sweep(run):
     assert "same output tokens at every point" in summary
     assert "INCOMPLETE" not in summary
     record = json.loads(Path("out/v2/c3/r2/record.json").read_text())
-    assert record["metrics"]["output_tokens"] == 12 * 12  # the window holds this point and nothing else
+    assert record["metrics"]["output_tokens"] == 4 * 12  # the window holds this point and nothing else
     assert record["metrics"]["cached_tokens"] == 0
 
 
@@ -162,7 +162,7 @@ def test_prompts_that_are_too_long_are_refused_by_their_lengths(tmp_path, dry):
     words = ("--dataset", "gsp", "--groups", 2, "--shared-len", 9000, "--input-len", 5, "--out", tmp_path / "out")
     result = CliRunner().invoke(app, ["sweep", "--concurrency", "2", *map(str, words), *TOY[:-2], *dry])
     assert result.exit_code == 2
-    assert "shared_len=9000: with input_len=5 and output_len=128 that is max_model_len=9133: " in result.stderr
+    assert "shared_len=9000: with input_len=5 and output_len=64 that is max_model_len=9069: " in result.stderr
 
 
 def test_a_dry_run_loads_and_leaves_nothing(run):

@@ -6,6 +6,8 @@ import csv
 import json
 from datetime import datetime
 
+import pytest
+
 from specbatch.cli.output import fresh_folder
 from specbatch.errors import refuse
 from specbatch.memory.planner import MemoryShare
@@ -151,6 +153,21 @@ def test_default_output_is_a_fresh_folder(run, tmp_path):
     assert (folder / "summary.md").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "output_len", "prompts", "short"),
+    [((), 64, 5, True), (("--output-len", 7, "--prompts-per-concurrency", 3), 7, 15, False)],
+)
+def test_defaults_are_questions_in_a_size_that_suits_a_cpu(run, jsonl, tmp_path, words, output_len, prompts, short):
+    questions = jsonl({"question": "2 + 2?", "answer": "4"})
+    where = ("--data", questions, "--device", "cpu", "--out", tmp_path / "out")
+    result = run("sweep", "--concurrency", 5, "--configs", "v1", *where, *words)
+    assert result.exit_code == 0, result.output
+    work = json.loads((tmp_path / "out/v1/c5/r1/record.json").read_text())["workload"]
+    assert (work["dataset"], work["output_len"], work["prompts"]) == ("gsm8k", output_len, prompts)
+    assert f"settings: gsm8k, text, output at most {output_len}" in result.stderr
+    assert ("for a long one add --output-len 128" in result.stderr) == short
+
+
 def test_a_file_of_prompts(run, engine, jsonl, tmp_path):
     source = jsonl(*({"question": f"{number}?"} for number in range(3)))
     run(
@@ -178,7 +195,7 @@ def test_two_runs_within_a_second_get_two_folders(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr("specbatch.cli.output.datetime", Clock)
     for _ in range(2):
-        assert run("sweep", "--concurrency", "1", "--configs", "baseline, v2").exit_code == 0
+        assert run("sweep", "--concurrency", "1", "--configs", "baseline, v2", *SMALL).exit_code == 0
     assert {folder.name for folder in (tmp_path / "out").iterdir()} == {
         "sweep-20300102-030405",
         "sweep-20300102-030405-2",

@@ -1,0 +1,47 @@
+"""Default workload of a sweep: GSM8K questions, with fewer prompts and shorter answers on a CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specbatch.sweeps.run.workloads import LEAST_PROMPTS, lines_of
+
+if TYPE_CHECKING:
+    from specbatch.sweeps.run.runner import SweepOptions
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """output_len: tokens per answer. prompts_per_concurrency: prompts of a point per concurrent request."""
+
+    output_len: int
+    prompts_per_concurrency: int
+
+
+GPU = Lengths(128, 4)
+CPU = Lengths(64, 1)  # concurrency 1,8,32,128 of the bundled model takes a few minutes on two cores
+LONG_RUN = f"--output-len {GPU.output_len} --prompts-per-concurrency {GPU.prompts_per_concurrency} --repeats 3"
+
+
+def default_dataset(*, input_len_given: bool) -> str:
+    """GSM8K's questions, because random token ids flatter n-gram drafts; --input-len is an option of random prompts."""
+    return "random" if input_len_given else "gsm8k"
+
+
+def resolved(options: SweepOptions, configurations: Iterable[str], *, shortened: bool) -> str:
+    """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them."""
+    workload = options.workload
+    lengths = lines_of(workload.describe([]))["workload"]
+    count = workload.prompts_per_concurrency
+    prompts = f"{count} prompt{'s' if count > 1 else ''} per concurrent request (at least {LEAST_PROMPTS})"
+    if workload.is_grouped:
+        prompts = f"{workload.groups * workload.group_prompts} prompts"
+    rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
+    line = (
+        f"settings: {lengths}; {prompts}{rate}; concurrency {', '.join(map(str, options.concurrency))}; "
+        f"{options.repeats} repeat{'s' if options.repeats > 1 else ''}; configurations {', '.join(configurations)}"
+    )
+    return f"{line}\nshort run, the default on a CPU; for a long one add {LONG_RUN}" if shortened else line
