@@ -7,7 +7,9 @@ Ctrl-C reports what was kept and exits with status 130.
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -50,53 +52,51 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pret
 
 @app.callback(invoke_without_command=True)
 def specbatch(
-    version: Annotated[bool, Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Offline batch inference and evaluation for speculative decoding.
 
-    Does it still answer correctly?  specbatch eval one_digit_sums --spec v2
+    Evaluate a task with speculation:    specbatch eval gsm8k --spec v2
 
-    What do v1 and v2 give me?       specbatch sweep --concurrency 1,8,32,128
+    Compare baseline, v1 and v2:         specbatch sweep --concurrency 1,8,32,128
 
-    Tables, pictures and one page?   specbatch report out/sweep-20260102-030405
+    Write the report of a sweep:         specbatch report out/sweep-20260102-030405
 
-    Are the tokens plain decoding's? specbatch check --spec v2
+    Compare outputs with the baseline's: specbatch check --spec v2
 
-    What changed, if anything?       specbatch compare out/before out/after
+    Show what changed between two runs:  specbatch compare out/before out/after
 
-    May this change ship?            specbatch gate out/eval --policy gate.toml --baseline results/eval
+    Check a run against a policy:        specbatch gate out/eval --policy gate.toml
 
-    Run these prompts.               specbatch generate in.jsonl -o out.jsonl
+    Run prompts from a file:             specbatch generate in.jsonl -o out.jsonl
 
-    How fast is it on this device?   specbatch bench --model qwen3-8b --load-format dummy
+    Benchmark the engine on this device: specbatch bench --model qwen3-8b --load-format dummy
 
-    Make a draft for my model.       specbatch train-draft --algorithm eagle3 --data in.jsonl --out draft
+    Train a draft head for a model:      specbatch train-draft --algorithm eagle3 --data in.jsonl
 
-    What runs on this machine?       specbatch doctor
+    Show what runs on this machine:      specbatch doctor
     """
     if version:
         print(f"specbatch {__version__}")
         raise typer.Exit
 
 
-app.command("eval")(evaluate)
-app.command()(check)
-app.command()(sweep)
-app.command()(report)
-app.command()(bench)
-app.command()(trace)
-app.command()(compare)
-app.command()(gate)
-app.command("train-draft")(train_draft)
-app.command()(generate)
-app.command("send-one")(send_one)
-app.command()(doctor)
+def _help(command: Callable[..., None]) -> str:
+    """A command's docstring without the line breaks inside its prose, so that the terminal wraps it; short lines, such
+    as those of an example, are kept."""
+    paragraphs = inspect.getdoc(command).split("\n\n")  # type: ignore[union-attr]
+    return "\n\n".join(text if len(text.split("\n")[0]) < 80 else text.replace("\n", " ") for text in paragraphs)
+
+
+app.command("eval", help=_help(evaluate))(evaluate)
+for command in (check, sweep, report, bench, trace, compare, gate, train_draft, generate, send_one, doctor):
+    app.command(command.__name__.replace("_", "-"), help=_help(command))(command)
 app.add_typer(models, name="models")
 
 
 def main() -> None:
-    # Weights are read by several threads, and what they need on the way would leave holes in a GPU's memory, of
-    # gigabytes with Qwen3-Next-80B-A3B in float8. To be said before torch is imported.
+    # Weights are loaded by several threads, whose temporary buffers would fragment GPU memory: by gigabytes for
+    # Qwen3-Next-80B-A3B in FP8. torch reads this setting when it is imported.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     app()

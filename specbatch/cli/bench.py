@@ -21,37 +21,40 @@ _SET_BY_POINTS = ("spec", "decode_graph", "prefill_graph", "max_running", "max_m
 def bench(
     context: typer.Context,
     engine: EngineOptions,
-    sections: Annotated[str, Option(help="Some of machine, decode, closed, ttft, verify.")] = (
+    sections: Annotated[str, Option(help="Sections to run: machine, decode, closed, ttft, verify.")] = (
         "machine,decode,closed,ttft,verify"
     ),
     configs: Annotated[
         str | None,
         Option(
-            help="Some of v1, v2, v2+piecewise, for closed, ttft and (prompts play no part) decode; verify is always "
-            "v2. With drafts also baseline, which has none. Default: what the device can."
+            help="Configurations for sections closed, ttft and decode: v1, v2, v2+piecewise; with speculation also "
+            "baseline. Section verify always runs v2. Default: all that the device supports."
         ),
     ] = None,
     decode_graph: Annotated[
         str | None, Option(metavar="whole|off", help="Default: whole on a CUDA device, off on a CPU.")
     ] = None,
     batch: Annotated[str, Option(help="Batch sizes of a decode step.")] = "1,32,128",
-    verify_batch: Annotated[str, Option(help="Batch sizes of a verify of 16 rows.")] = "1,32",
+    verify_batch: Annotated[str, Option(help="Batch sizes of a verify step of 16 rows.")] = "1,32",
     decode_tokens: Annotated[int, Option(help="Prompt tokens before a decode or verify step.")] = 512,
     new_tokens: Annotated[
-        str, Option(help="Of the two runs whose difference is a step; with drafts the longer alone.")
+        str,
+        Option(
+            help="Output lengths of two runs whose difference gives the step time; with speculation only the longer."
+        ),
     ] = "32,288",
-    concurrency: Annotated[str, Option(help="Requests that a closed loop keeps unfinished.")] = "1,8,32,128",
+    concurrency: Annotated[str, Option(help="Numbers of unfinished requests in a closed loop.")] = "1,8,32,128",
     input_len: Annotated[int, Option(help="Prompt tokens in a closed loop.")] = 1024,
     output_len: Annotated[int, Option(help="New tokens in a closed loop.")] = 256,
-    ttft_tokens: Annotated[str, Option(help="Prompt tokens of a request alone.")] = "128,1024,8192",
-    repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 3,
-    peers: Annotated[Path | None, Option(help="CSV of other engines' figures to show beside ours.")] = None,
+    ttft_tokens: Annotated[str, Option(help="Prompt tokens of a single request.")] = "128,1024,8192",
+    repeats: Annotated[int, Option(help="Rounds over the configurations, interleaved: A B C A B C.")] = 3,
+    peers: Annotated[Path | None, Option(help="CSV with results of other engines, to show next to these.")] = None,
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for the results. Default: out/bench-TIME.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the engine against the device: decode and verify steps, closed loops, time to the first token.
+    """Benchmark the engine: decode and verify steps, closed loops, time to first token, and the device's limits.
 
     specbatch bench --model qwen3-8b --load-format dummy
 
@@ -59,11 +62,12 @@ def bench(
 
     specbatch bench --model qwen3-8b --load-format dummy --algorithm eagle3 --draft dummy --simulate-accept-length 2.4
 
-    With --algorithm or --draft a baseline without drafts is compared with v1, v2 and v2+piecewise, which draft;
-    section verify is left out.
+    With --algorithm or --draft, v1, v2 and v2+piecewise speculate and are compared with a baseline; section verify is
+    skipped.
 
-    Exit status 1 if a point failed; the table says why. Default sizes too long for the model are left out, others are
-    refused.
+    Default sizes that are too long for the model are skipped; sizes you give that are too long are an error.
+
+    Exit status 1 if a point failed; the table shows the reason.
     """
     from specbatch.sweeps.bench.bench import run_bench
     from specbatch.sweeps.bench.peers import read_peers

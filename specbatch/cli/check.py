@@ -1,4 +1,4 @@
-"""The command that compares an algorithm with plain decoding."""
+"""`specbatch check`: compares the outputs of an algorithm with the baseline's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from specbatch.cli.options import EngineOptions, Json, takes_engine
+from specbatch.cli.options import ChatTemplate, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.progress import progress
 
@@ -17,27 +17,29 @@ from specbatch.progress import progress
 def check(
     engine: EngineOptions,
     source: Annotated[
-        Path | None, Argument(metavar="IN.jsonl", help="Prompts as for generate. Default: random ids.")
+        Path | None, Argument(metavar="IN.jsonl", help="Prompts, as for generate. Default: random token ids.")
     ] = None,
     prompts: Annotated[
-        int | None, Option(help="How many prompts. Default: all of the file, or 32 random ones.")
+        int | None, Option(help="Number of prompts. Default: all of the file, or 32 random ones.")
     ] = None,
     input_len: Annotated[int, Option(help="Tokens per random prompt.")] = 64,
-    max_new_tokens: Annotated[int, Option(help="Longest answer; random prompts are always answered to the end.")] = 64,
+    max_new_tokens: Annotated[
+        int, Option(help="Most tokens of an answer; for random prompts, exactly that many.")
+    ] = 64,
     margin: Annotated[
         float | None,
-        Option(help="Largest gap of a near tie, in logits of the plain model. Default: 0.1, and 0.001 in float32."),
+        Option(
+            help="Largest gap between the baseline's logits that counts as a near tie. Default: 0.1; 0.001 in float32."
+        ),
     ] = None,
     concurrency: Annotated[int, Option(help="Keep at most this many requests unfinished.")] = 8,
-    chat_template: Annotated[
-        bool, Option("--chat-template/--no-chat-template", help="Render messages by the model's template.")
-    ] = True,
+    chat_template: ChatTemplate = True,
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for the results. Default: out/check-TIME.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare an algorithm with plain decoding, token by token, greedy.
+    """Compare greedy outputs with speculation and without, token by token.
 
     specbatch check --spec v2
 
@@ -45,11 +47,11 @@ def check(
 
     specbatch check --model qwen3-8b --load-format dummy --dtype bfloat16 --decode-graph whole --margin 0.25
 
-    Without --spec it is v2. Each prompt has plain decoding's tokens, or it is shown where they part first and how near
-    the two choices were. Other shapes of a product round differently, so that a near tie (a gap of --margin at most)
-    may fall either way in bfloat16 and float16; in float32 all prompts should be equal.
+    The default is --spec v2. For each prompt that differs, the table shows the first different token and the gap
+    between the logits of the two candidates. In bfloat16 and float16, GEMMs of different shapes round differently, so
+    that a near tie (a gap of at most --margin) can go either way. In float32 all outputs should be equal.
 
-    Exit status 1 if a prompt differs by more than a near tie.
+    Exit status 1 if an output differs by more than a near tie.
     """
     from specbatch.sweeps.check import CheckOptions, run_check
 

@@ -14,13 +14,13 @@ from specbatch.cli.output import RUN_HELP, fresh_folder, show
 
 def compare(
     before: Annotated[Path, Argument(metavar="A", help=RUN_HELP)],
-    after: Annotated[Path, Argument(metavar="B", help="The same of the run to be held against it.")],
+    after: Annotated[Path, Argument(metavar="B", help="The run to compare with A.")],
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for summary.md, summary.csv, compare.json.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what changed from run A to run B, and whether the numbers show a difference.
+    """Show what changed from run A to run B, with confidence intervals.
 
     specbatch compare out/before out/after
 
@@ -28,11 +28,12 @@ def compare(
 
     specbatch compare out/eval-before out/eval-after --json
 
-    Every metric has a 95% interval: over repeats where both runs have some, else over the prompts, which pair; answers
-    pair by question. What got worse is marked (regression); an interval with zero in it shows no difference. Times
-    are judged only where both runs took turns: in a sweep with --repeats 3, or in A/1 B/1 A/2 B/2 for two versions.
+    Every metric has a 95% interval: over repeats if both runs have them, else over prompts, in pairs; answers are
+    paired by question. Metrics that got worse are marked (regression). An interval that contains zero shows no
+    difference. Times are judged only if the two runs were interleaved: in a sweep with --repeats 3,
+    or as A/1 B/1 A/2 B/2 for two versions.
 
-    Runs of different models, prompts or lengths are refused, with what differs.
+    Runs with different models, prompts or lengths cannot be compared; the error names what differs.
     """
     import json
 

@@ -22,7 +22,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Everything `specbatch doctor` shows, as plain data."""
+    """Everything that `specbatch doctor` shows, as JSON values."""
     import torch
 
     from specbatch.weights import known_models
@@ -37,9 +37,9 @@ def examine() -> dict[str, Any]:
         "cache": str(cache_folder()),
         "models": models,
         "features": [
-            _feature("engine on the CPU", None, "plain torch, float32 unless --dtype says otherwise"),
-            _feature("engine on a GPU", None if cuda else _no_gpu(), "CUDA, eager or by graphs"),
-            _feature("bfloat16 on the GPU", _no_bfloat16(), "the checkpoint's own type"),
+            _feature("engine on the CPU", None, "torch; float32 unless --dtype is given"),
+            _feature("engine on a GPU", None if cuda else _no_gpu(), "CUDA, eager or with CUDA graphs"),
+            _feature("bfloat16 on the GPU", _no_bfloat16(), "the default, if it is the checkpoint's type"),
             _feature("CUDA graphs", None if cuda else _no_gpu(), "--decode-graph whole, --prefill-graph piecewise"),
             *(
                 _feature(f"algorithm {name}", _no_module(algorithm.module), f"--algorithm {name}")
@@ -57,7 +57,7 @@ def examine() -> dict[str, Any]:
             _feature(
                 "eval (lm-eval tasks)",
                 _no_module("lm_eval"),
-                "one_digit_sums needs no data; gsm8k takes --data",
+                "gsm8k, gsm8k_platinum and one_digit_sums need no network",
             ),
             _feature(
                 "reasoning-gym tasks",
@@ -69,7 +69,7 @@ def examine() -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The same for people: environment, then feature | runs | why."""
+    """The same as text: the environment, then a table of features."""
     from tabulate import tabulate
 
     machine = found["hardware"]
@@ -117,17 +117,17 @@ def _no_bfloat16() -> str | None:
     import torch
 
     if not torch.cuda.is_available():
-        return "there is no GPU; on a CPU --dtype bfloat16 works but is slow without hardware support"
-    return None if torch.cuda.is_bf16_supported() else "this GPU has none; use --dtype float16"
+        return "no GPU; on a CPU --dtype bfloat16 works, but is slow without hardware support"
+    return None if torch.cuda.is_bf16_supported() else "not supported by this GPU; use --dtype float16"
 
 
 def _no_module(name: str) -> str | None:
-    return None if find_spec(name) else f"the module {name} is missing; reinstall specbatch"
+    return None if find_spec(name) else f"module {name} is missing; reinstall specbatch"
 
 
 def _no_hub() -> str | None:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return "HF_HUB_OFFLINE is set; only what is cached loads"
+        return "HF_HUB_OFFLINE is set; only cached models and data load"
     try:
         socket.create_connection(HUB, timeout=3).close()
     except OSError as error:

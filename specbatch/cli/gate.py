@@ -17,23 +17,23 @@ def gate(
     run: Annotated[Path, Argument(metavar="RUN", help=RUN_HELP)],
     policy: Annotated[Path, Option(metavar="FILE.toml", help="The rules: tables \\[accuracy] and \\[bounds].")],
     baseline: Annotated[
-        Path | None, Option(metavar="RUN", help="The run that rules compare with; of the same model and prompts.")
+        Path | None, Option(metavar="RUN", help="The run to compare with; it must have the same model and prompts.")
     ] = None,
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for summary.md, junit.xml, gate.json.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Decide by the rules of a policy whether a run may ship.
+    """Check a run against the rules of a policy.
 
     specbatch gate out/eval --policy gate.toml --baseline results/eval
 
     specbatch gate out/sweep/v2 --policy gate.toml --output gate
 
-    Accuracy is held against the baseline's answers question by question (exact McNemar test), and the smallest drop
-    that could have been found is shown. docs/ci-gate.md has all rules, and a workflow for GitHub Actions.
+    Accuracy is compared with the baseline question by question (exact McNemar test), together with the smallest drop
+    that the number of questions could detect. docs/ci-gate.md describes all rules and a workflow for GitHub Actions.
 
-    Exit status 0 if every check passed, 1 if one failed, 2 if no verdict could be made.
+    Exit status 0 if every check passed, 1 if one failed, 2 if there is no verdict.
     """
     from specbatch.evals.gate.gate import run_gate
     from specbatch.evals.gate.report import markdown, save

@@ -1,4 +1,4 @@
-"""The command that runs a user's prompts."""
+"""`specbatch generate`: runs the prompts of a file or data set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from specbatch.cli.options import Concurrency, EngineOptions, Json, takes_engine
+from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, takes_engine
 from specbatch.cli.output import open_engine, say, show
 from specbatch.progress import progress
 
@@ -17,8 +17,8 @@ def generate(
         str,
         Argument(
             metavar="IN",
-            help="JSONL; a .parquet, .arrow, .csv, .tsv or .json file; a folder of save_to_disk; or hf:OWNER/NAME of "
-            "the hub, with @REVISION and :CONFIG behind it if need be.",
+            help="JSONL; a .parquet, .arrow, .csv, .tsv or .json file; a folder of save_to_disk; or "
+            "hf:OWNER/NAME\\[@REVISION]\\[:CONFIG] for a data set of the hub.",
         ),
     ],
     engine: EngineOptions,
@@ -28,37 +28,35 @@ def generate(
             "--output",
             "-o",
             metavar="OUT",
-            help="FILE.jsonl, FILE.parquet or a folder for load_from_disk. Appears when all is done.",
+            help="FILE.jsonl, FILE.parquet, or a folder for load_from_disk. Written when all prompts are finished.",
         ),
     ],
-    split: Annotated[str | None, Option(help="Of a data set: test, or of the hub also train[:100].")] = None,
+    split: Annotated[str | None, Option(help="Split of a data set: test, or for the hub also train[:100].")] = None,
     column: Annotated[
         str | None,
         Option(
-            help="Key or column that holds the prompt: text, chat messages or token ids. Default: whichever of prompt, "
-            "prompt_token_ids, question, messages is there."
+            help="Key or column of the prompt, which is text, chat messages or token ids. Default: the one of prompt, "
+            "prompt_token_ids, question and messages that is present."
         ),
     ] = None,
     skip_bad: Annotated[
-        bool, Option("--skip-bad", help="Leave bad lines out, each reported, in place of running nothing.")
+        bool, Option("--skip-bad", help="Skip and report malformed lines instead of stopping with an error.")
     ] = False,
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, Option(help="1 is off.")] = 1.0,
-    top_k: Annotated[int, Option(help="0 is off.")] = 0,
-    min_p: Annotated[float, Option(help="0 is off.")] = 0.0,
-    max_new_tokens: Annotated[int, Option(help="Longest answer.")] = 128,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, Option(help="Nucleus sampling; 1 is off.")] = 1.0,
+    top_k: Annotated[int, Option(help="Sample from the K most likely tokens; 0 is off.")] = 0,
+    min_p: Annotated[float, Option(help="Least probability relative to the most likely token; 0 is off.")] = 0.0,
+    max_new_tokens: Annotated[int, Option(help="Most tokens of an answer.")] = 128,
     stop: Annotated[
-        list[str] | None, Option(help="End an answer before this text; may be given several times.")
+        list[str] | None, Option(help="Stop string, not included in the answer; can be given several times.")
     ] = None,
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the model's own end tokens.")] = False,
-    chat_template: Annotated[
-        bool, Option("--chat-template/--no-chat-template", help="Render messages by the model's template.")
-    ] = True,
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Continue after the model's end-of-text tokens.")] = False,
+    chat_template: ChatTemplate = True,
     concurrency: Concurrency = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Throw an existing output away.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run prompts from a file or a data set; the same command continues where an interrupted one stopped.
+    """Run prompts from a file or data set. After an interruption the same command continues.
 
     specbatch generate prompts.jsonl -o answers.jsonl --max-new-tokens 256 --spec v2
 
@@ -72,13 +70,13 @@ def generate(
 
     specbatch generate saved/ --split train -o answers/
 
-    A line of JSONL is an object with prompt, prompt_token_ids, question or messages, and an id if you like:
+    Each line of JSONL is an object with prompt, prompt_token_ids, question or messages, and optionally an id:
 
     {"prompt": "The capital of France is", "id": 1}
 
     {"messages": [{"role": "user", "content": "Name a river."}]}
 
-    Rows keep the order of the input; the index of each is the place of its line or row there, from 0.
+    The output has the order of the input; `index` is the position of the line or row in the input, from 0.
     """
     from specbatch.atomic_file import write_atomic
     from specbatch.core.request import SamplingParams
@@ -116,7 +114,7 @@ def generate(
     record.workload["skipped"] = len(job.skipped)
     beside = job.output.with_name(f"{job.output.name}.record.json")
     write_atomic(beside, record.summary())
-    left_out = f", {len(job.skipped)} bad lines skipped" if job.skipped else ""
+    left_out = f", {len(job.skipped)} malformed lines skipped" if job.skipped else ""
     result = {
         "output": str(job.output),
         "rows": len(rows),
@@ -124,5 +122,5 @@ def generate(
         "record": str(beside),
         "metrics": record.metrics,
     }
-    text = f"{len(rows)} rows in {job.output}{left_out}; what they were made with, and how fast: {beside}"
+    text = f"{len(rows)} rows in {job.output}{left_out}; configuration and metrics: {beside}"
     show(text, result, as_json=as_json)

@@ -1,4 +1,4 @@
-"""What commands share: an engine that says what it does, a fresh folder, a table for people, a line for machines."""
+"""What commands share: opening an engine, creating the output folder, printing tables and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN_HELP = "A folder of sweep, bench, eval or check, a part of one, or OUT.jsonl
 
 @contextmanager
 def open_engine(config: EngineConfig) -> Iterator[Engine]:
-    """An engine whose plan, and progress in recording graphs, go to standard error."""
+    """An engine that logs its memory plan and its progress in recording graphs to standard error."""
     from specbatch.engine.engine import Engine
 
     with progress("graphs") if config.graphs.any else nullcontext() as report:
@@ -38,10 +38,10 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
 
 @contextmanager
 def fresh_folder(asked: Path | None, command: str, *, resumes: str | None = None) -> Iterator[Path]:
-    """Create and yield `asked`, or a new `out/COMMAND-TIME`; a folder that holds something is refused, but for files
-    like `resumes` (a pattern of the shell), which an interrupted run has left.
+    """Create and yield the folder `asked`, or a new `out/COMMAND-TIME`.
 
-    What was created and is still empty when the command ends (it was refused later) is removed again.
+    A folder that is not empty is an error, except for files that match the shell pattern `resumes`, left by an
+    interrupted run. A folder that was created here and is empty at the end, after an error, is removed.
     """
     folder = asked or _unused(Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}")
     existed = folder.exists()
@@ -53,7 +53,7 @@ def fresh_folder(asked: Path | None, command: str, *, resumes: str | None = None
     try:
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two runs must not mix their results
         taken = any(not fnmatch(path.name, resumes or "") for path in folder.iterdir())
-        TemporaryFile(dir=folder).close()  # an unwritable place is found now, not after the run
+        TemporaryFile(dir=folder).close()  # fail now if the folder is not writable
     except BlockingIOError:
         os.close(claim)
         raise refuse("output", str(folder), "another run is writing to it; name a new one") from None
@@ -62,7 +62,7 @@ def fresh_folder(asked: Path | None, command: str, *, resumes: str | None = None
         raise _unwritable(folder, error) from error
     if taken:
         os.close(claim)
-        raise refuse("output", str(folder), "this folder is not empty; name a new one, nothing is ever overwritten")
+        raise refuse("output", str(folder), "this folder is not empty; name a new one (results are never overwritten)")
     try:
         yield folder
     finally:
@@ -72,27 +72,27 @@ def fresh_folder(asked: Path | None, command: str, *, resumes: str | None = None
 
 
 def _unwritable(folder: Path, error: OSError) -> SpecbatchError:
-    return refuse("output", str(folder), f"cannot be written ({error.strerror}); name a folder that can")
+    return refuse("output", str(folder), f"cannot be written ({error.strerror}); name a writable folder")
 
 
 def _unused(folder: Path) -> Path:
-    """`folder`, or with -2, -3 ... behind it: two runs may start within one second."""
+    """`folder`, or the first of folder-2, folder-3, ... that is free: two runs may start in the same second."""
     names = (folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, 100)))
     return next((name for name in names if not name.exists()), folder)
 
 
 def say(line: str) -> None:
-    """A line for people while work goes on: standard error, so that standard output stays clean."""
+    """Log a line to standard error; standard output is for results."""
     print(line, file=sys.stderr, flush=True)
 
 
 def show(text: str, result: dict[str, Any], *, as_json: bool) -> None:
-    """Print the table, or with --json nothing but one JSON line."""
+    """Print the table, or with --json one JSON line instead."""
     print(json.dumps(result) if as_json else text, flush=True)
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], *, without: str) -> str:
-    """Rows with the same keys as a table titled by them, one key (too wide for people) left out."""
+    """Rows as a table with their keys as headings, except the key `without`."""
     from tabulate import tabulate
 
     shown = [{key: value for key, value in row.items() if key != without} for row in rows]

@@ -1,4 +1,4 @@
-"""The command that remakes tables and pictures."""
+"""`specbatch report`: writes tables, charts and an HTML page from the records of a sweep."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from specbatch.cli.output import show
 
 
 def report(
-    folder: Annotated[Path, Argument(help="What a sweep has written: CONFIGURATION/cN/rN/record.json.")],
+    folder: Annotated[Path, Argument(help="Folder of a sweep, with CONFIGURATION/cN/rN/record.json.")],
     output: Annotated[
-        Path | None, Option("--output", "--out", help="Where the report goes. Default: the folder itself.")
+        Path | None, Option("--output", "--out", help="Folder for the report. Default: the folder of the sweep.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Remake the tables of a sweep from its records, and add pictures and one page with all of it.
+    """Write the report of a sweep from its records: tables, charts and an HTML page.
 
     specbatch report out/sweep-20260102-030405
 
     specbatch report out/sweep-20260102-030405 --output out/report
 
-    report.html is one file: it needs no network, can be sent by mail, and is readable on a phone.
-    Files of an earlier report are replaced; records are only read.
+    report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
     """
     from specbatch.sweeps.report.report import write_report
 

@@ -15,12 +15,12 @@ from specbatch.errors import refuse
 @takes_engine()
 def send_one(
     engine: EngineOptions,
-    prompt: Annotated[str | None, Option(help="Your own prompt. Default: a fixed piece of code.")] = None,
-    max_new_tokens: Annotated[int, Option(help="Longest answer.")] = 128,
-    stream: Annotated[bool, Option("--stream", help="Print the text as it arrives.")] = False,
+    prompt: Annotated[str | None, Option(help="The prompt. Default: some Python code.")] = None,
+    max_new_tokens: Annotated[int, Option(help="Most tokens of the answer.")] = 128,
+    stream: Annotated[bool, Option("--stream", help="Print the text as it is generated.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Send one prompt, greedy, and show its latency, acceptance and speed.
+    """Answer one prompt with greedy decoding, and show latency, acceptance and speed.
 
     specbatch send-one
 
@@ -37,7 +37,7 @@ def send_one(
     with open_engine(config) as running:
         result = send(running, prompt or PROMPT, params, write=_write_through if stream else None)
     if stream and as_json:
-        print()  # the JSON is a line of its own
+        print()  # so that the JSON starts a new line
     show(f"{'' if stream else result['text']}\n\n{table(result)}", result, as_json=as_json)
 
 

@@ -18,13 +18,13 @@ def trace(
     engine: EngineOptions,
     steps: Annotated[int, Option(help="Iterations to record.")] = 20,
     batch: Annotated[int, Option(help="Requests that decode together.")] = 1,
-    input_len: Annotated[int, Option(help="Random prompt tokens of each.")] = 128,
+    input_len: Annotated[int, Option(help="Prompt tokens of each request, random.")] = 128,
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for the trace. Default: out/trace-TIME.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Record some decode steps: a Chrome trace, kernels by time, and every line at which the host waited.
+    """Record decode steps: a Chrome trace, kernels by time, and every line of code at which the host waited.
 
     specbatch trace --spec v2 --steps 20
 

@@ -233,7 +233,7 @@ def test_bad_lines_are_skipped_when_asked(run, engine, jsonl, tmp_path):
     assert skipped[-1].endswith("prompt 7='300 tokens': too long for the stub")
     assert [(row["index"], row.get("id")) for row in rows(out)] == [(0, "first"), (6, None), (8, 4)]
     assert "3 rows in" in result.stdout
-    assert "5 bad lines skipped" in result.stdout
+    assert "5 malformed lines skipped" in result.stdout
     assert json.loads((tmp_path / "out.jsonl.record.json").read_text())["workload"]["skipped"] == 5
     again = run("generate", source, "-o", tmp_path / "b.jsonl", "--skip-bad", "--json")
     assert json.loads(again.stdout)["skipped"] == 5
