@@ -18,6 +18,7 @@ from specbatch.core.attention_metadata import Mask
 from specbatch.drafters import dflash
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.kernels.attention import context_kv
+from specbatch.kernels.sampling.sampling import DRAFT, draw_ref, uniform_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig
@@ -181,6 +182,19 @@ def test_a_reduced_vocabulary(make_life: Any, count: int) -> None:
     life = make_life("sliding and full", count, known=KNOWN)
     life.prefill(4)
     assert life.worst() < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_drafts_use_the_random_numbers_of_their_positions(make_life: Any, kind: str) -> None:
+    """The random number of a token depends on the seed and on the token's position in the text alone."""
+    life = make_life(kind, 5)
+    life.prefill(1000)
+    step = life.here.step(5, spare=0, temperature=1.0)
+    proposal = life.drafter.propose(step)
+    for index, text in enumerate(life.here.texts):
+        for place in range(5):
+            number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+            assert proposal.tokens[index, place] == draw_ref(proposal.probabilities[index, place], number)
 
 
 @pytest.mark.parametrize("known", [None, KNOWN])

@@ -20,7 +20,9 @@ from stand_ins import fake_graphs
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
 from specbatch.engine.draft_length import DraftLength
+from specbatch.kernels.attention.qkv import split_heads
 from specbatch.models.config import ModelConfig
+from specbatch.models.full_forward import UncachedContext
 
 COUNT, SIZE = 37, 40
 FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]
@@ -74,6 +76,10 @@ def head(kit: Any, kind: str) -> dict[str, torch.Tensor]:
     # silu(g) * g of g = 10 sqrt(SIZE) where the token is: 100 SIZE, and the vector is sqrt(SIZE) long.
     tensors |= {f"layer.mlp.{part}_proj.weight": 10 * torch.eye(SIZE) for part in ("gate", "up")}
     tensors["layer.mlp.down_proj.weight"] = step / (100 * math.sqrt(SIZE))
+    # Attention has no output, but its keys and values can be compared.
+    generator = torch.Generator().manual_seed(3)
+    for part in "kv":
+        tensors[f"layer.self_attn.{part}_proj.weight"].normal_(generator=generator)
     none, picked = torch.zeros(SIZE, SIZE), torch.eye(SIZE)
     tensors["fc.weight"] = torch.cat([none, picked], 1)
     if kind == "eagle3":
@@ -112,12 +118,13 @@ def table_engine(kit: Any, toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch
     """`table_engine(kind, schedule, **settings)`."""
 
     def build(kind: str, schedule: str = "v2", count: Any = 3, **settings: Any) -> Engine:
+        shape = {name: settings.pop(name) for name in ("draft_steps", "draft_topk") if name in settings}
         table = Table(kit, toy.tokenizer)
         monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda *_, **__: table)
         config = sizes(kit, draft_vocab_size=COUNT - 1, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
         draft = None if kind == "mtp" else write(config, head(kit, kind))
         settings = {"max_running": 8, "max_model_len": 120, "page_size": 4} | settings
-        speculation = Speculation(KINDS[kind], schedule, draft=draft, draft_tokens=count)
+        speculation = Speculation(KINDS[kind], schedule, draft=draft, draft_tokens=count, **shape)
         return Engine(EngineConfig(model="table", device="cpu", speculation=speculation, **settings))
 
     return build
@@ -194,3 +201,31 @@ def test_the_default_is_three_drafts_and_others_may_be_asked_for(
     engine = table_engine(kind, count=7)
     engine.generate([[1, 2]], SamplingParams(max_new_tokens=17, ignore_eos=True))
     assert engine.record().metrics["accept_length"] == 8.0
+
+
+@pytest.mark.parametrize(("kind", "shape"), crossed(["eagle", "eagle3", "mtp"], ["chain", "tree"]))
+def test_shared_pages_hold_the_heads_own_keys(table_engine: Callable[..., Engine], kind: str, shape: str) -> None:
+    """Pages that a request leaves to the prefix cache, against keys and values recomputed from its text. With v2 an
+    iteration in flight would complete them."""
+    settings = {"count": 6, "draft_steps": 3, "draft_topk": 2} if shape == "tree" else {"count": 3}
+    prompts = [[n, 1, 5, n] for n in range(2, 12)]
+    prompts = [prompt for prompt in prompts if 0 not in following(prompt[-1], 17)]
+    for limit in (8, 9, 10, 11):  # the last verify ends before, at and after the limit
+        engine = table_engine(kind, "v1", page_size=1, **settings)
+        done = engine.generate(prompts, SamplingParams(max_new_tokens=limit, ignore_eos=True))
+        assert engine.record().metrics["accept_length"] > 2.5
+        drafter: Any = engine._runner._iteration._drafter
+        head, cache, model = drafter._head, drafter._cache, engine._model
+        for item in done:
+            text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
+            cached = engine._scheduler._cache
+            assert cached is not None
+            pages = torch.tensor([node.page for node in cached.path(text.tolist(), len(text))])
+            assert len(text) - 9 <= len(pages) < len(text), "the newest positions may be missing, but no others"
+            positions = torch.arange(len(text))
+            features = model.forward(text, positions, UncachedContext(model, 1, len(text)))
+            _, qkv = head.enter(head.embed(text[1:]), head.project(head.take(features))[:-1])
+            keys, values = (torch.zeros(1, len(text), *part.shape[2:]) for part in (cache.k[0], cache.v[0]))
+            split_heads(qkv, head.heads, positions[:-1], positions[:-1], keys, values)
+            for ours, theirs in ((cache.k[0], keys), (cache.v[0], values)):
+                torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)
