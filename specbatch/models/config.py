@@ -1,8 +1,7 @@
-"""What a model is, in one spelling: sizes and switches of the dense Llama, Qwen2 and Qwen3 families.
+"""Model configuration: sizes and switches of the dense Llama, Qwen2 and Qwen3 families, read from a config.json.
 
-Published configs spell the same facts in two ways (transformers 4 and 5). Everything that reads a model's
-description goes through `ModelConfig.from_dict`; a value it does not know is refused, never replaced by a
-default.
+Published configs use two spellings of the same settings (transformers 4 and 5). `ModelConfig.from_dict` reads both and
+also dispatches to the configs of the other families. It refuses values it does not know instead of using a default.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from specbatch.memory.recurrent_state import StateShape
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-# Families with a description of their own: architecture -> model_type, and where its config is read.
+# Families with a config class of their own: architecture -> (model_type, module, class).
 _OTHERS = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe", "Qwen3MoeConfig"),
     "Qwen3NextForCausalLM": ("qwen3_next", "qwen3_next", "Qwen3NextConfig"),
@@ -37,11 +36,11 @@ _OTHERS = {
     "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
-_DEEPEST = 10_000  # layers; descriptions list them
+_DEEPEST = 10_000  # layers; configs list them
 
 
 class Ends(NamedTuple):
-    """What a checkpoint calls the tensors before and behind its layers; the norm without its ".weight"."""
+    """Names of a checkpoint's tensors before and after its layers; the norm without its ".weight"."""
 
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm"
@@ -53,10 +52,9 @@ class ModelConfig:
     """Sizes and switches of a dense decoder.
 
     qkv_bias, o_bias, mlp_bias: which projections have biases; qk_norm: a norm per head before rope (Qwen3).
-    `eos_ids` and `bos_id` are what the config alone says; the tokenizer's list is the complete one. `dtype`
-    is the type that the checkpoint was published in, where it says so; `mtp_layers` the layers of the draft head
-    beside it, likewise. float8: None, or of an FP8 checkpoint the modules that are in that type all the same
-    (`models.float8`).
+    `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
+    the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
+    state them. float8: None, or for an FP8 checkpoint the modules that are not quantized (see `models.fp8`).
     """
 
     family: str
@@ -83,7 +81,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
-        """Read a `config.json`. SpecbatchError names the key and value that cannot be run as written."""
+        """Read a config.json. Raises SpecbatchError for a key and value that are not supported."""
         plain = unconverted(config)
         if plain is not None:
             read = ModelConfig.from_dict({key: value for key, value in config.items() if key != "quantization_config"})
@@ -104,11 +102,11 @@ class ModelConfig:
             raise refuse("num_attention_heads", heads, f"it must divide hidden_size={hidden}")
         head_dim = count_of(config, "head_dim", 128 if family == "qwen3" else hidden // heads)
         if head_dim % 2:
-            raise refuse("head_dim", head_dim, "rope pairs channels; it must be even")
+            raise refuse("head_dim", head_dim, "rope rotates pairs of channels; it must be even")
         max_position = count_of(config, "max_position_embeddings")
         rope = read_rope(config, head_dim, max_position)
         if rope.kind == "yarn" and rope.original_max_position is not None:
-            # Qwen's advice is to add the scaling and leave max_position_embeddings at the unscaled length.
+            # Qwen recommends adding the scaling and leaving max_position_embeddings at the unscaled length.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         attention_bias = family != "qwen2" and flag_of(config, "attention_bias")
         return cls(
@@ -136,7 +134,7 @@ class ModelConfig:
 
     @property
     def module(self) -> str:
-        """Whose `layer` makes the layers."""
+        """The module whose functions `layer` and `final_norm` build the model."""
         return "specbatch.models.llama"
 
     @property
@@ -145,49 +143,53 @@ class ModelConfig:
 
     @property
     def depth(self) -> int:
-        """Layers as they are published, and as draft heads count them."""
+        """Number of published layers, as draft heads count them."""
         return self.num_layers
 
     def published(self, index: int) -> tuple[int, ...]:
-        """Which of those layer `index` is made of."""
+        """Indices of the published layers that layer `index` consists of."""
         return (index,)
 
     def ends_in(self, layers: Iterable[int]) -> bool:
-        """Is the last layer made of one of these published ones?"""
+        """Whether the last layer includes one of these published layers."""
         return any(layer in self.published(self.num_layers - 1) for layer in layers)
 
     @property
     def attention_layers(self) -> int:
-        """Layers that keep keys and values; the others keep a state."""
+        """Number of layers with a KV cache; the others have a recurrent state."""
         return self.num_layers
 
     @property
     def mixer_widths(self) -> tuple[int, int]:
-        """The most columns that a layer projects before its cut, and that come out of it."""
+        """Maximum widths over the layers: of the projected input of a mixer (such as qkv), and of its output before the
+        output projection."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return queries + 2 * keys, queries
 
     def mixing_bytes(self, dtype: torch.dtype) -> int:
-        """Of a prompt's token: the most that a mixer takes beside what it projects and what comes out of it."""
+        """Bytes per prompt token that a mixer needs at most besides its projected input and its output."""
         return (self.num_heads + self.num_kv_heads) * self.head_dim * dtype.itemsize  # q and k
 
     def mlp_bytes(self, dtype: torch.dtype) -> int:
-        """Of a token: the most that an MLP takes beside the residual stream."""
-        return (self.hidden_size + 3 * self.intermediate_size) * dtype.itemsize  # its norm; gate, up and their product
+        """Bytes per token that an MLP needs at most besides the residual stream."""
+        return (
+            self.hidden_size + 3 * self.intermediate_size
+        ) * dtype.itemsize  # norm(x), gate, up, and silu(gate) * up
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
-        """What each recurrent layer keeps."""
+        """Tensors of the state of each recurrent layer."""
         return ()
 
     @property
     def chosen(self) -> tuple[int, int] | None:
-        """Experts of a mixture, and to how many of them a token goes; None in a family without."""
+        """(number of experts, experts per token) of a mixture of experts; None for a dense model."""
         mixture = getattr(self, "mixture", None)
         return None if mixture is None else (mixture.experts, mixture.top_k)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that a checkpoint of this model must hold, scales of float8 ones too."""
+        """Name -> shape of every tensor that a checkpoint of this model must have, including the scales of FP8
+        matrices."""
         if self.float8 is None:
             return self.weight_shapes()
         ends = {name.removesuffix(".weight") for name in self.names}
@@ -224,36 +226,37 @@ class ModelConfig:
         return shapes
 
     def fit(self, found: dict[str, tuple[int, ...]]) -> ModelConfig:
-        """The same as a file's tensors (name -> shape) have it, where they say more than the config.json."""
+        """This config, adapted to the tensors of a file (name -> shape) where they determine a setting."""
         return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found))
 
     def is_tied(self, found: dict[str, tuple[int, ...]]) -> bool:
-        """An output matrix of its own is the one to use."""
+        """Whether embeddings are tied: a separate output matrix in the file takes precedence over the config."""
         return self.tie_embeddings and self.names.head not in found
 
     def kept_plain(self, found: dict[str, tuple[int, ...]]) -> frozenset[str] | None:
-        """`float8` as the file's tensors have it."""
+        """`float8` according to the file's tensors."""
         return None if self.float8 is None else left_plain(found)
 
     def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
-        """May this float8 weight have to be made wide, as it goes into a matrix whose blocks are others?"""
+        """Whether this FP8 weight may have to be dequantized, because it becomes part of a matrix with other blocks of
+        scales."""
         return bool(shape[-2] % SCALE_BLOCK)
 
     def stacked(self) -> ModelConfig:
-        """The same in files that hold the experts of a layer in one tensor."""
+        """This config for files with all experts of a layer in one tensor."""
         return self
 
     def is_spare(self, name: str) -> bool:
-        """Is this a tensor that a file may hold beside them?"""
+        """Whether a file may contain this tensor although it is not used."""
         return False
 
     def parameter_count(self) -> int:
-        """Parameters that lie in memory; tied embeddings count once."""
+        """Number of parameters in memory; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
 
 def _other(config: dict[str, Any]) -> type[ModelConfig] | None:
-    """Who reads a config.json of a family that is not dense attention throughout."""
+    """The config class of a family that has its own, None for the dense families."""
     names, model_type = names_of(config, "architectures"), config.get("model_type")
     for architecture, (kind, module, name) in _OTHERS.items():
         if names == [architecture] if names else model_type == kind:
@@ -286,13 +289,13 @@ def _refuse_sliding_window(config: dict[str, Any], layers: int) -> None:
             raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
         for kind in kinds:
             if kind != "full_attention":
-                raise refuse("layer_types", kind, "these families run with 'full_attention' layers only")
+                raise refuse("layer_types", kind, "these families support 'full_attention' layers only")
         return
     window = config.get("sliding_window")
-    # The Qwen families name a window that is off unless use_sliding_window is true; Llama has no such switch.
+    # Qwen configs state a window that is off unless use_sliding_window is true; Llama has no such switch.
     active = flag_of(config, "use_sliding_window", _family(config) == "llama") and window is not None
     if active and count_of(config, "max_window_layers", 0, least=0) < layers:
-        raise refuse("sliding_window", window, "only full attention runs; set use_sliding_window to false")
+        raise refuse("sliding_window", window, "only full attention is supported; set use_sliding_window to false")
 
 
 def _mtp_layers(config: dict[str, Any]) -> int | None:
@@ -306,12 +309,13 @@ def _dtype(config: dict[str, Any]) -> str | None:
         return None
     name = str(found).removeprefix("torch.")
     if name not in DTYPES:
-        raise refuse("dtype", found, f"a checkpoint's type must be one of {', '.join(DTYPES)}")
+        raise refuse("dtype", found, f"a checkpoint's dtype must be one of {', '.join(DTYPES)}")
     return name
 
 
 def attending(kinds: list[str], layers: int, known: tuple[str, str], family: str) -> tuple[bool, ...]:
-    """Which of `layer_types` are attention; known: the other kind and that one; family: who has them, for a refusal."""
+    """Which layers of the list `layer_types` are attention. known: the names of the other kind and of attention;
+    family: start of the error message."""
     if len(kinds) != layers:
         raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""A decoder: embedding, layers (`layers.py`) that each family makes in its own way, norm and head."""
+"""Decoder-only transformer: embedding, the layers of a family, final norm and output matrix."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from specbatch.models.layers import Attention, Layer, Reader
 
 
 class Features(NamedTuple):
-    """What a forward pass over T tokens leaves for others.
+    """Hidden states of a forward pass over T tokens.
 
-    last [T, hidden_size], or [rows, hidden_size] where some were asked for: hidden states after the final norm; aux
-    [T, n * hidden_size]: the residual stream behind each of the model's n auxiliary layers, as they are published, side
-    by side, or None without any.
+    last  [T, hidden_size], or [rows, hidden_size] if rows were selected: hidden states after the final norm
+    aux   [T, n * hidden_size]: the residual stream after each of the model's n auxiliary (published) layers,
+          concatenated; None without auxiliary layers
     """
 
     last: torch.Tensor
@@ -33,7 +33,7 @@ class Features(NamedTuple):
 
 
 class Decoder:
-    """`read` gives a tensor of the checkpoint by its Hugging Face name, on the CPU; several threads call it."""
+    """`read` returns a tensor of the checkpoint by its Hugging Face name, on the CPU; several threads call it."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Decoder:
         ends: Decoder | None = None,
         of_draft: bool = False,
     ) -> None:
-        """ends: a model whose embedding and head are this one's too. of_draft, dequantized: see `Reader`."""
+        """ends: a model whose embedding and output matrix this one shares. of_draft, dequantized: see `Reader`."""
         self.config = config
         self.aux: tuple[int, ...] = ()
         self.dtype = dtype
@@ -55,7 +55,7 @@ class Decoder:
         tables = rope_tables(config, max_positions, dtype, device)
         family = import_module(config.module)
         self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding
-        with ThreadPoolExecutor(max_workers=8) as pool:  # reading and converting overlap; nothing is held twice
+        with ThreadPoolExecutor(max_workers=8) as pool:  # reading and conversion overlap; no weight is held twice
             self.layers: tuple[Layer, ...] = tuple(
                 pool.map(lambda index: family.layer(fetch, index, tables), range(config.num_layers))
             )
@@ -71,7 +71,7 @@ class Decoder:
 
     @layers.setter
     def layers(self, layers: tuple[Layer, ...]) -> None:
-        """places: of each layer, which one of its kind it is, that is which cache or state is its own."""
+        """places: per layer, its index among the layers of its kind, which is the index of its cache or state."""
         attends = [isinstance(layer.mixer, Attention) for layer in layers]
         self._layers = layers
         self.places = tuple(attends[:index].count(kind) for index, kind in enumerate(attends))
@@ -85,7 +85,7 @@ class Decoder:
         return len(self.layers) - self.attention_layers
 
     def with_positions(self, count: int) -> Decoder:
-        """The same model for positions 0..count-1, sharing every weight."""
+        """This model with rope tables for positions 0..count-1; all weights are shared."""
         view = self._view()
         cos, sin = rope_tables(self.config, count, self.dtype, self.device)
 
@@ -99,14 +99,15 @@ class Decoder:
         return view
 
     def without(self, skipped: Iterable[int]) -> Decoder:
-        """The same model with layers left out, sharing every weight: a draft that costs no memory but its KV."""
+        """This model without some layers; all weights are shared: a draft model that needs memory only for its KV
+        cache."""
         gone = set(skipped)
         view = self._view()
         view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
         return view
 
     def with_aux(self, layers: tuple[int, ...]) -> Decoder:
-        """The same model, whose forward pass also hands over the residual stream behind these layers."""
+        """This model with auxiliary layers: its forward pass also returns the residual stream after these layers."""
         view = self._view()
         view.aux = layers
         return view
@@ -124,8 +125,8 @@ class Decoder:
         rows: torch.Tensor | None = None,
         overrides: EmbeddingOverrides | None = None,
     ) -> Features:
-        """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last features are wanted, in their order;
-        None is all. Auxiliary features are those of all tokens. given: embeddings of some of the tokens."""
+        """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last hidden states are returned, in this
+        order; None: all. Auxiliary features are always those of all tokens. given: embeddings of some of the tokens."""
         assert rows is None or not self.config.ends_in(self.aux), "auxiliary features are those of all tokens"
         x, projected = self.enter(tokens, overrides=overrides)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
@@ -137,15 +138,15 @@ class Decoder:
     def mix(
         self, index: int, context: AttentionContext, projected: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """What layer `index` gets out of the context for what it has projected."""
+        """Attention or recurrence of layer `index` on its projected input."""
         return self.layers[index].mixer.mix(context, self.places[index], projected, positions)
 
-    # A forward pass in pieces, cut where layers look at the context: what lies between needs none.
+    # A forward pass in segments, split at attention and recurrence, so that the segments do not depend on the context.
 
     def enter(
         self, tokens: torch.Tensor, out: torch.Tensor | None = None, overrides: EmbeddingOverrides | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [T] -> residual stream [T, hidden_size] and what the first layer projects (in `out`, if given)."""
+        """tokens [T] -> residual stream [T, hidden_size] and the first layer's projected input (in `out`, if given)."""
         x = embed(tokens, self.embedding, overrides)
         return x, self.layers[0].mixer.project(x, out=out)
 
@@ -157,8 +158,8 @@ class Decoder:
         out: torch.Tensor | None = None,
         aux: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From what layer `index` got out of the context to the residual stream behind it and what the next layer
-        projects (in `out`, if given). `aux` gets its share of the features."""
+        """From the attention or recurrence output of layer `index` to the residual stream after the layer and the next
+        layer's projected input (in `out`, if given). Auxiliary features are written to `aux`."""
         x = self._leave(index, x, mixed, aux)
         return x, self.layers[index + 1].mixer.project(x, out=out)
 
@@ -169,8 +170,8 @@ class Decoder:
         rows: torch.Tensor | None = None,
         aux: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """From what the last layer got out of the context to the hidden states after the final norm, of `rows` only if
-        given."""
+        """From the attention or recurrence output of the last layer to the hidden states after the final norm, of
+        `rows` only if given."""
         if rows is not None:
             x, mixed = x[rows], mixed[rows]
         if not len(x):
@@ -178,26 +179,26 @@ class Decoder:
         return rms_norm(self._leave(len(self.layers) - 1, x, mixed, aux), *self.norm)
 
     def _leave(self, index: int, x: torch.Tensor, mixed: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
-        """The residual stream behind layer `index`."""
+        """The residual stream after layer `index`."""
         layer = self.layers[index]
         if aux is None:
             return layer.leave(x, mixed)
-        behind = self.config.published(index)  # the last ones of these streams
-        for place, x in enumerate(layer.streams(x, mixed), len(behind) - len(layer.mlps) - 1):  # noqa: B020
-            if place >= 0 and behind[place] in self.aux:
-                aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(behind[place])].copy_(x)
+        published = self.config.published(index)  # the last of these streams
+        for place, x in enumerate(layer.streams(x, mixed), len(published) - len(layer.mlps) - 1):  # noqa: B020
+            if place >= 0 and published[place] in self.aux:
+                aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(published[place])].copy_(x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, hidden_size] -> [T, vocab_size], in the model's type."""
+        """hidden [T, hidden_size] -> logits [T, vocab_size] in the model's dtype."""
         return self.head(hidden)
 
 
 def rope_tables(
     config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [positions, head_dim] in the model's type; pairs of channels beyond rotary_dim stand still, and no
-    factor scales them."""
+    """cos and sin [positions, head_dim] in the model's dtype. Channels beyond rotary_dim are neither rotated nor
+    scaled."""
     rope = config.rope
     turning, still = rope.inverse_frequencies(), (config.head_dim - rope.rotary_dim) // 2
     scale = F.pad(torch.full_like(turning, rope.attention_factor), (0, still), value=1.0)
@@ -206,9 +207,9 @@ def rope_tables(
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The most that a token's activations take at a time in a forward pass by kernels: the residual stream, what a
-    layer has projected and what came out of its context, and what it or the next product takes beside them; its place
-    in six tables."""
+    """Peak bytes of activations per token in a forward pass with kernels: the residual stream, a layer's projected
+    input and its attention output, temporary tensors of the layer or the next GEMM, and an entry in each of six index
+    tables."""
     projected, mixed = config.mixer_widths
     held = (config.hidden_size + projected + mixed) * dtype.itemsize
     following = (config.hidden_size + projected) * dtype.itemsize

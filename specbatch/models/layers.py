@@ -1,7 +1,7 @@
-"""What layers of decoders are made of: mixers, which look at other tokens, and MLPs, which do not.
+"""Building blocks of decoder layers: mixers (attention, recurrence), MLPs, and the reader of their weights.
 
-All are pre-norm and add to the residual stream. A mixer is cut where it looks at the context: before lies a product,
-behind it another, and prompts are recorded in pieces from cut to cut.
+All blocks are pre-norm and add to the residual stream. A mixer consists of an input projection, attention or recurrence
+over the context, and an output projection. Piecewise CUDA graphs of prompt passes are split at the middle part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] 
 
 
 class Mixer(Protocol):
-    """norm stands before it; width: columns of what it projects; mixed: columns of what comes out of the context."""
+    """A block that combines tokens. norm: applied to its input; width: columns of the projected input; mixed: columns
+    of the attention or recurrence output."""
 
     @property
     def norm(self) -> Norm: ...
@@ -45,11 +46,11 @@ class Mixer(Protocol):
     def mix(
         self, context: AttentionContext, place: int, projected: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[T, width] -> [T, mixed]. place: which one of its kind the layer is."""
+        """[T, width] -> [T, mixed]. place: index of the layer among those of its kind."""
         ...
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind it; the memory of x may be used up."""
+        """Project the output and add it to the residual stream x, possibly in place."""
         ...
 
 
@@ -59,13 +60,14 @@ class Recurrent(Mixer, RecurrentOp, Protocol):
 
 class Mlp(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind it; the memory of x may be used up."""
+        """Add the MLP's output to the residual stream x, possibly in place."""
         ...
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention. q, k and v are one matrix; gate: sigmoid(gate(norm(x))) multiplies what was attended."""
+    """Grouped-query attention. q, k and v are one matrix; gate: sigmoid(gate(norm(x))) multiplies the attention
+    output."""
 
     norm: Norm
     qkv: Linear
@@ -109,29 +111,29 @@ class SwiGlu:
 
 @dataclass(frozen=True)
 class Layer:
-    """A mixer and the MLPs behind it: one as a rule; in Nemotron-H none, or several."""
+    """A mixer and the MLPs after it: usually one; in Nemotron-H none or several."""
 
     mixer: Mixer
     mlps: tuple[Mlp, ...]
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """From what came out of the context to the residual stream behind the layer."""
+        """From the attention or recurrence output to the residual stream after the layer."""
         [x] = deque(self.streams(x, mixed), maxlen=1)
         return x
 
     def streams(self, x: torch.Tensor, mixed: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The residual stream behind the mixer, and then behind each MLP; each may use up the one before."""
+        """The residual stream after the mixer, then after each MLP; each may overwrite the one before."""
         yield (x := self.mixer.leave(x, mixed))
         for mlp in self.mlps:
             yield (x := mlp(x))
 
 
 class Reader:
-    """A checkpoint's tensors, in a type and on a device, and the small parts that are made of them. Several threads may
-    read at a time.
+    """Reads a checkpoint's tensors, converts them to a dtype and device, and builds linear layers, norms and the like
+    of them. Several threads may read at the same time.
 
-    Float8 tensors come with scales (`models.float8`). dequantized: those that could not stay what they are, as the part
-    that they go into is no whole number of blocks.
+    FP8 tensors have scales (see `models.fp8`). dequantized: names of those that could not stay in FP8, because they are
+    part of a matrix whose blocks of scales they would cut.
     """
 
     def __init__(
@@ -143,8 +145,9 @@ class Reader:
         *,
         of_draft: bool = False,
     ) -> None:
-        """of_draft: refuse whatever is not finite; the target would hide it. Of a target itself the logits show it, but
-        for the small tensors that say who is heard: of decays, and of the choice of experts; and for float8."""
+        """of_draft: refuse every tensor with values that are not finite, because verification would hide the error.
+        With a target the logits show it, except for small tensors that select or weight (decays, routing of experts)
+        and for FP8 weights; these are always checked."""
         self.config = config
         self._of_draft = of_draft
         self.dequantized: set[str] = set()
@@ -153,18 +156,19 @@ class Reader:
         self._device = device
 
     def __call__(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Several are put one below the other."""
-        parts = [self._wide(name, dtype or self._dtype) for name in names]
+        """Tensors in `dtype` (default: the reader's); several are concatenated by rows."""
+        parts = [self._upcast(name, dtype or self._dtype) for name in names]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def weight(self, *names: str) -> Weight:
-        """Matrices one below the other: float8 if all are and a device keeps them, else in the reader's type."""
+        """Matrices concatenated by rows: in FP8 if all of them are and the device supports it, else in the reader's
+        dtype."""
         parts = [self._stored(name) for name in names]
         whole = concat_outputs(parts)
         return whole or Weight(torch.cat([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
 
     def stack(self, groups: Sequence[tuple[str, ...]]) -> Weight:
-        """A stack of such matrices, each of the tensors of a group."""
+        """A stack of such matrices, one per group of names."""
         parts = [self.weight(*names) for names in groups]
         scales = [part.scales for part in parts if part.scales is not None]
         if len(scales) == len(parts):
@@ -181,34 +185,34 @@ class Reader:
         return linear(weight, self(*(f"{stem}.bias" for stem in stems)) if bias else None)
 
     def _stored(self, name: str) -> Weight:
-        """On the device, float8 if it is kept there; other types in the reader's."""
+        """A tensor on the device: in FP8 if it is stored so and the device supports it, else in the reader's dtype."""
         values = self._read(name).to(self._device)
         if values.dtype != torch.float8_e4m3fn:
-            return Weight(self._sound(name, values.to(self._dtype)))
+            return Weight(self._checked(name, values.to(self._dtype)))
         scales = self._read(name + SCALES).to(device=self._device, dtype=torch.float32)
-        self._sound(name, values)
-        found = Weight(values, self._sound(name + SCALES, scales))
+        self._checked(name, values)
+        found = Weight(values, self._checked(name + SCALES, scales))
         return found if keeps_fp8(self._device) else Weight(found.dequantize(self._dtype))
 
-    def _wide(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _upcast(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         stored = self._read(name)
         if stored.dtype == torch.float8_e4m3fn:
             return self.dequantize(name, self._stored(name)).to(dtype)
-        return self._sound(name, stored.to(device=self._device, dtype=dtype))
+        return self._checked(name, stored.to(device=self._device, dtype=dtype))
 
-    def _sound(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def _checked(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if values.dtype == torch.float8_e4m3fn:
-            is_sound = not contains_nan(values)
+            is_finite = not contains_nan(values)
         else:
-            is_judged = self._of_draft or values.dim() == 1 or name.endswith(PLAIN)
-            is_sound = not is_judged or bool(values.isfinite().all())
-        if not is_sound:
+            is_checked = self._of_draft or values.dim() == 1 or name.endswith(PLAIN)
+            is_finite = not is_checked or bool(values.isfinite().all())
+        if not is_finite:
             works = f"the tensor holds values that are not finite in {values.dtype}; the file is damaged"
             raise refuse("draft" if self._of_draft else "model", name, works)
         return values
 
     def dequantize(self, name: str, weight: Weight) -> torch.Tensor:
-        """What was read as `name`, in the reader's type."""
+        """The weight that was read as `name`, in the reader's dtype."""
         if weight.scales is not None:
             self.dequantized.add(name)
         return weight.dequantize(self._dtype)

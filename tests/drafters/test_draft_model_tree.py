@@ -120,7 +120,7 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
     life = Life(bench, tiny, shape)
     speculation = Speculation("standalone", draft="self:skip=0", **dict(zip(FIELDS, shape, strict=True)))
     target: Any = SimpleNamespace(config=life.model.config)
-    missing = plan(target, EngineConfig(speculation=speculation), print).lag
+    missing = plan(target, EngineConfig(speculation=speculation), print).uncached_tail
     for turn in range(5):
         step, proposal = life.propose()
         life.check_keys(0)
