@@ -18,7 +18,8 @@ from specbatch.core.attention_metadata import Mask
 from specbatch.drafters import dflash
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.kernels.attention import context_kv
-from specbatch.kernels.sampling.sampling import DRAFT, draw_ref, uniform_ref
+from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
+from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig
@@ -194,7 +195,7 @@ def test_sampled_drafts_use_the_random_numbers_of_their_positions(make_life: Any
     for index, text in enumerate(life.here.texts):
         for place in range(5):
             number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
-            assert proposal.tokens[index, place] == draw_ref(proposal.probabilities[index, place], number)
+            assert proposal.tokens[index, place] == sample_ref(proposal.probabilities[index, place], number)
 
 
 @pytest.mark.parametrize("known", [None, KNOWN])

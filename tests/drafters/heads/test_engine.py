@@ -20,7 +20,7 @@ from stand_ins import fake_graphs
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
 from specbatch.engine.draft_length import DraftLength
-from specbatch.kernels.attention.qkv import split_heads
+from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.models.config import ModelConfig
 from specbatch.models.full_forward import UncachedContext
 
@@ -226,6 +226,6 @@ def test_shared_pages_hold_the_heads_own_keys(table_engine: Callable[..., Engine
             features = model.forward(text, positions, UncachedContext(model, 1, len(text)))
             _, qkv = head.enter(head.embed(text[1:]), head.project(head.take(features))[:-1])
             keys, values = (torch.zeros(1, len(text), *part.shape[2:]) for part in (cache.k[0], cache.v[0]))
-            split_heads(qkv, head.heads, positions[:-1], positions[:-1], keys, values)
+            split_qkv_rope(qkv, head.heads, positions[:-1], positions[:-1], keys, values)
             for ours, theirs in ((cache.k[0], keys), (cache.v[0], values)):
                 torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)
