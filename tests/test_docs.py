@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,14 @@ def test_numbers_in_the_readme_are_in_results() -> None:
     for number in numbers(claims):
         digits = len(number.partition(".")[2])
         assert any(round(value, digits) == float(number) for value in measured), number
+
+
+def test_the_layers_of_the_architecture_are_those_of_the_import_contract() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = [item for item in settings["contracts"] if item["type"] == "layers"]
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("| layer |")[2].partition("\n\n")[0]
+    rows = [set(re.findall(r"`([a-z_]+)`", row.split("|")[1])) for row in table.splitlines()[2:]]
+    assert rows == [set(re.findall(r"[a-z_]+", layer)) for layer in contract["layers"]]
 
 
 def test_the_glossary_has_the_name_of_every_metric_in_records() -> None:
