@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar with the time left or, without a terminal, a line a minute."""
+"""Progress on standard error: a bar with the remaining time or, without a terminal, one line per minute."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SECONDS_OF_SPEED = 10.0
 
 
 class NotedReport(Protocol):
-    """A `Report` that can say more, such as a speed."""
+    """A `Report` with an optional note, such as a speed."""
 
     def __call__(self, done: int, total: int, note: str = "", /) -> None: ...
 
 
 @contextmanager
 def progress(label: str, done: int = 0) -> Iterator[NotedReport]:
-    """Yield a function to call with (done, total) as often as one likes.
+    """Yield a function to call with (done, total), as often as needed.
 
-    `done`: what an earlier run had finished, which says nothing of the time left.
+    done   what an earlier run had finished; it does not count for the remaining time
     """
     if not sys.stderr.isatty():
         yield _lines(label, done)
@@ -58,18 +58,17 @@ def progress(label: str, done: int = 0) -> Iterator[NotedReport]:
 
 
 class Speed:
-    """What a stream of tokens is doing: tokens per second over the last seconds, and how many requests have begun and
-    not ended."""
+    """The speed of a token stream: tokens per second over the last 10 seconds, and the number of running requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._start = clock()
         self._recent: deque[tuple[float, int]] = deque()
-        self._tokens = 0  # of the recent ones
+        self._tokens = 0  # in `_recent`
         self._running: set[int] = set()
 
     def add(self, index: int, tokens: int, *, ended: bool) -> None:
-        """Request `index` has so many more tokens."""
+        """Count new tokens of request `index`."""
         self._recent.append((self._clock(), tokens))
         self._tokens += tokens
         (self._running.discard if ended else self._running.add)(index)

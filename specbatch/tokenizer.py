@@ -1,8 +1,8 @@
-"""Text to token ids and back, chat templates, and the ids that end an answer.
+"""Tokenizer: text to token ids and back, chat templates, and end-of-text ids.
 
-Built from a folder's `tokenizer.json` as it is written. transformers 5 rebuilds the splitting rule from the
-class that `tokenizer_config.json` names, which changes some models' tokens (SmolLM2's digits), so it is asked
-only for folders that have no `tokenizer.json`.
+Built from a folder's `tokenizer.json` as it is. transformers 5 would rebuild the pre-tokenizer from the class named in
+`tokenizer_config.json`, which changes the tokens of some models (digits in SmolLM2), so it is used only for folders
+without `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import jinja2
 
 BYTE_EOS = 256
-_PADDING = re.compile(r"|\[PAD\d+\]")  # names of ids that a vocabulary was filled up with
+_PADDING = re.compile(r"|\[PAD\d+\]")  # names of padding ids
 
 
 class Tokenizer:
-    """A vocabulary with its rules.
+    """A vocabulary with its rules for splitting text.
 
-    name               what it was read from
-    vocab_size         number of ids, from 0; a model may have more rows, which stand for no text
-    eos_ids            every id that ends an answer, from all files that name one
-    bos_id             the id that starts a text, if there is one
+    name               where it was read from
+    vocab_size         number of ids, from 0; a model's embedding may have more rows, which mean no text
+    eos_ids            all ids that end an answer, from every file that names one
+    bos_id             the beginning-of-text id, if there is one
     has_chat_template  whether `apply_chat_template` works
     """
 
@@ -45,7 +45,7 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
     ) -> None:
-        """`backend` is a `tokenizers.Tokenizer`. `add_bos` None leaves it to the backend's own rule."""
+        """`backend` is a `tokenizers.Tokenizer`. With `add_bos` None the backend decides."""
         self.name = name
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str | None = None) -> Tokenizer:
-        """Read a model's or a tokenizer's folder. Raises SpecbatchError where none can be read."""
+        """Read the folder of a model or tokenizer. Raises SpecbatchError if that fails."""
         backend = _read_backend(folder)
         described = _read_json(folder / "tokenizer_config.json")
         special = {key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
@@ -79,7 +79,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The id of its end token, which is one of `eos_ids`; the lowest where none of them is said to be it."""
+        """The end-of-text id: that of the `eos_token` in the configuration, else the lowest of `eos_ids`."""
         text = self._special_tokens.get("eos_token")
         found: int | None = None if text is None else self._backend.token_to_id(text)
         return min(self.eos_ids, default=None) if found is None else found
@@ -89,7 +89,7 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens are added only where the model's files say so."""
+        """Token ids of a text. Special tokens are added only if the model's files ask for them."""
         by_rule = add_special_tokens and self._add_bos is not False
         ids: list[int] = self._backend.encode(text, add_special_tokens=by_rule).ids
         if add_special_tokens and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -97,25 +97,25 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids that stand for no text are left out."""
+        """Text of token ids; ids that mean no text are left out."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True, enable_thinking: bool | None = None
     ) -> str:
-        """The prompt for a conversation, to be encoded without further special tokens.
+        """The prompt for a conversation, to be encoded without adding special tokens.
 
-        `enable_thinking`: the template's switch of that name; None leaves it at the template's own default. Raises
-        SpecbatchError where the model has no template, or the template refuses the messages or has no such switch.
+        `enable_thinking` is the template's variable; None leaves its default. Raises SpecbatchError if the model has no
+        template, or the template rejects the messages or has no such variable.
         """
         import jinja2
 
         if self._chat_template is None:
-            raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template or plain prompts")
+            raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template, or plain prompts")
         switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if switch and "enable_thinking" not in self._chat_template:
-            works = f"the chat template of {self.name} has no such switch (enable_thinking); leave it out"
+            works = f"the chat template of {self.name} has no enable_thinking; leave it out"
             raise refuse("thinking", enable_thinking, works)
         try:
             return self._template.render(
@@ -125,7 +125,7 @@ class Tokenizer:
             raise refuse("chat_template", self.name, f"it does not accept these messages ({error})") from None
 
     def vocabulary(self) -> list[str]:
-        """Token strings by id, "" where an id is not used."""
+        """Token strings by id; "" for unused ids."""
         strings = [""] * self.vocab_size
         for token, index in self._backend.get_vocab(with_added_tokens=True).items():
             strings[index] = token
@@ -133,7 +133,7 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        """The chat template, compiled where it can reach nothing but its arguments."""
+        """The chat template, compiled in a sandbox."""
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -151,7 +151,7 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per byte, 256 ends the text: for models with random weights. Ids above are shown as `<id>`."""
+    """One id per byte, and 256 for end of text, for models with random weights. Larger ids are shown as `<id>`."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size <= BYTE_EOS:
@@ -184,9 +184,9 @@ class ByteTokenizer(Tokenizer):
 
 
 def vocabulary_difference(a: Tokenizer, b: Tokenizer) -> str | None:
-    """The first difference between two vocabularies in a phrase, None if ids mean the same in both.
+    """A phrase for the first difference between two vocabularies; None if the ids mean the same tokens.
 
-    Ids at the end that are unused or named as padding do not count: model families pad to different sizes.
+    Unused and padding ids at the end do not count, because models of one family pad to different sizes.
     """
     ours, theirs = (_without_padding(item.vocabulary()) for item in (a, b))
     for index, (our, their) in enumerate(zip(ours, theirs, strict=False)):
@@ -206,9 +206,9 @@ def _without_padding(tokens: list[str]) -> list[str]:
 
 def _read_backend(folder: Path) -> Any:
     path = folder / "tokenizer.json"
-    works = "give a folder with tokenizer.json as tokenizer="
+    works = "name a folder with tokenizer.json as tokenizer"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-        raise refuse("tokenizer", str(folder), f"the folder holds none; {works}")
+        raise refuse("tokenizer", str(folder), f"the folder has no tokenizer; {works}")
     try:
         if path.is_file():
             from tokenizers import Tokenizer as Backend
@@ -217,7 +217,7 @@ def _read_backend(folder: Path) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
-    except Exception as error:  # both libraries raise plain Exception and much else for a bad file
+    except Exception as error:  # for a malformed file both libraries raise plain Exception, among others
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise refuse("tokenizer", str(folder), f"it cannot be read ({lines[0]}); {works}") from None
 
@@ -233,7 +233,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """A special token, which is a string or a table with its `content`."""
+    """A special token: a string, or an object with its `content`."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
@@ -242,7 +242,7 @@ def _read_chat_template(folder: Path, described: dict[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = described.get("chat_template")
-    if isinstance(found, list):  # several by name; the one for ordinary conversations is "default"
+    if isinstance(found, list):  # several named templates; "default" is for conversations
         found = {item["name"]: item["template"] for item in found}.get("default")
     return found
 

@@ -131,7 +131,7 @@ def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
 
 
 def test_folders_without_a_readable_tokenizer(tmp_path: Path, backend: Backend) -> None:
-    with pytest.raises(SpecbatchError, match="the folder holds none"):
+    with pytest.raises(SpecbatchError, match="the folder has no tokenizer"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(SpecbatchError, match="it cannot be read"):
@@ -227,5 +227,5 @@ def test_a_template_may_have_a_switch_for_thinking(tmp_path: Path, backend: Back
     assert shown == ["x<think>", "x<think>", "x"]
     plain = Tokenizer.from_folder(write(tmp_path, backend, chat_template="{{ messages[0].content }}"))
     assert plain.apply_chat_template(messages) == "x"
-    with pytest.raises(SpecbatchError, match=r"thinking=False: the chat template of .* has no such switch"):
+    with pytest.raises(SpecbatchError, match=r"thinking=False: the chat template of .* has no enable_thinking"):
         plain.apply_chat_template(messages, enable_thinking=False)

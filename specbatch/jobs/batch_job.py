@@ -1,12 +1,12 @@
-"""Prompts in, answers out: order kept, resumable, and the output appears only when it is complete.
+"""Batch jobs: prompts in, answers out, in the same order. An interrupted job can continue.
 
     job = BatchJob.open("in.jsonl", "out.jsonl", config, SamplingParams(max_new_tokens=64))
     with Engine(config) as engine:
         job.run(engine)
 
-In and out are JSONL or data sets (`specbatch.jobs.dataset`). Finished rows are appended to `out.jsonl.partial`, whose
-first line says what they were made from. Running the same job again continues it; a job that differs (input, model,
-sampling ...) is refused with what differs.
+Input and output are JSONL or data sets (`specbatch.jobs.dataset`). The output is written when all rows are finished;
+until then they are appended to `out.jsonl.partial`, whose first line holds the settings of the job. Running the same
+job again continues it. A job with other settings (input, model, sampling) is rejected with the differences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.dataset import is_saved, read_rows, write_rows
-from specbatch.jobs.partial import PartialRows, row_seed
+from specbatch.jobs.partial_output import PartialRows, row_seed
 from specbatch.jobs.prompts import BadLine, Prompt, scan_prompts, where
 from specbatch.progress import NotedReport, Speed
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
 
 FORMAT = 2
-SHOWN = 20  # bad lines that are told one by one
+SHOWN = 20  # malformed lines that are listed one by one
 SECONDS_BETWEEN_REPORTS = 0.2
 _MAKES_TOKENS = (
     "model",
@@ -46,7 +46,7 @@ _MAKES_TOKENS = (
     "tokenizer",
     "seed",
     "speculation",
-)  # settings a resume must share
+)  # settings of the engine that must not change when a job continues
 _TYPES = {
     "index": "int64",
     "id": "string",  # or int64
@@ -60,15 +60,15 @@ _TYPES = {
     "ttft_s": "float64",
     "tpot_s": "float64",
     "e2e_s": "float64",
-}  # of the columns of a data set
+}  # of the columns of an output data set
 
 
 @dataclass
 class BatchJob:
-    """A checked job: nothing that could be refused without the model is wrong any more.
+    """A job whose settings and input were checked, as far as that is possible without the model.
 
-    prompts: by the index of their rows, which is the place of the line or row in the input, from 0, whether or not
-    those before it are blank or left out. skipped: bad lines that are left out.
+    prompts   by index: the position of the line or row in the input, from 0, counting blank and skipped ones
+    skipped   malformed lines that are left out
     """
 
     source: str
@@ -80,7 +80,7 @@ class BatchJob:
     kept: PartialRows
     log: Callable[[str], None]
     overwrite: bool = False
-    replaces: bool = False  # an output was there at the start; it stays until the new one is complete
+    replaces: bool = False  # an existing output is kept until the new one is complete
     skip_bad: bool = False
     skipped: list[BadLine] = field(default_factory=list)
 
@@ -99,13 +99,15 @@ class BatchJob:
         skip_bad: bool = False,
         log: Callable[[str], None] = lambda line: None,
     ) -> BatchJob:
-        """Read the input and what an interrupted run left.
+        """Read the input, and the partial output of an interrupted run.
 
-        `output` ends in .jsonl or .parquet, or it is a folder: a name without an ending, or with a / behind it.
-        `overwrite` starts anew whatever is there; nothing is touched before `run` has checked the prompts. `split`,
-        `column`: as in `scan_prompts`. `skip_bad`: leave bad lines out, each told to `log`.
-        Refused: bad lines, all of them at once, an output that exists, a partial output of another job, a place that
-        cannot be written, the input itself.
+        output         a file ending in .jsonl or .parquet, or a folder: a name without an extension, or ending in /
+        overwrite      replace an existing output; nothing is changed before `run` has checked the prompts
+        split, column  as in `scan_prompts`
+        skip_bad       leave malformed lines out, and log each
+
+        Raises SpecbatchError for malformed lines (all in one message), an output that exists, is the input or cannot be
+        written, and the partial output of another job.
         """
         found = scan_prompts(source, split=split, column=column)
         prompts = {item.line - 1: item for item in found if isinstance(item, Prompt)}
@@ -127,7 +129,7 @@ class BatchJob:
             place.with_name(f"{place.name}.partial"),
             header,
             lambda row: row["index"] in prompts and "token_ids" in row,
-            anew="pass --overwrite",
+            start_over="pass --overwrite",
         )
         job = cls(str(source), place, prompts, params, chat_template, seed, kept, log, overwrite, replaces, skip_bad)
         job._leave_out([item for item in found if isinstance(item, BadLine)], len(found))
@@ -137,7 +139,7 @@ class BatchJob:
             raise job._exists()
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=place.parent).close()  # an unwritable place is found now, not after the run
+            TemporaryFile(dir=place.parent).close()  # fail now if the folder is not writable
             if job.partial.exists() and not overwrite:
                 kept.load()
         except OSError as error:
@@ -150,21 +152,21 @@ class BatchJob:
 
     @property
     def finished(self) -> dict[int, dict[str, Any]]:
-        """Output rows by index, those of an interrupted run among them."""
+        """Output rows by index, including those of an interrupted run."""
         return self.kept.rows
 
     def run(
         self, engine: Engine, *, concurrency: int | None = None, report: NotedReport | None = None
     ) -> list[dict[str, Any]]:
-        """Generate what is missing and write the output; return its rows in input order.
+        """Generate the missing rows, write the output and return its rows in the order of the input.
 
-        Refused, or left out with `skip_bad`: prompts that this engine cannot run. KeyboardInterrupt and errors leave
-        the finished rows in the partial file.
+        Prompts that this engine cannot run raise SpecbatchError, or are left out with `skip_bad`. After
+        KeyboardInterrupt or an error the finished rows stay in the partial file.
         """
         encoded = self._encode(engine, {i: item for i, item in self.prompts.items() if i not in self.finished})
         total = len(self.finished) + len(encoded)
         with self.kept.claim() as keep:
-            if _is_there(self.output) and not self.replaces:  # another process was faster
+            if _is_there(self.output) and not self.replaces:  # another process wrote it meanwhile
                 raise self._exists()
             try:
                 self._generate(engine, encoded, concurrency, keep, total, report)
@@ -186,7 +188,7 @@ class BatchJob:
         total: int,
         report: NotedReport | None,
     ) -> None:
-        indices, speed, told = list(encoded), Speed(), 0.0
+        indices, speed, reported = list(encoded), Speed(), 0.0
         if not indices:
             return
         params = [replace(self.params, seed=row_seed(self.seed, index)) for index in indices]
@@ -197,9 +199,9 @@ class BatchJob:
                 if completion is not None and completion.finish_reason != "abort":
                     keep(self._row(indices[event.index], completion))
                 now = time.monotonic()
-                if report is not None and (now - told > SECONDS_BETWEEN_REPORTS or len(self.finished) == total):
+                if report is not None and (now - reported > SECONDS_BETWEEN_REPORTS or len(self.finished) == total):
                     report(len(self.finished), total, str(speed))
-                    told = now
+                    reported = now
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if self._is_jsonl:
@@ -210,7 +212,7 @@ class BatchJob:
         write_rows(self.output, rows, types if kind is None else {"index": "int64", "id": kind} | types)
 
     def _leave_out(self, bad: list[BadLine], total: int) -> None:
-        """Tell of bad lines among `total`. Refused: any without `skip_bad`, and nothing but bad ones."""
+        """Log malformed lines. Raises SpecbatchError without `skip_bad`, and if all `total` lines are malformed."""
         if not bad:
             return
         self.skipped += bad
@@ -223,18 +225,18 @@ class BatchJob:
         if len(bad) == 1:
             hint = " (--skip-bad leaves it out)" if total > 1 else ""
             raise refuse("input", where(self.source, bad[0].line), bad[0].what + hint)
-        works = "mend them, or pass --skip-bad to leave them out" if len(bad) < total else "mend them"
-        raise refuse("input", self.source, "\n".join([f"{len(bad)} of {total} lines are bad; {works}:", *lines]))
+        works = "fix them, or pass --skip-bad to leave them out" if len(bad) < total else "fix them"
+        raise refuse("input", self.source, "\n".join([f"{len(bad)} of {total} lines are malformed; {works}:", *lines]))
 
     @property
     def _is_jsonl(self) -> bool:
         return self.output.suffix == ".jsonl"
 
     def _exists(self) -> SpecbatchError:
-        return refuse("output", str(self.output), "exists already; name another file or pass --overwrite")
+        return refuse("output", str(self.output), "already exists; name another file or pass --overwrite")
 
     def _encode(self, engine: Engine, missing: Mapping[int, Prompt]) -> dict[int, list[int]]:
-        """Token ids by index, of what this engine can run."""
+        """Token ids by index, of the prompts that this engine can run."""
         encoded: dict[int, list[int]] = {}
         bad: list[BadLine] = []
         for index, prompt in missing.items():
@@ -269,42 +271,42 @@ class BatchJob:
 
 
 def read_output(output: Path) -> list[dict[str, Any]]:
-    """The rows of a finished output, of whichever kind."""
+    """The rows of a finished output: JSONL, Parquet or a folder."""
     if output.is_file() and output.suffix != ".parquet":
         return [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
-    there = dict.fromkeys(name for name in _TYPES if name != "id")  # as in a line, though it may be none
+    there = dict.fromkeys(name for name in _TYPES if name != "id")  # a cell of None is missing in a row of `read_rows`
     return [there | row for row in read_rows("output", output, None, _TYPES)]
 
 
 def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
-    """The numbers of a run in a line."""
-    said = f"{metrics['requests']} prompts, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
+    """The metrics of a run in one line."""
+    line = f"{metrics['requests']} prompts, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
     if metrics["output_throughput"] is not None:
-        said += f": {metrics['output_throughput']:.0f} tok/s"
+        line += f": {metrics['output_throughput']:.0f} tok/s"
     if drafts and metrics["accept_length"] is not None:
-        said += f", accept length {metrics['accept_length']:.2f}"
-    return said
+        line += f", accept length {metrics['accept_length']:.2f}"
+    return line
 
 
 def _place_of(output: str | Path) -> Path:
-    """Where the output goes. Refused: an ending that is of another format, and what is there and is no output."""
+    """The path of the output. Raises SpecbatchError for an unknown format, and if the path is not an output's."""
     place = Path(output)
     if place.suffix in (".jsonl", ".parquet"):
         if place.is_dir():
             raise refuse("output", str(place), f"is a folder; name a {place.suffix} file")
         return place
     if place.suffix and not str(output).endswith("/"):
-        works = "name a .jsonl or .parquet file, or a folder (with a / at the end if its name has a dot)"
+        works = "name a .jsonl or .parquet file, or a folder (ending in / if its name has a dot)"
         raise refuse("output", str(output), works)
     if place.exists() and not place.is_dir():
-        raise refuse("output", str(place), "exists already and is no folder; name another one")
+        raise refuse("output", str(place), "already exists and is not a folder; name another one")
     if place.is_dir() and not is_saved(place):
-        raise refuse("output", str(place), "is a folder with other things in it; name a new one, or a .jsonl file")
+        raise refuse("output", str(place), "is a folder with other files; name a new one, or a .jsonl file")
     return place
 
 
 def _is_there(output: Path) -> bool:
-    """Is there something that an output would replace? An empty folder is nothing."""
+    """Whether an output would replace something; an empty folder does not count."""
     return output.exists() and not (output.is_dir() and not any(output.iterdir()))
 
 
@@ -313,7 +315,7 @@ def _holds(output: Path, source: str | Path) -> bool:
 
 
 def _id_type(prompts: Mapping[int, Prompt], output: Path) -> str | None:
-    """The one type of all ids, None without any. Refused: two types, and numbers beyond 64 bits."""
+    """The common type of all ids, None without ids. Raises SpecbatchError for mixed types and more than 64 bits."""
     ids = [item.id for item in prompts.values() if item.id is not None]
     if not ids:
         return None
@@ -321,5 +323,5 @@ def _id_type(prompts: Mapping[int, Prompt], output: Path) -> str | None:
         return "string"
     if all(isinstance(item, int) and -(2**63) <= item < 2**63 for item in ids):
         return "int64"
-    works = "a column has one type, and the ids are texts and numbers, or numbers beyond 64 bits; name a .jsonl file"
+    works = "the ids mix strings and numbers, or exceed 64 bits, which a column cannot hold; name a .jsonl file"
     raise refuse("output", str(output), works)

@@ -1,12 +1,12 @@
-"""Prompts from a JSONL file, one JSON object a line, or the rows of a data set, in one of four forms.
+"""Reads prompts from JSONL, with one object per line, or from the rows of a data set, in one of four forms.
 
-{"prompt": "text"}                                   continued as it stands
-{"prompt_token_ids": [1, 2, 3]}                      not tokenized again
+{"prompt": "text"}                                   continued as it is
+{"prompt_token_ids": [1, 2, 3]}                      token ids, not tokenized again
 {"question": "text"}                                 asked as "Question: text\\nAnswer:"
-{"messages": [{"role": "user", "content": "text"}]}  rendered by the model's chat template
+{"messages": [{"role": "user", "content": "text"}]}  rendered with the model's chat template
 
-Other keys are allowed; "id" is carried to the output. Where a reader allows it, {"turns": ["text", ...]} of MT-Bench is
-a fifth form: the first turn is asked as a message, as the others would need the answer before them.
+Other keys are allowed; "id" is copied to the output. Some readers allow a fifth form, MT-Bench's {"turns": ["text",
+...]}: the first turn is asked as a message. Later turns would need the answer to the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TURNS = "turns"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the file: its number (from 1), its form, what it holds, and its id if it has one."""
+    """The prompt of one line: its number (from 1), its form, its value, and its id if it has one."""
 
     line: int
     form: str
@@ -38,16 +38,18 @@ class Prompt:
     id: str | int | None = None
 
     def as_message(self) -> Prompt:
-        """The same asked as a message of a user. Refused for token ids, whose text is not known."""
+        """The same prompt as a user message. Raises SpecbatchError for token ids, whose text is not known."""
         if self.form == "messages":
             return self
         if self.form == "prompt_token_ids":
-            raise refuse("chat_template", True, f"line {self.line} holds token ids, which are no message; leave it out")
+            raise refuse(
+                "chat_template", True, f"line {self.line} has token ids, which cannot be a message; leave it out"
+            )
         return replace(self, form="messages", value=[{"role": "user", "content": self.value}])
 
     def encode(self, tokenizer: Tokenizer, *, chat_template: bool = True, thinking: bool | None = None) -> list[int]:
-        """Token ids. Without `chat_template`, messages are joined by blank lines instead. `thinking`: the template's
-        switch; None leaves it alone."""
+        """Token ids. Without `chat_template`, messages are joined with blank lines. `thinking`: `enable_thinking` of
+        the template; None leaves its default."""
         if self.form == "prompt_token_ids":
             return list(self.value)
         if self.form == "prompt":
@@ -62,15 +64,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line of the file that holds no prompt: its number (from 1), and what is wrong."""
+    """A malformed line: its number (from 1), and what is wrong with it."""
 
     line: int
     what: str
 
 
 def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FORMS) -> list[Prompt]:
-    """All prompts of a JSONL file or a data set, in one of the `forms`. The first malformed line is refused with its
-    number; blank ones are skipped."""
+    """All prompts of a JSONL file or a data set, in one of the `forms`; blank lines are skipped. Raises SpecbatchError
+    with the number of the first malformed line."""
     prompts: list[Prompt] = []
     for item in scan_prompts(path, setting, forms):
         if isinstance(item, BadLine):
@@ -80,7 +82,7 @@ def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FO
 
 
 def where(source: str | Path, line: int) -> str:
-    """A line of JSONL as editors know it; a row of a data set or of an array may be none in its file."""
+    """FILE:LINE for a line of JSONL; for a data set or a JSON array, whose rows are not lines, the row."""
     return f"{source} row {line}" if is_dataset(source) or Path(source).suffix == ".json" else f"{source}:{line}"
 
 
@@ -92,12 +94,14 @@ def scan_prompts(
     split: str | None = None,
     column: str | None = None,
 ) -> list[Prompt | BadLine]:
-    """What each line of a JSONL file holds, in order; blank ones are none. Or each item of the array of a .json file,
-    or row of a data set of `specbatch.jobs.dataset`.
+    """The prompt of each line of a JSONL file that is not blank, of each item of the array in a .json file, or of each
+    row of a data set (`specbatch.jobs.dataset`), in order.
 
-    column: the key that holds the prompt, in place of `forms`. One of their names means that form; else a text is a
-    prompt, a list of numbers token ids, any other list messages. split: of a data set. Refused: a file that cannot be
-    read, or with no line at all.
+    column   the key of the prompt, instead of `forms`. If it is the name of a form, it has that form; else a string is
+             a prompt, a list of numbers is token ids, and any other list is messages
+    split    of a data set
+
+    Raises SpecbatchError for a file that cannot be read or has no prompts.
     """
     forms = forms if column is None else (column,)
     found: list[Prompt | BadLine] = []
@@ -107,14 +111,14 @@ def scan_prompts(
         except _MalformedError as error:
             found.append(BadLine(number, str(error)))
     if not found:
-        raise refuse(setting, str(source), f"holds no prompts; write {_LINES}")
+        raise refuse(setting, str(source), f"has no prompts; write {_LINES}")
     return found
 
 
 def _rows(
     source: str | Path, setting: str, forms: tuple[str, ...], split: str | None
 ) -> Iterator[tuple[int, bytes | Any]]:
-    """Lines that are not blank, or rows, with their numbers from 1."""
+    """Non-blank lines, or rows, with their numbers from 1."""
     if is_dataset(source):
         yield from enumerate(read_rows(setting, source, split, forms, _IDS), start=1)
         return
@@ -151,7 +155,7 @@ def _parsed(text: bytes, works: str) -> Any:
         what = f"not JSON ({error.msg.removesuffix(' at')} at {place})"
     except RecursionError:
         what = "not JSON that can be read (nested too deeply)"
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         what = f"not JSON that can be read ({str(error).partition(';')[0]})"
     raise _MalformedError(f"{what}; write {works}")
 
@@ -171,26 +175,26 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
         expected = _EXPECTED[form] if form == name else "a string, a list of whole numbers from 0, or of messages"
         raise _MalformedError(f"{name} must be {expected}")
     if not is_text(json.dumps(value, ensure_ascii=False)):
-        raise _MalformedError(f"{name} holds half of a surrogate pair, which is no text; write the whole character")
+        raise _MalformedError(f"{name} has half of a surrogate pair, which is not text; write the whole character")
     own = row.get(_IDS[1] if form == TURNS else _IDS[0])
     if own is not None and (not isinstance(own, (str, int)) or isinstance(own, bool)):
         raise _MalformedError("id must be a string or a number")
     if isinstance(own, str) and not is_text(own):
-        raise _MalformedError("id holds half of a surrogate pair, which is no text; write the whole character")
+        raise _MalformedError("id has half of a surrogate pair, which is not text; write the whole character")
     if form == TURNS:
         form, value = "messages", [{"role": "user", "content": value[0]}]
     return Prompt(line=number, form=form, value=value, id=own)
 
 
 def _form_of(value: Any) -> str:
-    """The form of what a column of another name holds."""
+    """The form of a value in a column with another name."""
     if not isinstance(value, list):
         return "prompt"
     return "messages" if value and isinstance(value[0], dict) else "prompt_token_ids"
 
 
 def is_text(value: str) -> bool:
-    """False where JSON smuggled in half of a surrogate pair (\\ud800), which no tokenizer takes."""
+    """False for a string with half of a surrogate pair (\\ud800), which JSON allows and tokenizers reject."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -198,8 +202,8 @@ def is_text(value: str) -> bool:
     return True
 
 
-_LINES = "one JSON object a line"
-_IDS = ("id", "question_id")  # the second is of MT-Bench
+_LINES = "one JSON object per line"
+_IDS = ("id", "question_id")  # MT-Bench has the second
 _EXPECTED = {
     "prompt": "a string",
     "prompt_token_ids": "a list of whole numbers from 0",

@@ -1,4 +1,4 @@
-"""One fixed prompt, greedy: the quickest look at latency, acceptance and speed."""
+"""Answers one prompt with greedy decoding: a quick look at latency, acceptance and speed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ WARM_UP_TOKENS = 8
 def send_one(
     engine: Engine, prompt: str, params: SamplingParams, *, write: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Run `prompt` once, after a short warm-up of the same prompt; `write` gets the text as it arrives.
+    """Answer `prompt` once, after a short warm-up with the same prompt. `write` gets the text as it is generated.
 
-    Returns latency_s (submission to last token), tokens, accept_length (1 where nothing was verified), speed
+    Returns latency_s (from submission to the last token), tokens, accept_length (1 if nothing was verified), speed
     (tokens per second of latency), text, finish_reason and the record of the run.
     """
     engine.generate([prompt], replace(params, max_new_tokens=min(params.max_new_tokens, WARM_UP_TOKENS)))

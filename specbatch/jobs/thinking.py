@@ -1,4 +1,4 @@
-"""Where reasoning ends and the answer begins, for models that write <think> ... </think> (Qwen3, DeepSeek-R1)."""
+"""Separates reasoning from the answer, for models that write <think> ... </think> (Qwen3, DeepSeek-R1)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Does a rendered prompt end inside reasoning? Templates of models that always reason write the mark themselves."""
+    """Whether a rendered prompt ends inside reasoning, as the templates of models that always reason do."""
     return prompt.rstrip().endswith(OPEN)
 
 
 def answer_of(text: str, *, opened: bool = False) -> str:
-    """The text behind the reasoning; all of it where there is none, nothing where reasoning never ended.
+    """The text after the reasoning: all of it if there is none, nothing if the reasoning did not end.
 
-    `opened`: the prompt had begun it (`opens_thinking`).
+    opened   whether the prompt ended inside reasoning (`opens_thinking`)
     """
     _, closed, answer = text.rpartition(CLOSE)
     if closed:

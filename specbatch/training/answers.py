@@ -19,7 +19,7 @@ import torch
 
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import refuse
-from specbatch.jobs.partial import PartialRows, Row, parsed, row_seed
+from specbatch.jobs.partial_output import PartialRows, Row, parsed, row_seed
 from specbatch.progress import Report
 from specbatch.records.differences import describe_differences
 from specbatch.training.data import LEAST_OUTPUT, Example
@@ -59,7 +59,7 @@ def partial_answers(path: Path, header: Header, prompts: Sequence[list[int]], vo
     def is_row(row: Row) -> bool:
         return _is_answer(row, len(prompts), vocabulary) and row["prompt_token_ids"] == prompts[row["index"]]
 
-    return PartialRows(path, header, is_row, anew="remove it", told=_TOLD)
+    return PartialRows(path, header, is_row, start_over="remove it", may_differ=_TOLD)
 
 
 def answer(

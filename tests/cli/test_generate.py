@@ -202,7 +202,7 @@ def test_one_process_at_a_time_writes_an_output(run, jsonl, tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX)
         result = run("generate", jsonl(*PROMPTS), "-o", out)
     assert result.exit_code == 2
-    assert "another process is writing it" in result.stderr
+    assert "another process is writing to it" in result.stderr
 
 
 BAD = ["{", '{"prompt": ""}', '{"prompt": "\\ud800"}', "5"]
@@ -212,7 +212,7 @@ def test_bad_lines_are_told_all_at_once_before_anything_is_loaded(run, engine, j
     result = run("generate", jsonl(PROMPTS[0], *BAD, "", PROMPTS[3], *["{"] * 30), "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 2
     first, *lines = result.stderr.splitlines()
-    assert first.endswith("in.jsonl': 34 of 36 lines are bad; mend them, or pass --skip-bad to leave them out:")
+    assert first.endswith("in.jsonl': 34 of 36 lines are malformed; fix them, or pass --skip-bad to leave them out:")
     assert lines[0].startswith(f"{tmp_path / 'in.jsonl'}:2: not JSON")
     assert [line.split(":")[1] for line in lines[:6]] == ["2", "3", "4", "5", "8", "9"]
     assert (len(lines), lines[-1]) == (21, "and 14 more")
@@ -244,7 +244,7 @@ def test_prompts_that_the_engine_cannot_run_are_bad_lines_too(run, engine, jsonl
     long = {"prompt": "x" * 300}
     result = run("generate", jsonl(PROMPTS[0], long, long), "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 2
-    assert "2 of 3 lines are bad; mend them, or pass --skip-bad" in result.stderr
+    assert "2 of 3 lines are malformed; fix them, or pass --skip-bad" in result.stderr
     assert f"{tmp_path / 'in.jsonl'}:3: prompt 2=" in result.stderr
     assert engine.order == []
 
@@ -253,7 +253,7 @@ def test_prompts_that_the_engine_cannot_run_are_bad_lines_too(run, engine, jsonl
 def test_nothing_but_bad_lines_is_refused_all_the_same(run, engine, jsonl, tmp_path, lines):
     result = run("generate", jsonl(*lines), "-o", tmp_path / "out.jsonl", "--skip-bad")
     assert result.exit_code == 2
-    assert f"{len(lines)} of {len(lines)} lines are bad; mend them:" in result.stderr
+    assert f"{len(lines)} of {len(lines)} lines are malformed; fix them:" in result.stderr
     assert engine.order == []
 
 
@@ -276,7 +276,7 @@ def test_an_output_that_another_process_made_meanwhile_stays(engine, jsonl, tmp_
     out = tmp_path / "out.jsonl"
     job = BatchJob.open(jsonl(*PROMPTS), out, EngineConfig(), SamplingParams(max_new_tokens=4))
     out.write_text("theirs")
-    with pytest.raises(SpecbatchError, match="exists already"):
+    with pytest.raises(SpecbatchError, match="already exists"):
         job.run(engine(EngineConfig()))
     assert out.read_text() == "theirs"
 
@@ -407,12 +407,12 @@ def test_the_same_text_in_another_form_is_another_job(run, engine, jsonl, tmp_pa
     ("output", "says"),
     [
         ("out.csv", "name a .jsonl or .parquet file, or a folder"),
-        ("qwen3.5", "name a .jsonl or .parquet file, or a folder (with a / at the end"),
+        ("qwen3.5", "name a .jsonl or .parquet file, or a folder (ending in /"),
         ("deep.parquet", "is a folder; name a .parquet file"),
-        ("deep", "is a folder with other things in it"),
-        ("notes", "exists already and is no folder"),
+        ("deep", "is a folder with other files"),
+        ("notes", "already exists and is not a folder"),
         ("saved", "is the input"),
-        ("fresh", "a column has one type, and the ids are texts and numbers"),
+        ("fresh", "the ids mix strings and numbers"),
     ],
 )
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])

@@ -90,7 +90,7 @@ REFUSED = [
     ("check {in}", [GOOD, "{"], "in.jsonl:2': not JSON"),
     ("check --output {tmp}", [GOOD], "this folder is not empty"),
     ("generate {tmp}/none.jsonl -o {tmp}/o.jsonl", [], "No such file"),
-    ("generate {in} -o {tmp}/o.jsonl", [], "holds no prompts"),
+    ("generate {in} -o {tmp}/o.jsonl", [], "has no prompts"),
     ("generate {in} -o {tmp}/o.jsonl", [GOOD, "", "{"], "in.jsonl:3': not JSON"),
     (
         "generate {in} -o {tmp}/o.jsonl",
@@ -108,11 +108,11 @@ REFUSED = [
     ("generate {in} -o {tmp}", [GOOD], "is a folder"),
     ("generate {in} -o {in}", [GOOD], "is the input"),
     ("generate {in} -o {in} --overwrite", [GOOD], "is the input"),
-    ("generate {in} -o /dev/null", [GOOD], "exists already"),
+    ("generate {in} -o /dev/null", [GOOD], "already exists"),
     (
         "generate {in} -o {tmp}/o.jsonl",
         [GOOD, '{"prompt": "\\ud800"}'],
-        "in.jsonl:2': prompt holds half of a surrogate",
+        "in.jsonl:2': prompt has half of a surrogate",
     ),
     ("generate {in} -o {tmp}/o.jsonl", ["[" * 100_000], "in.jsonl:1': not JSON that can be read (nested too deeply)"),
     ("eval gsm8k --num-fewshot 0 --data {in}", ["[" * 100_000], "line 1 is not JSON"),
@@ -169,7 +169,7 @@ def test_a_spoiled_partial_output(run, jsonl, tmp_path):
     (tmp_path / "o.jsonl.partial").write_text("hello\n")
     result = run("generate", jsonl(GOOD), "-o", tmp_path / "o.jsonl")
     assert result.exit_code == 2
-    assert "has no header that says what it was made from; name another output or pass --overwrite" in result.stderr
+    assert "is not the partial output of a job; name another output or pass --overwrite" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_rows_are_read_as_they_stand(tmp_path, name, capfd):
     assert capfd.readouterr().err == ""  # no bars of the library
     with pytest.raises(SpecbatchError, match=r"split='a': .* has no splits; leave it out"):
         read_rows("input", source, "a", ("prompt",))
-    with pytest.raises(SpecbatchError, match="has prompt, id, other and no text; name its column"):
+    with pytest.raises(SpecbatchError, match="has columns prompt, id, other, but not text; name one"):
         read_rows("input", source, None, ("text",), ("id",))
 
 
@@ -68,7 +68,7 @@ def test_a_folder_of_splits(tmp_path):
     assert read_rows("input", tmp_path / "two", "b", ("prompt",)) == [{"prompt": "NA"}]
     assert len(read_rows("input", tmp_path / "one", None, ("prompt",))) == 3
     for split in (None, "c"):
-        with pytest.raises(SpecbatchError, match=f"split={split!r}: .*two has a, b; use one of them"):
+        with pytest.raises(SpecbatchError, match=f"split={split!r}: .*two has splits a, b; use one of them"):
             read_rows("input", tmp_path / "two", split, ("prompt",))
 
 
@@ -86,7 +86,7 @@ def test_a_name_of_the_hub(monkeypatch):
         (("owner/name", "main"), {"split": "train[:3]", "revision": "v1"}),
         (("owner/name", None), {"split": "test", "revision": None}),
     ]
-    with pytest.raises(SpecbatchError, match="split=None: say which part of hf:owner/name to read"):
+    with pytest.raises(SpecbatchError, match="split=None: name the split of hf:owner/name to read"):
         read_rows("input", "hf:owner/name", None, ("prompt",))
 
 

@@ -38,7 +38,7 @@ def scanned(tmp_path):
         (b'{"prompt": null}', "prompt is empty"),
         (b'{"messages": []}', "messages is empty"),
         (b'{"prompt": "a", "id": true}', "id must be a string or a number"),
-        (b'{"prompt": "a", "id": "\\ud800"}', "id holds half of a surrogate pair"),
+        (b'{"prompt": "a", "id": "\\ud800"}', "id has half of a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_told_and_the_others_stay(scanned, line, what):
@@ -81,7 +81,7 @@ def test_a_json_file_holds_an_array_or_lines(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf"])
 def test_a_file_without_a_line_is_refused(scanned, content):
-    with pytest.raises(SpecbatchError, match=r"in\.jsonl': holds no prompts"):
+    with pytest.raises(SpecbatchError, match=r"in\.jsonl': has no prompts"):
         scanned(content)
 
 

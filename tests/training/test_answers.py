@@ -212,13 +212,13 @@ def test_damaged_answers_are_refused_with_their_line(answers_file, checkpoint, p
         read_answers(path, checkpoint, MAX_LEN, print)
     prompts = [json.loads(line)["prompt_token_ids"] for line in prompts_file.read_text().splitlines()]
     kept = partial_answers(path, json.loads(lines(answers_file.parent)[0]), prompts, VOCABULARY)
-    with pytest.raises(SpecbatchError, match=r"answers\.jsonl:4': is no row of this job"):
+    with pytest.raises(SpecbatchError, match=r"answers\.jsonl:4': is not a row of this job"):
         kept.load()
     moved = {"index": 9, "prompt_token_ids": [*prompts[9], 4], "token_ids": [1, 2, 3]}
     path.write_text(lines(answers_file.parent)[0] + json.dumps(moved))
     kept.load()  # cut short
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(SpecbatchError, match=r"answers\.jsonl:2': is no row of this job"):
+    with pytest.raises(SpecbatchError, match=r"answers\.jsonl:2': is not a row of this job"):
         kept.load()
 
 
@@ -251,7 +251,7 @@ def test_a_users_own_answers_are_not_overwritten(train, prompts_file, tmp_path):
     path = tmp_path / "answers.jsonl"
     for text in (json.dumps({"index": 0} | OLD[0]) + "\n", "my notes", "my notes\n", "[]\n"):
         path.write_text(text)
-        with pytest.raises(SpecbatchError, match="has no header that says what it was made from; name another output"):
+        with pytest.raises(SpecbatchError, match="is not the partial output of a job; name another output"):
             train(tmp_path, "eagle3", data=prompts_file)
         assert path.read_text() == text
 

@@ -210,7 +210,7 @@ def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
     for template in (None, False):
         with pytest.raises(SpecbatchError, match=r"thinking=True: no prompt is rendered .* add --chat-template"):
             Workload(source, thinking=True, chat_template=template)
-    with pytest.raises(SpecbatchError, match="line 1 holds token ids, which are no message"):
+    with pytest.raises(SpecbatchError, match="line 1 has token ids, which cannot be a message"):
         Workload(written(tmp_path, {"prompt_token_ids": [4]}), chat_template=True)
     with pytest.raises(SpecbatchError, match="text ends by itself"):
         Workload(source, output_len=(3, 4))

@@ -1,4 +1,4 @@
-"""Rows of a job under way: appended as they finish, so that an interruption loses none and the same job goes on."""
+"""The partial output of a job: rows appended as they finish, so that an interrupted job can continue."""
 
 from __future__ import annotations
 
@@ -20,45 +20,55 @@ Row = dict[str, Any]
 
 
 class PartialRows:
-    """Lines of JSON in `path`: a header, which says what the rows are made from, and rows, each with its `index`.
+    """JSONL in `path`: a header with the settings of the job, then rows, each with its `index`.
 
-    rows: by index, those that an earlier run left among them once they are loaded.
+    rows   by index; after `load` they include the rows of an earlier run
     """
 
     def __init__(
-        self, path: Path, header: Row, is_row: Callable[[Row], bool], *, anew: str, told: Collection[str] = ()
+        self,
+        path: Path,
+        header: Row,
+        is_row: Callable[[Row], bool],
+        *,
+        start_over: str,
+        may_differ: Collection[str] = (),
     ) -> None:
-        """is_row: may this row be one of the job? It need not expect the right keys and types. anew: what a user does
-        to begin from the start. told: what the header says for people alone, and may differ."""
+        """
+        is_row       whether a row can belong to the job; may raise KeyError or TypeError for one that cannot
+        start_over   what the user does to start from the beginning, for error messages
+        may_differ   keys of the header that are for information only and may differ
+        """
         self.path = path
         self.header: Row = json.loads(json.dumps(header))
         self.rows: dict[int, Row] = {}
         self._is_row = is_row
-        self._anew = anew
-        self._told = told
+        self._start_over = start_over
+        self._may_differ = may_differ
 
     def load(self) -> None:
-        """Take over the file's whole lines. Refused: rows of a job with another header, and what is no such file."""
+        """Read the complete lines of the file. Raises SpecbatchError for the output of another job, or another file."""
         try:
             text = self.path.read_bytes()
         except OSError as error:
-            works = f"cannot be read ({error.strerror}); name another output or {self._anew}"
+            works = f"cannot be read ({error.strerror}); name another output or {self._start_over}"
             raise refuse("output", str(self.path), works) from error
         if _line(self.header).encode().startswith(text):
-            return  # nothing but a header, which a crash may have cut short
+            return  # only a header, which a crash may have truncated
         lines = text.split(b"\n")[:-1]
         header = parsed(lines[0]) if lines else None
         if not isinstance(header, dict) or not self.header.keys() & header.keys():
-            works = f"has no header that says what it was made from; name another output or {self._anew}"
+            works = f"is not the partial output of a job; name another output or {self._start_over}"
             raise refuse("output", str(self.path), works)
         if lacks := ", ".join(name for name in self.header if name not in header):
-            works = f"finish it with that one, name another output or {self._anew}"
-            said = f"was begun by another version, whose header does not say {lacks}; {works}"
-            raise refuse("output", str(self.path), said)
+            works = f"finish it with that version, name another output or {self._start_over}"
+            raise refuse(
+                "output", str(self.path), f"was started by another version, which did not save {lacks}; {works}"
+            )
         differs = [name for name in self.header if header[name] != self.header[name]]
-        if set(differs) - set(self._told) and len(lines) > 1:
+        if set(differs) - set(self._may_differ) and len(lines) > 1:
             other = describe_differences(header, self.header, differs)
-            works = f"was made with another {other}; finish that job, name another output or {self._anew}"
+            works = f"was made with another {other}; finish that job, name another output or {self._start_over}"
             raise refuse("output", str(self.path), works)
         for number, line in enumerate(lines[1:], start=2):
             row = parsed(line)
@@ -67,18 +77,18 @@ class PartialRows:
             except (KeyError, TypeError):
                 valid = False
             if not valid:
-                works = f"is no row of this job; mend that line, name another output or {self._anew}"
+                works = f"is not a row of this job; fix that line, name another output or {self._start_over}"
                 raise refuse("output", f"{self.path}:{number}", works)
             self.rows[row["index"]] = row
 
     @contextmanager
     def claim(self) -> Iterator[Callable[[Row], None]]:
-        """Hold the file as this process's alone; what comes is called with every row that is finished."""
+        """Lock the file for this process, and yield the function to call with every finished row."""
         with self.path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                works = "another process is writing it; wait for that or name another output"
+                works = "another process is writing to it; wait for that, or name another output"
                 raise refuse("output", str(self.path), works) from None
             file.seek(0)
             whole = _whole_lines(file.read()) if self.rows else ""
@@ -107,12 +117,12 @@ class PartialRows:
 
 
 def row_seed(seed: int, index: int) -> int:
-    """A seed that depends on the row, not on how many an earlier run had finished."""
+    """A seed that depends on the row and not on how many rows an earlier run had finished."""
     return random.Random(f"{seed}/{index}").getrandbits(31)
 
 
 def parsed(line: bytes) -> Any:
-    """What a line of JSON holds, None where it is none."""
+    """The value of a line of JSON, or None if it is not valid JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -124,5 +134,5 @@ def _line(row: Row) -> str:
 
 
 def _whole_lines(text: str) -> str:
-    """Without a last line that a crash cut short."""
+    """Drop the last line if a crash truncated it."""
     return text[: text.rfind("\n") + 1]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.jobs.partial import PartialRows
+from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.differences import describe_differences
 
 HEADER = {"model": "a", "place": "here", "limit": 3}
@@ -21,7 +21,9 @@ def text_of(*rows):
 @pytest.fixture
 def opened(tmp_path):
     def make(header=HEADER):
-        return PartialRows(tmp_path / "rows", header, lambda row: row["index"] in range(3), anew="go", told=("place",))
+        return PartialRows(
+            tmp_path / "rows", header, lambda row: row["index"] in range(3), start_over="go", may_differ=("place",)
+        )
 
     return make
 
@@ -54,9 +56,9 @@ def test_what_a_crash_leaves_is_gone_on_with(opened, left, taken):
 @pytest.mark.parametrize(
     ("left", "says"),
     [
-        ("notes", "rows': has no header"),
-        ("notes\n", "rows': has no header"),
-        (text_of(ROWS[0]), "rows': has no header"),
+        ("notes", "rows': is not the partial output of a job"),
+        ("notes\n", "rows': is not the partial output of a job"),
+        (text_of(ROWS[0]), "rows': is not the partial output of a job"),
         (
             text_of(HEADER | {"limit": 5, "place": "there"}, *ROWS),
             "another place ('there' there, 'here' now), limit (5 there",
@@ -64,13 +66,13 @@ def test_what_a_crash_leaves_is_gone_on_with(opened, left, taken):
         (text_of(HEADER | {"limit": 5}, *ROWS), "rows': was made with another limit (5 there, 3 now); finish"),
         (
             text_of({"model": "a", "limit": 3, "older": 1}, *ROWS),
-            "rows': was begun by another version, whose header does not say place; finish it with that one, name",
+            "rows': was started by another version, which did not save place; finish it with that version, name",
         ),
-        (text_of(HEADER, ROWS[0], {"text": ""}), "rows:3': is no row"),
-        (text_of(HEADER, {"index": 3}), "rows:2': is no row"),
-        (text_of(HEADER, {"index": "a"}), "rows:2': is no row"),
-        (text_of(HEADER, 5), "rows:2': is no row"),
-        (text_of(HEADER) + "\udcff\n", "rows:2': is no row"),
+        (text_of(HEADER, ROWS[0], {"text": ""}), "rows:3': is not a row"),
+        (text_of(HEADER, {"index": 3}), "rows:2': is not a row"),
+        (text_of(HEADER, {"index": "a"}), "rows:2': is not a row"),
+        (text_of(HEADER, 5), "rows:2': is not a row"),
+        (text_of(HEADER) + "\udcff\n", "rows:2': is not a row"),
     ],
 )
 def test_anything_else_is_refused_and_stays(opened, left, says):
