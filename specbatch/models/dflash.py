@@ -1,9 +1,9 @@
-"""DFlash: a draft that fills a block of mask tokens in one pass, over the target's own features as its context.
+"""Network and config of DFLASH drafts, which fill a block of mask tokens in one pass with the target's features.
 
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036, github.com/z-lab/dflash). A few
-Qwen3 layers without embedding and head, for which the target's serve. The context is no text: at a verified position
-the target's hidden states behind some layers, side by side, become one vector c = fc(features), and each layer's keys
-and values there are those of norm(c), the same for all layers. Only the block itself runs through the layers.
+Qwen3 layers that use the target's embedding and output matrix. The context is not text: at a verified position the
+concatenated hidden states of the target after some layers become one vector c = fc(features), and every layer's keys
+and values there are computed from the same norm(c). Only the block itself passes through the layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specbatch.models.layers import Attention, Reader
 
 ARCHITECTURE = "DFlashDraftModel"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-# Options of later drafts, each with the values that leave it off. Ignored, they would draft something else.
+# Options of later drafts, with the values that turn them off. With an ignored option the draft would be another model.
 _OFF: dict[str, tuple[Any, ...]] = {
     "input_embedding_scale": (None, 1.0),
     "output_multiplier": (None, 1.0),
@@ -39,16 +39,16 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(ModelConfig):
-    """The draft's own layers, and how it reads its target.
+    """Sizes of the draft's layers, and how it reads its target.
 
-    block_size     rows of a pass: the newest token, then masks
-    mask_token     its id in the target's vocabulary
-    target_layers  the layers, counted from 0, whose OUTPUT the draft reads, in this order
-    target_depth   layers of the target it was made for, where the file says it
-    masks          what a block's rows see, one for each layer
-    whole_file     the file holds copies of the target's embedding and head, too; they are not read
-    draft_vocab    tokens that it drafts, where they are not all of the target's; the file then has a head of its own
-                   for them, and `d2t`, what is to be added to such a token's place to get its id
+    block_size     tokens of a pass: the newest token, then mask tokens
+    mask_token     id of the mask token in the target's vocabulary
+    target_layers  the layers, counted from 0, whose output the draft reads, in this order
+    target_depth   layers of the target it was trained for, if the config states it
+    masks          attention mask within a block, per layer
+    whole_file     the file contains copies of the target's embedding and output matrix, which are not read
+    draft_vocab    number of tokens that it can draft, if not all of the target's. The file then has its own output
+                   matrix for them, and `d2t`, the offset from a draft token's index to its id
     """
 
     block_size: int
@@ -61,14 +61,14 @@ class DFlashConfig(ModelConfig):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> DFlashConfig:
-        """Read a `config.json` as z-lab publishes it, or one of speculators. SpecbatchError names what cannot be run.
+        """Read a config.json of z-lab or of speculators. Raises SpecbatchError for what is not supported.
 
-        z-lab's own keys stand at the top or inside `dflash_config`, which wins.
+        z-lab's own keys are at the top level or inside `dflash_config`, which takes precedence.
         """
         if config.get("speculators_model_type") is not None:
             return cls._from_speculators(config)
         if config.get("architectures") != [ARCHITECTURE]:
-            raise refuse("architectures", config.get("architectures"), f"a DFlash draft says [{ARCHITECTURE!r}]")
+            raise refuse("architectures", config.get("architectures"), f"a DFLASH draft has [{ARCHITECTURE!r}]")
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a DFlash draft are 'qwen3'")
         own = config | {key: value for key, value in table_of(config, "dflash_config").items() if value is not None}
@@ -82,10 +82,10 @@ class DFlashConfig(ModelConfig):
 
     @classmethod
     def _from_speculators(cls, config: dict[str, Any]) -> DFlashConfig:
-        """vllm-project/speculators: the layers in `transformer_layer_config`, with what its class has for default left
-        out; feature layers as boundaries, where k is what enters layer k."""
+        """The format of vllm-project/speculators: the layers are in `transformer_layer_config`, without the defaults of
+        its class; feature layers are boundaries, where k is the input of layer k."""
         if config["speculators_model_type"] != "dflash":
-            raise refuse("speculators_model_type", config["speculators_model_type"], "a DFlash draft says 'dflash'")
+            raise refuse("speculators_model_type", config["speculators_model_type"], "a DFLASH draft has 'dflash'")
         given = table_of(config, "transformer_layer_config")
         inner = _class_defaults(given.get("model_type", "qwen3")) | given
         known, total = config.get("draft_vocab_size"), count_of(inner, "vocab_size")
@@ -108,7 +108,7 @@ class DFlashConfig(ModelConfig):
         """inner: the keys of the Qwen3 layers; own: those of the block."""
         for key, off in _OFF.items():
             if own.get(key) not in off:
-                raise refuse(key, own[key], "this version cannot run it; leave it out")
+                raise refuse(key, own[key], "not supported; leave it out")
         plain = ModelConfig.from_dict(
             inner | {"architectures": None, "model_type": "qwen3", "layer_types": None, "use_sliding_window": False}
         )
@@ -116,7 +116,7 @@ class DFlashConfig(ModelConfig):
         if not layers or min(layers) < 0:
             raise refuse("target_layer_ids", layers, "list layers of the target, counted from 0")
         if len(set(layers)) < len(layers):
-            raise refuse("target_layer_ids", layers, "each layer may be there once")
+            raise refuse("target_layer_ids", layers, "each layer may occur once")
         block = count_of(own, "block_size")
         if not 2 <= block <= 64:
             raise refuse("block_size", block, "use 2 to 64 (a verify has at most 64 rows)")
@@ -130,7 +130,7 @@ class DFlashConfig(ModelConfig):
         )
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the file; see `ModelConfig`."""
+        """Name -> shape of the file's weights."""
         ends = ("model.embed_tokens.weight", "lm_head.weight")
         shapes = {name: shape for name, shape in super().weight_shapes().items() if name not in ends}
         shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
@@ -147,12 +147,13 @@ class DFlashConfig(ModelConfig):
         return self.whole_file and name in copies
 
     def parameter_count(self) -> int:
-        """In memory: the weights of keys and values are there twice, for blocks and, in one matrix, for context."""
+        """Number of parameters in memory. The weights of keys and values are stored twice: for blocks, and as one
+        matrix for context."""
         twice = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.hidden_size
         return super().parameter_count() + twice
 
     def differences(self, target: ModelConfig) -> list[str]:
-        """What keeps the draft from reading this target."""
+        """Differences that prevent the draft from running with this target."""
         depth = target.depth
         pairs = (
             ("hidden_size", self.hidden_size, target.hidden_size),
@@ -160,7 +161,7 @@ class DFlashConfig(ModelConfig):
             ("num_target_layers", self.target_depth or depth, depth),
         )
         found = [f"{name} is {ours} and the target has {theirs}" for name, ours, theirs in pairs if ours != theirs]
-        # What stands behind the last layer is read with its final norm by some and without it by others.
+        # After the last layer some drafts read the hidden state with the final norm and others without it.
         far = [layer for layer in self.target_layers if layer >= depth - 1]
         if far:
             found.append(f"feature layer {far[0]} is not among the target's 0 to {depth - 2}")
@@ -169,7 +170,7 @@ class DFlashConfig(ModelConfig):
         return found
 
     def lines(self) -> list[str]:
-        """What matters about the draft, for a person to compare with the target's line."""
+        """A description of the draft for the log."""
         sliding = [f"{mask.window}" for mask in self.masks if mask.window]
         windows = f", {len(sliding)} of them with a window of {sliding[0]}" if sliding else ""
         known = "" if self.draft_vocab is None else f"; {self.draft_vocab} of {self.vocab_size} tokens drafted"
@@ -184,9 +185,10 @@ class DFlashConfig(ModelConfig):
 
 
 class DFlash:
-    """The draft's weights; embedding and head are the target's. `read` gives a tensor by its name in the file.
+    """The draft's weights; embedding and output matrix are the target's. `read` returns a tensor by its name in the
+    file.
 
-    ids: int64 [draft_vocab] of the tokens that its logits stand for, None if they are all of the target's.
+    ids: int64 [draft_vocab], the token id of each column of its logits; None if they are all of the target's.
     """
 
     def __init__(
@@ -223,28 +225,29 @@ class DFlash:
         )
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
-        """features [T, n * hidden_size] of the target -> keys and values of all layers there, not yet normalised and
-        rotated: [T, layers * 2 * kv_heads * head_dim], for `ContextKVLayout`. No layer's input norm is applied."""
+        """features [T, n * hidden_size] of the target -> keys and values of all layers for these positions, before
+        q/k norm and rope: [T, layers * 2 * kv_heads * head_dim], for `ContextKVLayout`. No layer's input norm is
+        applied."""
         return self._kv(self._fc(features), norm=self._norm)
 
 
 def token_ids(d2t: torch.Tensor) -> torch.Tensor:
-    """int64 [draft_vocab]: `d2t` holds offsets."""
+    """int64 [draft_vocab]: token ids from the offsets `d2t`."""
     return torch.arange(len(d2t)) + d2t.long()
 
 
 def published_layers(depth: int, drafts: int) -> list[int]:
-    """Feature layers of a draft whose config names none: `drafts` of the target's `depth`, from the second to the
-    fourth from the end (z-lab/dflash, build_target_layer_ids)."""
+    """Feature layers of a draft whose config has none: `drafts` of the target's `depth` layers, evenly spaced from the
+    second to the fourth from the end (z-lab/dflash, build_target_layer_ids)."""
     if drafts == 1:
         return [depth // 2]
     return [round(1 + index * (depth - 4) / (drafts - 1)) for index in range(drafts)]
 
 
 def published_shape(target: ModelConfig) -> dict[str, Any]:
-    """The config of a draft as z-lab makes them for a target of this shape: for Qwen3-8B that of Qwen3-8B-DFlash-b16,
-    up to 5 layers of the target's sizes and blocks of 16."""
-    mask = 151669  # Qwen3's first id without a token
+    """The config of a draft as published by z-lab for targets of this shape: up to 5 layers of the target's sizes and
+    blocks of 16. For Qwen3-8B it is that of Qwen3-8B-DFlash-b16."""
+    mask = 151669  # Qwen3's first unused id
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
@@ -265,7 +268,7 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
 
 
 def _masks(config: dict[str, Any], layers: int, causal: bool | None, block: int) -> tuple[Mask, ...]:
-    """causal: for all layers; None: for those with a window."""
+    """causal: of all layers; None: layers with a sliding window are causal, the others not."""
     window, used = config.get("sliding_window"), flag_of(config, "use_sliding_window")
     kinds = names_of(config, "layer_types")
     if kinds is None:
@@ -275,31 +278,29 @@ def _masks(config: dict[str, Any], layers: int, causal: bool | None, block: int)
         raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
     for kind in kinds:
         if kind not in (_FULL, _SLIDING):
-            raise refuse("layer_types", kind, f"a DFlash draft has {_FULL!r} and {_SLIDING!r} layers")
+            raise refuse("layer_types", kind, f"a DFLASH draft has {_FULL!r} and {_SLIDING!r} layers")
     if _SLIDING not in kinds:
         return (Mask(causal=bool(causal)),) * layers
     if not used:
-        raise refuse(
-            "use_sliding_window", used, "some layers are sliding; what that means where it is not true differs"
-        )
+        raise refuse("use_sliding_window", used, "layer_types has sliding layers, so it must be true")
     window = count_of(config, "sliding_window")
     slides = True if causal is None else causal
     if not slides and window < block:
-        # Rows in front of a query would have to be hidden too.
-        raise refuse("sliding_window", window, f"where rows see what follows, use at least block_size={block}")
+        # Tokens of the block before the query would have to be masked, too.
+        raise refuse("sliding_window", window, f"without causal attention use at least block_size={block}")
     return tuple(Mask(slides, window) if kind == _SLIDING else Mask(bool(causal)) for kind in kinds)
 
 
 def _one_rope(config: dict[str, Any]) -> None:
-    """Refuse tables per layer type that differ: the layers here share one."""
+    """Refuse different rope tables per layer type."""
     for source in ("rope_scaling", "rope_parameters"):
         tables = list(table_of(config, source).values())
         if tables and all(isinstance(table, dict) for table in tables) and any(table != tables[0] for table in tables):
-            raise refuse(source, config[source], "the layers of a DFlash draft share one rope")
+            raise refuse(source, config[source], "the layers of a DFLASH draft share one rope")
 
 
 def _class_defaults(model_type: str) -> dict[str, Any]:
-    """What transformers' config class says where a file says nothing; of rope nothing is taken for granted."""
+    """Defaults of transformers' config class for missing keys, except rope, which must be given."""
     if model_type not in ("qwen3", "llama"):
         raise refuse("transformer_layer_config.model_type", model_type, "use 'qwen3' or 'llama'")
     from transformers import AutoConfig

@@ -1,7 +1,8 @@
-"""What draft heads on the target's features have in common: one decoder layer over pairs of a feature and a token.
+"""Draft heads on the target's features (EAGLE, EAGLE-3, MTP): one decoder layer over pairs of a feature and a token.
 
-After t_0 .. t_i the target has the feature f_i and has chosen t_{i+1}; the pair (f_i, t_{i+1}) stands at draft position
-i and predicts t_{i+2}. The layer's own output takes the place of f_{i+1} for the next draft (Li et al., "EAGLE", 2024).
+After t_0 .. t_i the target has computed the feature f_i and chosen t_{i+1}. The pair (f_i, t_{i+1}) is the head's
+input at draft position i and predicts t_{i+2}. For the next draft the layer's own output replaces f_{i+1} (Li et al.,
+"EAGLE", 2024).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class Joined:
-    """[a ; b] @ weight.T + bias for a and b [T, H], weight [out, 2H], bias [out]: a product for each half, so that
-    nothing is put side by side and each half's norm rides along. H is a multiple of 128 if the weight has scales."""
+    """[a ; b] @ weight.T + bias for a and b [T, H], weight [out, 2H], bias [out]. It is computed as one GEMM per half,
+    which avoids the concatenation and fuses the norm of each half. H is a multiple of 128 if the weight has scales."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         first, second = split_input_columns(weight)
@@ -41,10 +42,11 @@ class Joined:
 
 
 class DraftHead:
-    """The layer is cut where it attends. Embedding and output matrix are the target's.
+    """A draft head, split at the attention of its layer. Embedding and output matrix are the target's.
 
-    config: sizes of its one layer; vocabulary: int64 [Vd], the target's id of each of its own, None if they are the
-    same; width: columns of the features that it is made for.
+    config      sizes of its one layer
+    vocabulary  int64 [Vd]: target token id of each draft token id; None if they are the same
+    width       columns of the features that it reads
     """
 
     vocabulary: torch.Tensor | None = None
@@ -60,24 +62,24 @@ class DraftHead:
         return self.config.hidden_size
 
     def take(self, features: Features) -> torch.Tensor:
-        """What it reads of the target: [T, width]."""
+        """The features that it reads: [T, width]."""
         return features.last
 
     def project(self, taken: torch.Tensor) -> torch.Tensor:
-        """[T, width] -> [T, hidden_size], which is what its own output stands for later."""
+        """Features [T, width] -> hidden [T, hidden_size], which its own output replaces in later drafts."""
         return taken
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embedded tokens and hidden [T, hidden_size] -> residual stream [T, hidden_size] and qkv. The stream may be
-        `hidden` itself."""
+        """Embedded tokens and hidden [T, hidden_size] -> residual stream [T, hidden_size], which may be `hidden`
+        itself, and qkv."""
         raise NotImplementedError
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """From attention [T, heads * head_dim] to the next `hidden` [T, hidden_size]; x may be used up."""
+        """From the attention output [T, heads * head_dim] to the next `hidden` [T, hidden_size]; may overwrite x."""
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, hidden_size] -> [T, V], or [T, Vd] of `vocabulary`."""
+        """hidden [T, hidden_size] -> logits [T, V], or [T, Vd] with a draft vocabulary."""
         return self._head(hidden)
 
     def embed(self, tokens: torch.Tensor, overrides: EmbeddingOverrides | None = None) -> torch.Tensor:
@@ -85,11 +87,11 @@ class DraftHead:
 
 
 class LlamaHead(DraftHead):
-    """What it does behind its attention is that of a Llama. It may have an embedding and an output matrix of its own,
-    and then another hidden size than the target's."""
+    """A head whose layer is a Llama layer from the attention on. It may have its own embedding and output matrix, and
+    then a hidden size that differs from the target's."""
 
     def __init__(self, config: ModelConfig, read: Reader, names: Shapes, target: Decoder, positions: int) -> None:
-        """names: the tensors that there are; positions: how many there are to rotate to."""
+        """names: the tensors of the checkpoint; positions: length of the rope tables."""
         attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
         tables = rope_tables(config, positions, target.dtype, target.device)
         super().__init__(config, read.heads(attention, tables), target)
@@ -108,15 +110,15 @@ class LlamaHead(DraftHead):
 
 
 def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> ModelConfig:
-    """The sizes of a head's layer from its config.json, which names the architecture that it was made from, marked as
-    EAGLE. Of biases and q/k norms its tensors say more than its config, if they are given."""
+    """The sizes of a head's layer. Its config.json names the architecture that the head was derived from, marked as
+    EAGLE. Biases and q/k norms are taken from the tensors `shapes`, if given, not from the config."""
     plain = dict(described)
     names = names_of(plain, "architectures")
     if names:
         plain["architectures"] = [re.sub("Eagle3?", "", name) for name in names]
     config = ModelConfig.from_dict(plain)
     if config.float8 is not None:
-        raise refuse("quantization_config", "fp8", "draft heads are run unquantised")
+        raise refuse("quantization_config", "fp8", "quantized draft heads are not supported")
     if shapes is None:
         return config
     return replace(
@@ -129,7 +131,7 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
 
 
 def layer_shapes(config: ModelConfig, inputs: int = 1) -> Shapes:
-    """Name -> shape of one decoder layer whose q, k and v read `inputs` hidden states side by side."""
+    """Name -> shape of one decoder layer whose q, k and v read `inputs` concatenated hidden states."""
     prefix = "model."
     found = replace(config, num_layers=1).weight_shapes()
     shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix + LAYER)}

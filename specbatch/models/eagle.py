@@ -1,7 +1,9 @@
-"""EAGLE, versions 1 and 2 (Li et al. 2024, SafeAILab/EAGLE): the head is the same, version 2 drafts a tree with it.
+"""Network of EAGLE-1 and EAGLE-2 draft heads (Li et al. 2024, SafeAILab/EAGLE).
 
-x = fc([embed(t_{i+1}) ; f_i]) with the target's last hidden state behind its final norm, then a Llama layer whose
-attention reads x without a norm; its output goes to the target's head and is the next feature.
+Both versions have the same head; EAGLE-2 drafts trees with it.
+
+x = fc([embed(t_{i+1}) ; f_i]), where f_i is the target's last hidden state after its final norm; then a Llama layer
+whose attention reads x without a norm. Its output is the input of the target's output matrix and the next feature.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Eagle(LlamaHead):
 
 
 def eagle_shapes(config: ModelConfig, found: Shapes) -> Shapes:
-    """Name -> shape of a head's tensors; of those that a head may have, the ones among `found`."""
+    """Name -> shape of a head's tensors; optional ones only if they are among `found`."""
     hidden = config.hidden_size
     shapes: Shapes = {"fc.weight": (hidden, 2 * hidden), **layer_shapes(config)}
     del shapes[f"{LAYER}.input_layernorm.weight"]

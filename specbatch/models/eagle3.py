@@ -1,8 +1,8 @@
-"""EAGLE-3 (Li et al. 2025), in the formats of SafeAILab/SpecForge and of vllm-project/speculators.
+"""Network and config of EAGLE-3 draft heads (Li et al. 2025), in the formats of SpecForge and speculators.
 
-h = fc(three residual streams of the target, side by side), or the layer's own output for later drafts; attention reads
-[norm(embed(t_{i+1})) ; norm(h)], and its output is added to h itself. The target's token is looked up in `d2t`, as the
-output matrix knows the commonest tokens only.
+h = fc(three concatenated residual streams of the target), or the layer's own output for later drafts. Attention reads
+[norm(embed(t_{i+1})) ; norm(h)], and its output is added to h. The output matrix covers only the most frequent tokens;
+`d2t` maps them to the target's token ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specbatch.models.draft_head import (
 )
 from specbatch.models.layers import Reader
 
-# What switches of a config's eagle_config mean that all heads do as the equations say.
+# Switches of eagle_config that are true for all heads that follow these equations.
 _USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
 _SWITCHES = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -38,13 +38,19 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What a head's config.json says.
+    """The settings of a head's config.json.
 
-    layer: sizes of its layer; target_hidden: of the target that it was made for; draft_vocabulary: tokens that it
-    drafts; aux: boundary indices of the features (k is the input of layer k, or the output of layer k - 1), None if it
-    names none; aux_source: where they were read; norm_before_residual: what is added to is hidden_norm(h), not h (a
-    speculators config without the key means h, as the class does that writes it; vLLM takes hidden_norm(h));
-    norm_output: what is handed on is norm(y), not y; norm_before_fc: the features are normed together; fc_norm: each.
+    layer                 sizes of its layer
+    target_hidden         hidden size of the target that it was trained for
+    draft_vocabulary      number of tokens that it can draft
+    aux                   boundary indices of the features (k is the input of layer k, which is the output of layer
+                          k - 1); None if the config has none
+    aux_source            the config key they were read from
+    norm_before_residual  the residual stream is hidden_norm(h), not h. A speculators config without the key means h,
+                          as the class that writes it; vLLM takes hidden_norm(h)
+    norm_output           the next hidden state is norm(y), not y
+    norm_before_fc        one norm over the concatenated features
+    fc_norm               one norm per feature
     """
 
     layer: ModelConfig
@@ -59,7 +65,7 @@ class Eagle3Config:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], shapes: Shapes | None = None) -> Eagle3Config:
-        """Read either format. What the tensors say wins, where they are given."""
+        """Read either format. If the tensors `shapes` are given, they take precedence over the config."""
         method = config.get("speculators_model_type")
         if method not in (None, "eagle3"):
             raise refuse("speculators_model_type", method, "algorithm 'eagle3' runs 'eagle3' checkpoints")
@@ -68,12 +74,12 @@ class Eagle3Config:
         names = shapes or {}
         layer = layer_config(table_of(config, "transformer_layer_config") if method else config, shapes)
         if layer.num_layers != 1:
-            raise refuse("num_hidden_layers", layer.num_layers, "EAGLE-3 heads of one layer are run")
+            raise refuse("num_hidden_layers", layer.num_layers, "EAGLE-3 heads of one layer are supported")
         switches = {name: flag_of(config, name, flag_of(nested, name)) for name in _SWITCHES}
         switches["norm_before_fc"] |= "input_norm.weight" in names
         switches["fc_norm"] |= "fc_norm.0.weight" in names
         if switches["norm_before_fc"] and switches["fc_norm"]:
-            raise refuse("fc_norm", True, "norm_before_fc is true too; heads with one of the two are run")
+            raise refuse("fc_norm", True, "norm_before_fc is true, too; heads with one of the two are supported")
         aux, source = _aux_layers(config, nested)
         return cls(
             layer=layer,
@@ -85,7 +91,7 @@ class Eagle3Config:
         )
 
     def shapes(self, count: int, found: Shapes) -> Shapes:
-        """Name -> shape of its tensors for `count` features; of those that may be absent, the ones among `found`."""
+        """Name -> shape of its tensors for `count` features; optional ones only if they are among `found`."""
         hidden, wide = self.layer.hidden_size, count * self.target_hidden
         shapes: Shapes = {"fc.weight": (hidden, wide), **layer_shapes(self.layer, inputs=2)}
         shapes |= {f"{LAYER}.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
@@ -99,30 +105,30 @@ class Eagle3Config:
             shapes |= {**head, "d2t": (self.draft_vocabulary,)}
         else:
             optional |= {**head, "d2t": (self.draft_vocabulary,)}
-        optional["t2d"] = (self.layer.vocab_size,)  # for training: which of the target's tokens are known
+        optional["t2d"] = (self.layer.vocab_size,)  # for training: which of the target's tokens can be drafted
         if hidden != self.target_hidden:  # then the target's matrices do not fit
             shapes |= {EMBEDDING: optional[EMBEDDING], **head}
         return shapes | {name: shape for name, shape in optional.items() if name in found}
 
 
 def _refuse_switches(config: dict[str, Any], nested: dict[str, Any]) -> None:
-    """A switch that is on and unknown changes the equations in a way that is not run here."""
+    """Refuse unknown switches that are on: they change the equations."""
     mine = {key: value for key, value in config.items() if key.startswith(("norm_", "fc_"))}
     for where, switches in (("", mine), ("eagle_config.", nested)):
         for key, value in switches.items():
             if value is True and key not in _SWITCHES + _USUAL:
                 known = ", ".join(_SWITCHES)
-                raise refuse(f"{where}{key}", value, f"of such switches {known} are run")
+                raise refuse(f"{where}{key}", value, f"supported switches are {known}")
     for key in _USUAL:
         if not flag_of(nested, key, True):
-            raise refuse(f"eagle_config.{key}", False, "only heads that say true here are run")
+            raise refuse(f"eagle_config.{key}", False, "only heads with true are supported")
 
 
 def _aux_layers(config: dict[str, Any], nested: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
-    """Boundary indices, and where they were read. The same key has two meanings: at the top (speculators, vLLM) it
-    holds boundaries, in eagle_config (SpecForge, SGLang) layers whose output is meant, in most files."""
+    """Boundary indices, and the key they were read from. The same key has two meanings: at the top level (speculators,
+    vLLM) it lists boundaries, in eagle_config (SpecForge, SGLang) in most files layers whose output is meant."""
     found, source = places_of(config, _LAYERS), _LAYERS
-    # The usual list of outputs begins with 1; published lists that do not were found to hold boundaries.
+    # The usual list of outputs starts with 1. Published lists that do not were found to be boundaries.
     if not found:
         found, source = places_of(nested, _LAYERS), f"eagle_config.{_LAYERS}"
     if not found:
@@ -135,7 +141,7 @@ def _aux_layers(config: dict[str, Any], nested: dict[str, Any]) -> tuple[tuple[i
 
 
 def default_aux(layers: int) -> tuple[int, ...]:
-    """Boundary indices that heads use which name none, for a target with that many layers."""
+    """Boundary indices of heads whose config has none, for a target with that many layers."""
     return 2, layers // 2, layers - 3
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints in FP8: float8 matrices with a scale for every 128 x 128 values, as DeepSeek-V3 and Qwen publish them.
+"""FP8 checkpoints: e4m3 matrices with a scale per block of 128 x 128 values, as published by DeepSeek-V3 and Qwen.
 
-A matrix `X` has its scales beside it as `X_scale_inv` (`...q_proj.weight_scale_inv`; of fused experts
-`...gate_up_proj_scale_inv`). Despite the name they multiply.
+The scales of a matrix `X` are the tensor `X_scale_inv` (`...q_proj.weight_scale_inv`; for fused experts
+`...gate_up_proj_scale_inv`). Despite the name they are multiplied.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from specbatch.errors import refuse
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 SCALES = "_scale_inv"
-# Never converted: convolutions and routers; embedding and head are excluded by their names.
+# Never quantized: convolutions and routers. Embedding and output matrix are excluded by their names.
 PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", "shared_expert_gate.weight")
 Shape = tuple[int, ...]
 
 
 def unconverted(config: dict[str, Any]) -> frozenset[str] | None:
-    """Modules that an FP8 checkpoint leaves as they are; None where its config.json names no quantisation."""
+    """Modules that are not quantized in an FP8 checkpoint; None if the config.json has no quantization."""
     found = table_of(config, "quantization_config")
     if not found:
         return None
@@ -32,15 +32,15 @@ def unconverted(config: dict[str, Any]) -> frozenset[str] | None:
     for key, (works, value) in asked.items():
         if value != works:
             fp8 = f"quant_method 'fp8' with weight_block_size {[SCALE_BLOCK, SCALE_BLOCK]}"
-            raise refuse(f"quantization_config.{key}", value, f"it must be {works!r}: use unquantised weights, {fp8}, "
+            raise refuse(f"quantization_config.{key}", value, f"it must be {works!r}: use unquantized weights, {fp8}, "
                          "or a GGUF file")  # fmt: skip
     listed = names_of(found, "modules_to_not_convert") or names_of(found, "ignored_layers") or []
     return frozenset(listed)
 
 
 def is_scaled(name: str, shape: Shape, plain: frozenset[str]) -> bool:
-    """Is this tensor float8, where the modules `plain`, and what lies in them, are not? A name stands for all that end
-    with it, too."""
+    """Whether a tensor is FP8, given the unquantized modules `plain`. These include their submodules, and a name
+    matches every module that ends with it."""
     if len(shape) < 2 or name.endswith(PLAIN):
         return False
     parts = name.removesuffix(".weight").split(".")
@@ -50,13 +50,13 @@ def is_scaled(name: str, shape: Shape, plain: frozenset[str]) -> bool:
 
 
 def scale_shape(shape: Shape) -> Shape:
-    """Of the scales of a weight [..., out, in]."""
+    """Shape of the scales of a weight [..., out, in]."""
     *stack, out, inner = shape
     return (*stack, -(-out // SCALE_BLOCK), -(-inner // SCALE_BLOCK))
 
 
 def with_scales(shapes: dict[str, Shape], plain: frozenset[str]) -> dict[str, Shape]:
-    """Each float8 tensor's scales behind it."""
+    """`shapes` with the scales after each FP8 tensor."""
     found: dict[str, Shape] = {}
     for name, shape in shapes.items():
         found[name] = shape
@@ -66,6 +66,6 @@ def with_scales(shapes: dict[str, Shape], plain: frozenset[str]) -> dict[str, Sh
 
 
 def left_plain(found: dict[str, Shape]) -> frozenset[str]:
-    """The modules that have no scales in a file (name -> shape)."""
+    """The modules without scales among the tensors of a file (name -> shape)."""
     names = (name for name, shape in found.items() if len(shape) > 1 and not name.endswith(SCALES))
     return frozenset(name.removesuffix(".weight") for name in names if name + SCALES not in found)

@@ -1,4 +1,4 @@
-"""A forward pass over whole sequences, without a cache: for those who train a draft, or doubt one."""
+"""Forward pass over whole sequences without a cache, for training and diagnostics of drafts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from specbatch.models.decoder import Decoder
 
 
 class UncachedContext:
-    """The context of `rows` sequences of `length` tokens each, side by side: padding behind one is never seen."""
+    """Attention and recurrence over `rows` sequences of `length` tokens each. Attention is causal, so padding at the
+    end of a sequence does not affect its tokens."""
 
     def __init__(self, model: Decoder, rows: int, length: int) -> None:
         self._rows = rows
         device, slots = model.device, list(range(1, rows + 1))
         table = torch.zeros(rows + 1, 1, dtype=torch.int64, device=device)
         self._spans = RaggedBatch([0] * rows, [length] * rows, slots, table, length)
-        # All begin anew, so the memory of one layer is that of all.
+        # All sequences start from a zero state, so all layers share the memory of one.
         types = state_types(model.dtype, "fp32")
         [self._state] = RecurrentStates(model.config.state_shapes, 1, rows + 1, 1, types, device).layers
 

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions between gates, and a few layers of attention."""
+"""LFM2: gated short convolutions and a few layers of attention."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from specbatch.models.moe import Shapes
 from specbatch.models.recurrent import ShortConv, taps_of, window_shapes
 from specbatch.models.rope import Rope
 
-_THETA = 1e6  # where a config does not say
+_THETA = 1e6  # if a config has no theta
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm2Config(ModelConfig):
-    """attends: which layers are attention; taps: of the convolutions; conv_bias: theirs and that of their products."""
+    """attends: which layers are attention; taps: of the convolutions; conv_bias: biases of convolutions and of their
+    projections."""
 
     attends: tuple[bool, ...]
     taps: int
@@ -53,7 +54,7 @@ class Lfm2Config(ModelConfig):
 
     @property
     def names(self) -> Ends:
-        return Ends(norm="model.embedding_norm")  # despite its name the final one
+        return Ends(norm="model.embedding_norm")  # despite its name the final norm
 
     @property
     def attention_layers(self) -> int:
@@ -96,7 +97,7 @@ class Lfm2Config(ModelConfig):
         return shapes
 
     def fit(self, found: Shapes) -> Lfm2Config:
-        """The width of MLPs is that of their tensors: configs spell it in several ways."""
+        """The width of MLPs is taken from their tensors, as configs state it in several ways."""
         width, _ = found.get("model.layers.0.feed_forward.w1.weight", (self.intermediate_size, 0))
         return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), intermediate_size=width)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts as checkpoints of the Qwen family hold them (Qwen3-MoE, Qwen3-Next, Qwen3.5)."""
+"""Mixture of experts of the Qwen families (Qwen3-MoE, Qwen3-Next, Qwen3.5): config, tensors and MLP block."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Mixture:
-    """`experts` of width `inner`, of which a token goes to `top_k`, and a shared one of width `shared` (0: none) with a
-    gate of its own. normalise: the chosen ones' weights are divided by their sum. fused: a file holds all experts in
-    two tensors."""
+    """`experts` experts of width `inner`, `top_k` of them per token, and a shared expert of width `shared` (0: none)
+    with its own gate. normalise: the weights of the selected experts are divided by their sum. fused: the checkpoint
+    has all experts of a layer in two tensors."""
 
     experts: int
     top_k: int
@@ -32,11 +32,11 @@ class Mixture:
     fused: bool = False
 
     def token_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """The most that a token takes in it."""
+        """Peak bytes of activations per token."""
         return token_bytes(self.experts, self.top_k + -(-self.shared // self.inner), self.inner, hidden, dtype)
 
     def shapes(self, stem: str, hidden: int) -> Shapes:
-        """Name -> shape of the tensors behind `stem`."""
+        """Name -> shape of the tensors under the prefix `stem`."""
         shapes: Shapes = {f"{stem}.gate.weight": (self.experts, hidden)}
         if self.fused:
             shapes[f"{stem}.experts.gate_up_proj"] = (self.experts, 2 * self.inner, hidden)
@@ -52,7 +52,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class MoeMlp:
-    """A mixture in a layer."""
+    """A mixture of experts as the MLP of a layer."""
 
     norm: Norm
     experts: Experts
@@ -67,7 +67,7 @@ def swiglu_shapes(stem: str, hidden: int, inner: int) -> Shapes:
 
 
 def read_experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
-    """The mixture behind `stem`."""
+    """Read the mixture under the prefix `stem`."""
     if mixture.fused:
         up, down = read.weight(f"{stem}.experts.gate_up_proj"), read.weight(f"{stem}.experts.down_proj")
     else:
@@ -90,8 +90,8 @@ def read_experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
 def with_shared(
     read: Reader, stem: str, routed: tuple[Weight, Weight], shared: tuple[Weight, Weight], activation: Activation
 ) -> tuple[Weight, Weight, int]:
-    """up and down of all experts of the mixture `stem`, and how many slices of their width behind the routed ones are
-    the shared one (`shared_slices`)."""
+    """Append the shared expert to the routed ones, as slices of their width (see `shared_slices`). Returns up and down
+    of all experts of the mixture `stem`, and the number of these slices."""
     inner, width = routed[1].values.shape[2], shared[1].values.shape[1]
     (more_up, more_down), scaled = shared, [weight.scales is not None for weight in (*routed, *shared)]
     if all(scaled) and width % SCALE_BLOCK == 0 == inner % SCALE_BLOCK:
@@ -101,8 +101,8 @@ def with_shared(
         values = shared_slices(up, down, inner, activation)
         scales = shared_slices(more_up.scales, more_down.scales, inner // SCALE_BLOCK, activation)
         sliced = [Weight(one.view(torch.float8_e4m3fn), its) for one, its in zip(values, scales, strict=True)]
-    elif any(scaled[:2]):  # they are most of a model: not to be made twice as large
-        works = f"{stem} is float8: its shared expert must be, too, and both widths multiples of {SCALE_BLOCK}"
+    elif any(scaled[:2]):  # they are most of a model, so they are not dequantized to twice the size
+        works = f"{stem} is FP8: its shared expert must be FP8, too, and both widths multiples of {SCALE_BLOCK}"
         raise refuse("shared expert", f"widths {inner} and {width}", works)
     else:
         name = f"{stem}.shared_expert"
@@ -113,7 +113,7 @@ def with_shared(
 
 
 def mixture_of(config: dict[str, Any], *, normalise: bool) -> Mixture:
-    """What a config.json says of its experts."""
+    """Read the experts of a config.json."""
     experts = count_of(config, spelled(config, "num_experts", "num_local_experts"))
     chosen = count_of(config, "num_experts_per_tok")
     if chosen > experts:
@@ -123,6 +123,6 @@ def mixture_of(config: dict[str, Any], *, normalise: bool) -> Mixture:
 
 
 def sparse_layers(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    """Which layers hold a mixture; the others a dense MLP of intermediate_size."""
+    """Which layers have a mixture of experts; the others have a dense MLP of intermediate_size."""
     dense, every = places_of(config, "mlp_only_layers") or [], count_of(config, "decoder_sparse_step", 1)
     return tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers))

@@ -1,8 +1,8 @@
-"""MTP, or NEXTN: the draft head that lies beside a target as `mtp.*`, in the layout of Qwen3-Next and Qwen3.5.
+"""Network of MTP (NEXTN) draft heads, stored with the target as `mtp.*` in the layout of Qwen3-Next and Qwen3.5.
 
-x = fc([norm(embed(t_{i+1})) ; norm(h_i)]) with the target's last hidden state behind its final norm; then a layer of
-these families with gated attention, and a norm whose output goes to the target's head and is the next h. All norms are
-centred on zero: they multiply by 1 + weight.
+x = fc([norm(embed(t_{i+1})) ; norm(h_i)]), where h_i is the target's last hidden state after its final norm; then a
+layer of these families with gated attention, and a norm whose output is the input of the target's output matrix and
+the next h. All norms are centred on zero: they multiply by 1 + weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FC = f"{PREFIX}fc.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(Qwen3NextConfig):
-    """The head as a model of one layer, with neither embedding nor output matrix."""
+    """The head as a model of one layer without embedding and output matrix."""
 
     def weight_shapes(self) -> Shapes:
         hidden, shapes = self.hidden_size, super().weight_shapes()
@@ -40,14 +40,14 @@ class MtpConfig(Qwen3NextConfig):
 
 class Mtp(DraftHead):
     def __init__(self, config: MtpConfig, read: Callable[[str], torch.Tensor], target: Decoder, positions: int) -> None:
-        """positions: how many there are to rotate to."""
+        """positions: length of the rope tables."""
         reader = Reader(config, read, target.dtype, target.device, of_draft=True)
         layer = qwen3_next.layer(reader, 0, rope_tables(config, positions, target.dtype, target.device))
         assert isinstance(layer.mixer, Attention)
         super().__init__(config, layer.mixer.heads, target)
         self._layer = layer
         fc = reader.weight(FC)
-        if config.may_dequantize(FC, fc.values.shape):  # its halves would cut a block of scales
+        if config.may_dequantize(FC, fc.values.shape):  # a block of scales spans both halves
             fc = Weight(reader.dequantize(FC, fc))
         self._fc = Joined(fc)
         self._token_norm = centred(reader, f"{PREFIX}pre_fc_norm_embedding")
@@ -63,9 +63,9 @@ class Mtp(DraftHead):
 
 
 def mtp_config(target: ModelConfig, found: Shapes | None = None) -> MtpConfig:
-    """The head beside a target: gated attention of the target's sizes and rope, without biases, and a mixture of
-    experts like the target's own, unless the tensors `found` say that it is a dense MLP. They also say which of them
-    are float8; without them it is as the target's config has it."""
+    """The config of a target's MTP head: gated attention with the target's sizes and rope, without biases, and the
+    target's mixture of experts. If the tensors `found` are given, they determine whether it has a dense MLP instead,
+    and which of them are FP8."""
     mixture = target.mixture if isinstance(target, Qwen3NextConfig) else None
     if found is not None and f"{PREFIX}layers.0.mlp.gate.weight" not in found:
         mixture = None

@@ -1,6 +1,6 @@
-"""Nemotron-H: Mamba2, a little attention without positions, and MLPs (relu squared) or mixtures of experts.
+"""Nemotron-H: Mamba2 layers, few attention layers without rope, and MLPs (squared ReLU) or mixtures of experts.
 
-A published layer is one of these. Here a layer is a mixer with whatever MLPs come behind it.
+A published layer is one of these. Here a layer is a mixer with the MLPs that follow it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class SsdSizes:
-    """Of a Mamba2 layer: heads, their size, groups of B and C, state size, taps of the convolution and its bias."""
+    """Sizes of a Mamba2 layer: heads, head size, groups of B and C, state size, taps of the convolution and its
+    bias."""
 
     count: int
     dim: int
@@ -57,7 +58,8 @@ class SsdSizes:
 
 @dataclass(frozen=True)
 class Relu2Mixture:
-    """Experts without a gate, chosen by sigmoids with a bias, and a shared one of width `shared`."""
+    """Experts without a gate projection, selected by sigmoid scores with a bias, and a shared expert of width
+    `shared`."""
 
     experts: int
     top_k: int
@@ -69,14 +71,14 @@ class Relu2Mixture:
     top_groups: int
 
     def token_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """The most that a token takes in it."""
+        """Peak bytes of activations per token."""
         width = self.top_k + -(-self.shared // self.inner)
         return 4 * hidden + token_bytes(self.experts, width, self.inner, hidden, dtype)  # the router is float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(ModelConfig):
-    """pattern: the kind of every published layer; num_layers counts those that look at other tokens, `depth` all."""
+    """pattern: the kind of every published layer; num_layers counts the mixers, `depth` all published layers."""
 
     pattern: str
     mamba: SsdSizes
@@ -88,13 +90,13 @@ class NemotronHConfig(ModelConfig):
         mixers = sum(kind in (MAMBA, ATTENTION) for kind in pattern)
         for key, works in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
             if config.get(key, works) not in (works, None):
-                raise refuse(key, config[key], f"these layers are run with {works!r}")
+                raise refuse(key, config[key], f"only {works!r} is supported")
         for key in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"):
             if flag_of(config, key):
-                raise refuse(key, config[key], "these layers are run without biases")
+                raise refuse(key, config[key], "layers with biases are not supported")
         limit = limits_of(config, "time_step_limit")
         if limit is not None and (limit[0] > 0 or limit[1] < math.inf):
-            raise refuse("time_step_limit", limit, "steps are run without a limit")
+            raise refuse("time_step_limit", limit, "a limit of the time step is not supported")
         plain = ModelConfig.from_dict(
             {key: value for key, value in config.items() if not key.startswith(("rope", "hidden_act", "sliding"))}
             | {
@@ -125,7 +127,7 @@ class NemotronHConfig(ModelConfig):
         return len(self.pattern)
 
     def published(self, index: int) -> tuple[int, ...]:
-        """A mixer, and the MLPs up to the next one."""
+        """A mixer and the MLPs up to the next mixer."""
         mixers = [place for place, kind in enumerate(self.pattern) if kind in (MAMBA, ATTENTION)]
         return tuple(range(mixers[index], [*mixers, self.depth][index + 1]))
 
@@ -206,10 +208,10 @@ class Relu2:
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
     config = read.config
     assert isinstance(config, NemotronHConfig)
-    place, *behind = config.published(index)
+    place, *mlps = config.published(index)
     stem = f"backbone.layers.{place}"
     make = _mamba if config.pattern[place] == MAMBA else _attention
-    return Layer(make(read, stem, tables), tuple(_mlp(read, other) for other in behind))
+    return Layer(make(read, stem, tables), tuple(_mlp(read, other) for other in mlps))
 
 
 def final_norm(read: Reader, stem: str) -> Norm:
@@ -284,7 +286,7 @@ def _relu2_shapes(stem: str, hidden: int, inner: int) -> Shapes:
 
 
 def _pattern(config: dict[str, Any]) -> str:
-    """Of hybrid_override_pattern, or of layers_block_type in either of its spellings."""
+    """The kinds of layers, from hybrid_override_pattern or from layers_block_type in either of its spellings."""
     pattern, kinds = config.get("hybrid_override_pattern"), names_of(config, "layers_block_type")
     if pattern is None:
         for kind in kinds or ():
@@ -292,7 +294,7 @@ def _pattern(config: dict[str, Any]) -> str:
                 raise refuse("layers_block_type", kind, f"layers are {', '.join(_KINDS)}")
         pattern = "".join(_KINDS[kind] for kind in kinds or ())
     if not isinstance(pattern, str):
-        raise refuse("hybrid_override_pattern", pattern, "the config must give a text")
+        raise refuse("hybrid_override_pattern", pattern, "the config must give a string")
     for kind in pattern:
         if kind not in (MAMBA, ATTENTION, MLP, MOE):
             raise refuse("hybrid_override_pattern", pattern, f"layers are {MAMBA}, {ATTENTION}, {MLP} and {MOE}")
@@ -318,7 +320,7 @@ def _ssd_sizes(config: dict[str, Any]) -> SsdSizes:
 def _mixture(config: dict[str, Any]) -> Relu2Mixture:
     inner, shares = count_of(config, "moe_intermediate_size"), count_of(config, "n_shared_experts", 1, least=0)
     if shares != 1:
-        raise refuse("n_shared_experts", shares, "one shared expert is run")
+        raise refuse("n_shared_experts", shares, "one shared expert is supported")
     return Relu2Mixture(
         experts=count_of(config, "n_routed_experts"),
         top_k=count_of(config, "num_experts_per_tok"),

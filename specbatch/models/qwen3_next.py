@@ -1,8 +1,8 @@
-"""Qwen3-Next and Qwen3.5 (dense and mixture of experts): three gated delta nets to one layer of gated attention.
+"""Qwen3-Next and Qwen3.5 (dense and mixture of experts): three gated delta nets per layer of gated attention.
 
-All norms but that of the delta net multiply by 1 + weight; they are kept as float32, as 1 + weight has no place in
-bfloat16. A quarter of a head's channels turn: queries and keys are put in an order in which rope pairs them as in whole
-heads (`paired`), and their products stay what they are.
+All norms except that of the delta net multiply by 1 + weight, which is kept in float32, as bfloat16 cannot represent
+it. Rope rotates a quarter of a head's channels: the channels of queries and keys are permuted so that the rope of whole
+heads pairs them correctly (`paired`), which does not change their dot products.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
 from specbatch.models.recurrent import GatedDelta, taps_of
 
-_PARTIAL = 0.25  # of a head's channels turn, where a config does not say
+_PARTIAL = 0.25  # share of rotated channels, if a config has none
 _INTERVAL = 4
 _KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Of a gated delta net: heads of keys and of values, their sizes, taps of the convolution. grouped: q, k, v and z
-    of each key head lie together in a file, and likewise b and a (Qwen3-Next)."""
+    """Sizes of a gated delta net: heads of keys and of values, their dimensions, taps of the convolution. grouped: a
+    file stores q, k, v and z of each key head together, and likewise b and a (Qwen3-Next)."""
 
     keys: int
     values: int
@@ -69,8 +69,8 @@ class DeltaSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(ModelConfig):
-    """attends: which layers are attention; delta: the other ones' sizes, None without any; mixture: None for a dense
-    MLP in all layers; sparse: which layers hold it; prefix: what stands before the names of layers."""
+    """attends: which layers are attention; delta: sizes of the other layers, None if there are none; mixture: None for
+    a dense MLP in all layers; sparse: which layers have the mixture; prefix: prefix of the names of layers."""
 
     attends: tuple[bool, ...]
     delta: DeltaSizes | None
@@ -80,25 +80,27 @@ class Qwen3NextConfig(ModelConfig):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Qwen3NextConfig:
-        """Read a config.json of either family; of Qwen3.5's, which nests the model's text part, that part."""
+        """Read a config.json of either family. Qwen3.5 configs contain the text model as a nested table."""
         text = table_of(config, "text_config") or None
-        # Where both parts say it, the outer one is right: the text part's false is written by default.
+        # The outer value takes precedence: the false of the text part is written by default.
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         inner = config if text is None else text | tied
         kind = str(inner.get("model_type", ""))
         if kind not in _KINDS:
-            raise refuse("model_type", kind or None, f"these layers are those of {', '.join(_KINDS)}")
+            raise refuse("model_type", kind or None, f"supported are {', '.join(_KINDS)}")
         if not flag_of(inner, "attn_output_gate", True):
             raise refuse("attn_output_gate", False, "these families' attention has an output gate")
         if inner.get("output_gate_type", "silu") not in ("silu", "swish"):
             raise refuse("output_gate_type", inner["output_gate_type"], "the delta net's norm is gated by 'silu' here")
         if flag_of(inner, "attention_bias"):
-            raise refuse("attention_bias", True, "these layers are run without biases")
+            raise refuse("attention_bias", True, "layers with biases are not supported")
         plain = ModelConfig.from_dict(_as_qwen3(inner))
         partial = _partial(inner)
         turning = int(plain.head_dim * partial)
         if turning < 2 or turning % 2:
-            raise refuse("partial_rotary_factor", partial, f"of {plain.head_dim} channels an even number must turn")
+            raise refuse(
+                "partial_rotary_factor", partial, f"an even number of the {plain.head_dim} channels must rotate"
+            )
         moe = kind in ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
         normalise = kind != "qwen3_next" or flag_of(inner, "norm_topk_prob", True)
         layers = plain.num_layers
@@ -182,7 +184,7 @@ class Qwen3NextConfig(ModelConfig):
         return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), mixture=mixture)
 
     def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Rows of queries and keys change places; values lie in the same matrix."""
+        """Rows of queries and keys are permuted, and values are in the same matrix."""
         return super().may_dequantize(name, shape) or name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
 
     def stacked(self) -> Self:
@@ -216,10 +218,10 @@ def centred(read: Reader, stem: str) -> Norm:
 def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     config, inner = read.config, f"{stem}.self_attn"
     dim, order = config.head_dim, paired(config.head_dim, config.rope.rotary_dim)
-    # Another order of rows knows no blocks of scales.
+    # The permutation of rows does not respect the blocks of scales.
     q, k, v = (read(f"{inner}.{part}_proj.weight") for part in "qkv")
     order = order.to(q.device)
-    queries, gates = q.view(config.num_heads, 2, dim, -1).unbind(1)  # they alternate head by head
+    queries, gates = q.view(config.num_heads, 2, dim, -1).unbind(1)  # they alternate per head
     keys = k.view(config.num_kv_heads, dim, -1)
     q_norm, k_norm = (centred(read, f"{inner}.{part}_norm").weight[order].contiguous() for part in "qk")
     return Attention(
@@ -232,8 +234,9 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
 
 
 def paired(dim: int, turning: int) -> torch.Tensor:
-    """An order of a head's channels in which the first `turning`, paired as their own halves, are paired as halves of
-    the head. Queries and keys may be put in any order, if it is the same: their products stay."""
+    """Permutation of a head's channels. The first `turning` channels are paired as halves of these `turning`; after the
+    permutation they are paired as halves of the head. The same permutation of queries and keys does not change their
+    dot products."""
     half, still = turning // 2, (dim - turning) // 2
     channels = torch.arange(dim)
     one, two, rest = channels[:half], channels[half:turning], channels[turning:]
@@ -262,7 +265,7 @@ def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:
 
 
 def _delta_inputs(read: Reader, stem: str, sizes: DeltaSizes) -> Linear:
-    """q, k, v, z, b and a, each of all heads. b and a stay in the activations' type in files in float8."""
+    """q, k, v, z, b and a, each of all heads. FP8 files do not quantize b and a."""
     if not sizes.grouped:
         first, second = (
             read.weight(*(f"{stem}.in_proj_{part}.weight" for part in parts)) for parts in (("qkv", "z"), "ba")
@@ -277,7 +280,8 @@ def _delta_inputs(read: Reader, stem: str, sizes: DeltaSizes) -> Linear:
 
 
 def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
-    """Parts of so many rows, each of all groups, from those that lie together by group."""
+    """Reorder a matrix whose rows are grouped by key head (per group: parts of `rows` rows) to one part after the
+    other."""
 
     def regrouped(matrix: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         return torch.cat([part.flatten(0, 1) for part in matrix.unflatten(0, (groups, -1)).split(sizes, 1)])
@@ -290,17 +294,17 @@ def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
-    """The same sizes as those of a Qwen3, for what the families share."""
+    """The config as that of a Qwen3, to read the settings that the families share."""
     plain = {key: value for key, value in config.items() if key not in ("layer_types", "partial_rotary_factor")}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(plain.get(key), dict):
             plain[key] = {
                 name: "default" if (name, value) in (("rope_type", "mrope"), ("type", "mrope")) else value
                 for name, value in plain[key].items()
-                # Of text the three positions of mrope are one.
+                # For text the three positions of mrope are equal.
                 if name != "partial_rotary_factor" and not name.startswith("mrope")
             }
-    # A mixture's layers have no width of their own.
+    # Layers with a mixture have no intermediate_size.
     width = config.get("intermediate_size") or config.get("moe_intermediate_size")
     return plain | {"architectures": None, "model_type": "qwen3", "intermediate_size": width}
 

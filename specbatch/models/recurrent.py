@@ -1,5 +1,7 @@
-"""Mixers whose context is a state: gated delta nets (Qwen3-Next, Qwen3.5), Mamba2 (Nemotron-H), short convolutions
-(LFM2). Their mathematics is in `kernels`; here is which columns and tensors go where."""
+"""Recurrent mixers: gated delta nets (Qwen3-Next, Qwen3.5), Mamba2 (Nemotron-H) and short convolutions (LFM2).
+
+The recurrences are computed in `kernels.recurrent`; this module assigns columns and tensors to them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Two products and a state between them. norm [hidden_size] stands before; inputs: into what is projected, one
-    matrix; out: from what comes out of the state."""
+    """Input projection, recurrence and output projection. norm [hidden_size]: applied to the input; inputs: the input
+    projections as one matrix; out: the output projection."""
 
     norm: Norm
     inputs: Linear
@@ -58,18 +60,18 @@ class Recurrence:
 
 
 def taps_of(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """How many inputs a convolution of a config.json adds up."""
+    """Number of taps of a convolution in a config.json."""
     return count_of(config, key, default, least=2, most=MOST_TAPS)
 
 
 def window_shapes(channels: int, taps: int) -> tuple[StateShape, StateShape]:
-    """What a convolution of `taps` over `channels` keeps."""
+    """State of a convolution with `taps` over `channels`."""
     return StateShape("window", (taps - 1, channels)), StateShape("inputs", (channels,), pending=True)
 
 
 @dataclass(frozen=True)
 class GatedDelta(Recurrence):
-    """Projected are [q | k | v], which go through the convolution conv [channels, K], then z, b and a."""
+    """Projected input: [q | k | v], which pass the convolution conv [channels, K], then z, b and a."""
 
     conv: torch.Tensor
     heads: DeltaHeads
@@ -79,7 +81,7 @@ class GatedDelta(Recurrence):
         return (
             *window_shapes(2 * keys * key_dim + values * value_dim, taps),
             StateShape("matrix", (values, key_dim, value_dim), "state"),
-            # In float32, so that a state does not depend on how many tokens a verify accepts.
+            # In float32, so that a state does not depend on how many tokens each verify accepted.
             StateShape("k", (keys, key_dim), "float32", pending=True),
             StateShape("u", (values, value_dim), "float32", pending=True),
             StateShape("g", (values,), "float32", pending=True),
@@ -105,7 +107,7 @@ class GatedDelta(Recurrence):
 
 @dataclass(frozen=True)
 class Mamba2(Recurrence):
-    """Projected are z, then [x | B | C], which go through the convolution conv [channels, K] with bias, then dt."""
+    """Projected input: z, then [x | B | C], which pass the convolution conv [channels, K] with bias, then dt."""
 
     conv: torch.Tensor
     bias: torch.Tensor | None
@@ -137,7 +139,7 @@ class Mamba2(Recurrence):
 
 @dataclass(frozen=True)
 class ShortConv(Recurrence):
-    """Projected are B, C and x: C * conv(B * x), conv [channels, K]."""
+    """Projected input: B, C and x. Output: C * conv(B * x), conv [channels, K]."""
 
     conv: torch.Tensor
     bias: torch.Tensor | None

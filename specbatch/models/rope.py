@@ -1,4 +1,4 @@
-"""Rotary position embedding: what a config.json says of it, and the frequencies."""
+"""Rotary position embedding (RoPE): its parameters in a config.json, and its frequencies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from specbatch.errors import refuse
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_THETA = 10000.0  # what the dense families mean when a config says nothing
-# Keys that each rope type reads. A key outside its set would be ignored in silence, so it is refused instead.
+DEFAULT_THETA = 10000.0  # of the dense families, if a config has no theta
+# Keys that each rope type reads. Other keys are refused, not ignored silently.
 _ROPE_COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned"}
 _ROPE_KEYS = {
     "default": {"factor", "original_max_position_embeddings"},
@@ -29,20 +29,20 @@ _ROPE_KEYS = {
         "mscale_all_dim",
         "truncate",
     },
-    "divisors": {"divisors"},  # our own spelling, written when a GGUF file is converted
+    "divisors": {"divisors"},  # our own type, written when a GGUF file is converted
 }
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: which channels turn, and how fast.
+    """Rotary position embedding: which channels rotate, and at which frequencies.
 
     kind              "default", "linear", "llama3", "yarn" or "divisors" (one per frequency, as in GGUF)
-    rotary_dim        leading channels of a head that turn, paired as halves (channel i with i + rotary_dim/2)
+    rotary_dim        leading channels of a head that rotate, paired as halves (channel i with i + rotary_dim/2)
     attention_factor  factor on cos and sin
     source            where theta was read: "rope_parameters", "rope_scaling", "rope_theta", "class default"
                       or "gguf"
-    The other fields are the parameters of the scaling and are read by the kinds that have them.
+    The other fields are parameters of the scaling, for the kinds that have them.
     """
 
     theta: float
@@ -84,7 +84,7 @@ class Rope:
         return self._yarn(periods, self.original_max_position)
 
     def _llama3(self, plain: torch.Tensor, original: int) -> torch.Tensor:
-        """Short waves stay, long ones are divided by the factor, those between are blended."""
+        """High frequencies stay, low ones are divided by the factor, those between are interpolated."""
         import torch
 
         waves = 2 * math.pi / plain
@@ -95,7 +95,7 @@ class Rope:
         return torch.where(between, blend, slow)
 
     def _yarn(self, periods: torch.Tensor, original: int) -> torch.Tensor:
-        """Fast channels stay, slow ones are divided by the factor, with a ramp between."""
+        """High frequencies stay, low ones are divided by the factor, with a linear ramp between."""
         import torch
 
         def channel(turns: float) -> float:
@@ -106,20 +106,20 @@ class Rope:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.rotary_dim - 1)
         if low == high:
-            high += 0.001  # a ramp of no width would divide by zero
+            high += 0.001  # avoids a division by zero
         ramp = (torch.arange(self.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)
         keep = 1 - ramp.clamp(0, 1)
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
 
 def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
-    """The rope of heads of `head_dim` that a config.json describes; max_position: what a scaling begins with where it
-    does not say."""
+    """Read the RoPE parameters of a config.json. max_position: the original length of a scaling that does not state
+    it."""
     source = "rope_scaling" if table_of(config, "rope_scaling") else "rope_parameters"
     found = table_of(config, source)
     if found and all(isinstance(value, dict) for value in found.values()):
         if "full_attention" not in found:
-            raise refuse(source, sorted(found), "of tables per layer type only 'full_attention' is used")
+            raise refuse(source, sorted(found), "of tables per layer type only 'full_attention' is supported")
         found = found["full_attention"]
     values = {key: value for key, value in found.items() if value is not None}
 
@@ -137,7 +137,7 @@ def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
         theta, source = DEFAULT_THETA, "class default"
     partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise refuse("partial_rotary_factor", partial, "these families turn whole heads; it must be 1")
+        raise refuse("partial_rotary_factor", partial, "these families rotate whole heads; it must be 1")
     if kind == "default":
         return Rope(theta=theta, rotary_dim=head_dim, source=source)
     if kind == "divisors":
@@ -159,7 +159,7 @@ def read_rope(config: dict[str, Any], head_dim: int, max_position: int) -> Rope:
             raise refuse("rope.low_freq_factor", low, f"it must be below high_freq_factor={high}")
         return Rope(**rope, low_freq_factor=low, high_freq_factor=high)
     if theta <= 1:
-        raise refuse("rope_theta", theta, "yarn finds channels by their periods; it must be above 1")
+        raise refuse("rope_theta", theta, "yarn needs a theta above 1")
     return Rope(
         **rope,
         attention_factor=_yarn_attention_factor(values, factor),

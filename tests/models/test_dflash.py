@@ -158,7 +158,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block_size": None}, "block_size=None"),
     ({"block_size": 1}, "block_size=1: use 2 to 64"),
     ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id=None"),
-    ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}}, r"each layer may be there once"),
+    ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}}, r"each layer may occur once"),
     ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [-1]}}, "whole numbers from 0"),
     ({"dflash_config": {"mask_token_id": 3}, "num_target_layers": None}, "or num_target_layers"),
     ({"dflash_config": {"mask_token_id": 3, "conv_kernel_size": 3}}, "conv_kernel_size=3"),

@@ -278,7 +278,7 @@ def test_a_random_mtp_head_is_made_where_its_target_is(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("specbatch.weights.dummy.random_tensor", random)
     monkeypatch.setattr("specbatch.drafters.mtp.feature_chain", lambda head, *_: head)
-    monkeypatch.setattr(Reader, "_sound", lambda self, name, values: values)  # nothing has a value here
+    monkeypatch.setattr(Reader, "_checked", lambda self, name, values: values)  # nothing has a value here
     config = ModelConfig.from_dict(NEXT | {"dtype": "bfloat16"})
     checkpoint = DummyCheckpoint(config, name="next", seed=1, tokenizer=None, device="meta")
     sizes = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_positions": 64}
