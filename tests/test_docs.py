@@ -77,6 +77,17 @@ def test_links_of_the_docs_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_named_in_the_docs_exist(page: Path) -> None:
+    """Paths from the root, from the package, or from the page; those under out/ and ci/ are the reader's own, and
+    those "at" a commit were removed."""
+    named = re.findall(r"`((?!out/|ci/)[\w./-]+/[\w.-]+\.(?:py|md|toml|csv))`(?! at [0-9a-f]{7})", page.read_text())
+    missing = [
+        path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "specbatch", page.parent))
+    ]
+    assert missing == []
+
+
 def anchors(page: Path) -> set[str]:
     """The headings as GitHub links to them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
