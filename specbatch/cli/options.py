@@ -169,9 +169,9 @@ class EngineOptions(SimpleNamespace):
         config = EngineConfig(**settings | {"speculation": self.speculation(), "graphs": asked})
         if self.decode_graph and (self.prefill_graph or compares):
             return config
-        from specbatch.engine.builder import find_device, usual_graphs
+        from specbatch.engine.builder import default_graphs, find_device
 
-        usual = usual_graphs(find_device(config.device))
+        usual = default_graphs(find_device(config.device))
         prefill = self.prefill_graph or ("off" if compares else usual.prefill)
         return replace(config, graphs=Graphs(self.decode_graph or usual.decode, prefill))
 

@@ -1,4 +1,4 @@
-"""Host and device: the two ways data crosses, neither of which makes the host wait before it asks to, and a clock."""
+"""Copies between host and device that do not block the host, and a timer of device work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 def upload(
     values: Sequence[Any] | np.ndarray | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """A small table for the device, sent through pinned memory in stream order."""
+    """Copy a small table to the device, through pinned memory and in stream order."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cpu":
         return host
@@ -22,12 +22,12 @@ def upload(
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make it the current one: streams, events and Triton's launches are the current device's."""
+    """Make it the current device, which streams, events and Triton launches use."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Time of work and of all that it launches."""
+    """Seconds that `work` takes, with everything that it launches."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -38,7 +38,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 class StepTimer:
-    """Device time of an iteration, and of the gap between it and the one before."""
+    """Device time of a decode step, and of the gap between it and the previous one."""
 
     def __init__(self) -> None:
         self._begun = torch.cuda.Event(enable_timing=True)
@@ -48,28 +48,28 @@ class StepTimer:
 
     @classmethod
     def begin(cls, device: torch.device) -> StepTimer | None:
-        """Start the clock; only CUDA devices have one."""
+        """Start a timer; only CUDA devices have one."""
         return cls() if device.type == "cuda" else None
 
-    def end(self, behind: StepTimer | None) -> None:
-        """Stop it. `behind`: the iteration before, if nothing was launched between."""
+    def end(self, previous: StepTimer | None) -> None:
+        """Stop it. `previous`: the timer of the step before, if nothing was launched between them."""
         self._done.record()
-        if behind is not None:
-            self._previous = behind._done
+        if previous is not None:
+            self._previous = previous._done
 
     @property
     def follows(self) -> bool:
-        """Was nothing launched between the iteration before and this one?"""
+        """Was nothing launched between the previous step and this one?"""
         return self._previous is not None
 
     def seconds(self) -> tuple[float, float | None]:
-        """(iteration, gap before it or None); the iteration must be over."""
+        """(step, gap before it or None). The step must be over."""
         gap = None if self._previous is None else self._previous.elapsed_time(self._begun) / 1000
         return self._begun.elapsed_time(self._done) / 1000, gap
 
 
 class AsyncCopy:
-    """Tensors on their way to the host, copied behind the work that makes them, on a stream of their own."""
+    """Tensors on their way to the host, copied on a stream of their own after the work that makes them."""
 
     def __init__(self, *tensors: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
         self._event: torch.cuda.Event | None = None
@@ -88,11 +88,11 @@ class AsyncCopy:
             item.record_stream(stream)
 
     def ready(self) -> bool:
-        """Can `wait` answer at once?"""
+        """Has the copy arrived, so that `wait` returns at once?"""
         return self._event is None or self._event.query()
 
     def wait(self) -> list[Any]:
-        """The values as nested lists, once they are there."""
+        """The values as nested lists, once they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return [item.tolist() for item in self._host]

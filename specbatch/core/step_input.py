@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from specbatch.core.attention_metadata import DecodeMetadata, Mask
-from specbatch.core.device_batch import DeviceBatch, Sampling
+from specbatch.core.device_batch import DeviceBatch
+from specbatch.core.sampling import Sampling
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ class DFlashDrafter(NoDraft):
 
     def _draw(self, step: StepInput, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
         """Each draft from the law of its own row: given the context they are independent of each other."""
-        tokens, laws = step.sampling.draw(logits, positions_from(step.lengths + 1, step.num_drafts), DRAFT)
+        tokens, laws = step.sampling.sample_with_probabilities(
+            logits, positions_from(step.lengths + 1, step.num_drafts), DRAFT
+        )
         ids, total = self._model.ids, self._model.config.vocab_size
         if ids is None:
             return Proposal(tokens, drafted, laws)

@@ -68,7 +68,7 @@ class DraftModelChain(NoDraft):
             start = positions = start + rows
             rows = 1
             if step.sampling.flags.sampled:
-                drawn, law = step.sampling.draw(logits[:, None], start[:, None], DRAFT)
+                drawn, law = step.sampling.sample_with_probabilities(logits[:, None], start[:, None], DRAFT)
                 tokens = drafts[:, index].copy_(drawn[:, 0])
                 laws.append(law)
             else:

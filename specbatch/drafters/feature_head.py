@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
-from specbatch.core.device_batch import DeviceBatch, Sampling
+from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.embedded_prompt import EmbeddingOverrides
+from specbatch.core.sampling import Sampling
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
@@ -178,7 +179,8 @@ class FeatureChain(NoDraft):
         logits, ids = head.logits(hidden), head.vocabulary
         if not sampling.flags.sampled:
             return argmax_embedding(logits, head.embedding, ids, out), None
-        tokens, law = sampling.draw(logits[:, None], places[:, None] + 2, DRAFT)  # a pair's token is one further
+        positions = places[:, None] + 2  # a token is one position after its pair
+        tokens, law = sampling.sample_with_probabilities(logits[:, None], positions, DRAFT)
         if ids is not None:  # what the head cannot draft has probability 0
             tokens, law = ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
         return head.embed(out.copy_(tokens[:, 0])), law

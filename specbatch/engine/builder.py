@@ -1,12 +1,10 @@
-"""From a configuration to an engine's parts: checkpoint, memory plan, models, caches, scheduler, runner, graphs."""
+"""Builds an engine from its configuration: checkpoints, memory plan, models, caches, scheduler, graphs."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +14,13 @@ from specbatch.config import EngineConfig, Graphs
 from specbatch.core.async_copy import on_device
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.drafters.base import Drafter, DraftPlan
+from specbatch.engine.device_worker import DeviceWorker
 from specbatch.engine.draft_length import DraftLength, announced
-from specbatch.engine.prefill import PromptPass
-from specbatch.engine.runner import OnTokens, Runner
+from specbatch.engine.prefill import PrefillStep
 from specbatch.engine.scheduler import Scheduler
-from specbatch.engine.scoring import Scorer
+from specbatch.engine.score_step import ScoreStep
 from specbatch.engine.step import DecodeStep
+from specbatch.engine.step_times import measure_step_times
 from specbatch.errors import refuse
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
@@ -34,34 +33,34 @@ from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.progress import Report
-from specbatch.runtime.cuda_graphs import Program, Recorder, Recordings, batch_buckets, graph_bytes, token_buckets
+from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, graph_bytes
 from specbatch.runtime.loader import Loader, float8_said, rounds_activations, weight_bytes
-from specbatch.runtime.prefill_forward import PromptWork, static_bytes
+from specbatch.runtime.prefill_forward import static_bytes
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What an engine works with. `config`: as asked for, with what the draft and the memory decide; `caps`: what it can
-    hold at most, for the record; `forwards`: by role."""
+class EngineParts:
+    """What an engine is made of. config: as asked for, with what the draft and the memory decide; caps: what it can
+    hold at most, for the record."""
 
     config: EngineConfig
     device: torch.device
     tokenizer: Tokenizer
     model: Decoder
     plan: MemoryPlan
-    caps: dict[str, Any]
     scheduler: Scheduler
-    runner: Runner
+    worker: DeviceWorker
+    draft_length: DraftLength
+    draft: DraftPlan
     drafter: Drafter
-    scorer: Scorer
-    forwards: dict[str, PromptWork]
+    caps: dict[str, Any]
 
 
 class Prepared(NamedTuple):
-    """What is known of an engine before its memory is planned. config: with what the draft says filled in; attention:
-    by role."""
+    """What is known of an engine before its memory is planned. config: with the settings that the draft decides filled
+    in; attention: by role."""
 
     config: EngineConfig
     device: torch.device
@@ -72,9 +71,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) -> Prepared:
-    """Refuse what cannot run, a draft that was made for another model among it, before anything is planned or loaded.
+    """Open the checkpoints and refuse what cannot run, such as a draft for another model, before anything is loaded.
 
-    shared: the target as another engine has loaded it.
+    shared: the target, loaded by another engine.
     """
     device = find_device(config.device)
     _check_device(config, device)
@@ -96,7 +95,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if draft.drafted is not None:
         asked = config.speculation
-        if asked.is_auto:  # then this is the most
+        if asked.is_auto:  # an upper limit
             config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
@@ -112,32 +111,34 @@ def build(
     config: EngineConfig,
     log: Log,
     report: Report,
-    on_tokens: OnTokens,
     *,
     shared: Decoder | None = None,
     share: MemoryShare = EXCLUSIVE,
-) -> Parts:
+) -> EngineParts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
     prepared = prepare(config, log, shared=shared)
-    config, device, target, dtype, attention, draft = prepared
     plan = memory_plan(prepared, share, is_shared=shared is not None)
+    config = prepared.config
     if config.prefix_cache and plan.states and not plan.cached_states:
         log("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
-        config = replace(config, prefix_cache=False)
+        prepared = prepared._replace(config=replace(config, prefix_cache=False))
     log(f"speculation: {config.speculation}")
     if config.speculation.is_auto:
         log(announced(config.speculation.lengths))
     for line in plan.lines():
         log(line)
     try:
-        with on_device(device):
-            return _assemble(config, target, shared, draft, attention, plan, dtype, device, log, report, on_tokens)
+        with on_device(prepared.device):
+            parts = _load(prepared, plan, shared, log)
+            parts.caps.update(_record_graphs(parts.worker, log, report))
+            parts.caps.update(_time_draft_lengths(parts))
+            return parts
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
 
 
 def memory_plan(prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared: bool = False) -> MemoryPlan:
-    """What an engine would take of the memory that is free now. Refused: what does not fit."""
+    """How an engine would use the memory that is free now. Refuses what does not fit."""
     config, device, target, dtype, _, draft = prepared
     kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
     graphs = graph_bytes(
@@ -171,34 +172,24 @@ def memory_plan(prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared
 
 
 def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
-    """Activations of a token: those of the target, or of what drafts behind it, which reads its features."""
+    """Activations of a token: those of the target, or of the draft after it, which reads its features."""
     features = (draft.needs_all_hidden + len(draft.aux)) * target.hidden_size * dtype.itemsize
-    behind = features + token_bytes(draft.config, dtype) if draft.kv_layers else 0
-    return max(token_bytes(target, dtype) + features, behind)
+    drafting = features + token_bytes(draft.config, dtype) if draft.kv_layers else 0
+    return max(token_bytes(target, dtype) + features, drafting)
 
 
 def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, rows: int) -> int:
-    """Of one device row with a verify of `rows` rows; without, of a checkpoint."""
+    """Recurrent states of one slot with a verify of `rows` tokens; with 0, of a cached prefix."""
     layers = target.num_layers - target.attention_layers
     return state_bytes(target.state_shapes, layers, rows, state_types(dtype, config.state_dtype))
 
 
-def _assemble(
-    config: EngineConfig,
-    target: Checkpoint,
-    shared: Decoder | None,
-    draft: DraftPlan,
-    attention: dict[str, PrefillAttention],
-    plan: MemoryPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    log: Log,
-    report: Report,
-    on_tokens: OnTokens,
-) -> Parts:
-    rows = config.speculation.drafted + 1
-    slots = draft.kv_slots_per_step(rows)
-    width = reach_of(plan.max_model_len, slots) + 1
+def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log) -> EngineParts:
+    """Load the models and allocate the caches."""
+    config, device, target, dtype, attention, draft = prepared
+    num_queries = config.speculation.drafted + 1
+    kv_slots = draft.kv_slots_per_step(num_queries)
+    width = reach_of(plan.max_model_len, kv_slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
@@ -211,7 +202,7 @@ def _assemble(
         attention=attention,
         chunk=config.prefill_chunk,
         page_table=batch.page_table,
-        rows=rows,
+        rows=num_queries,
         state_dtype=config.state_dtype,
         cached_states=plan.cached_states,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
@@ -220,44 +211,23 @@ def _assemble(
     float8 = rounds_activations(config.float8_activations, dtype, device, target.config, draft.config)
     for line in float8_said(model, draft.config, loads=(shared is None, draft.weights is not None), rounds=float8):
         log(line)
-    forward, cache = loader.target(model, needs_all_hidden=draft.needs_all_hidden)
+    needs_all_hidden = draft.needs_all_hidden
+    forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
     drafter = draft.build(model, loader)
     if drafter.diagnose is not None:
         drafter.diagnose = use_fp8_activations(float8)(drafter.diagnose)
-    pool = PagePool(plan.kv_pages)
-    prefixes, state_cache = None, None
-    if config.prefix_cache:
-        prefixes = PrefixCache(pool, config.page_size)
-        if model.recurrent_layers:
-            state_cache = StateCache(prefixes, config.page_size, plan.cached_states)
-    scheduler = Scheduler(
-        pool,
-        prefixes,
-        page_size=config.page_size,
-        max_running=config.max_running,
-        max_model_len=plan.max_model_len,
-        prefill_chunk=config.prefill_chunk,
-        rows=slots,
-        uncached_tail=draft.uncached_tail,
-        state_cache=state_cache,
-    )
-    lengths = DraftLength(config.speculation.lengths, batch_buckets(config.max_running))
-    ways = {"needs_all_hidden": draft.needs_all_hidden, "float8": float8}
-    prompt_pass = PromptPass(model, forward, cache.page_size, drafter, states=cache.states, **ways)
-    scorer = Scorer(model, forward, batch, plan, chunk=config.prefill_chunk, shares=config.prefix_cache, **ways)
-    runner = Runner(
-        scheduler,
+    passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "float8": float8}
+    worker = DeviceWorker(
         batch,
+        PrefillStep(batch, model, forward, drafter, states=cache.states, **passes),
         DecodeStep(model, cache, drafter, config.speculation.simulate_accept_length, float8=float8),
-        prompt_pass,
-        lengths=lengths,
-        idle_at_zero=draft.idle_at_zero,
-        depth=config.speculation.depth,
+        ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
+        forwards=loader.forwards,
         page_size=config.page_size,
-        chunk=config.prefill_chunk,
-        seed=config.seed,
-        on_tokens=on_tokens,
+        prefill_chunk=config.prefill_chunk,
+        draft_lengths=config.speculation.lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
+        float8=float8,
     )
     caps: dict[str, Any] = {
         "device": str(device),
@@ -270,79 +240,75 @@ def _assemble(
         "kv_pages": plan.kv_pages,
         "page_size": config.page_size,
         "prefill_chunk": config.prefill_chunk,
-        "verify_rows": rows,
-        "verify_slots": slots,
-        "draft_shape": str(config.speculation.shape) if rows > 1 else "none",
+        "verify_rows": num_queries,
+        "verify_slots": kv_slots,
+        "draft_shape": str(config.speculation.shape) if num_queries > 1 else "none",
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
         "state_bytes": plan.states,
         "cached_states": plan.cached_states,
-        "prefix_cache": "off" if prefixes is None else "on",
+        "prefix_cache": "on" if config.prefix_cache else "off",
     }
-    recordings: list[Recordings] = [item for item in loader.forwards.values() if isinstance(item, Recordings)]
-    if runner.graphs is not None:
-        recordings.append(runner.graphs)
-    if recordings:
-        passes: list[Program] = []
-        if loader.recorder is not None:
-            sizes = token_buckets(config.prefill_chunk)
-            passes = [partial(prompt_pass.warm, batch, size) for size in sizes]
-            # Keys of a prefix are read by other kernels; where it is long, several programs share them.
-            passes += [partial(prompt_pass.warm, batch, sizes[0], prefix) for prefix in (1, width)]
-            # Behind the last attention a pass has as many rows as prompts end in it: Triton compiles its products for
-            # one row, for 16 and for those between.
-            passes += [partial(prompt_pass.warm, batch, sizes[0], ends=n) for n in (2, 16) if n <= config.max_running]
-        caps |= _capture(recordings, passes, device, log, report, float8=float8)
-    if lengths.is_auto:
-        times = runner.time_lengths().items()
-        caps["draft_length_s"] = {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times}
-    return Parts(
+    return EngineParts(
         config=config,
         device=device,
         tokenizer=target.tokenizer(),
         model=model,
         plan=plan,
-        caps=caps,
-        scheduler=scheduler,
-        runner=runner,
+        scheduler=_scheduler(config, plan, draft, has_states=model.recurrent_layers > 0),
+        worker=worker,
+        draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
+        draft=draft,
         drafter=drafter,
-        scorer=scorer,
-        forwards=loader.forwards,
+        caps=caps,
     )
 
 
-@torch.inference_mode()
-def _capture(
-    recordings: list[Recordings],
-    passes: list[Program],
-    device: torch.device,
-    log: Log,
-    report: Report,
-    *,
-    float8: bool,
-) -> dict[str, Any]:
-    """Record every bucket, with float8 as in `use_fp8_activations`; then run `passes` to warm up what runs between
-    the pieces. What it took, for the caps."""
-    start, free = time.perf_counter(), available_memory(device)
-    total, done = sum(len(item) for item in recordings), 0
-    report(0, total)
-    with use_fp8_activations(float8):
-        for _ in chain.from_iterable(item.capture() for item in recordings):
-            done += 1
-            report(done, total)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what warming up took: on the recorder's stream nobody else could have it
-    for program in passes:
-        program()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    took = {"capture_s": time.perf_counter() - start, "graph_bytes": max(free - available_memory(device), 0)}
-    log(f"graphs: {total} buckets recorded in {took['capture_s']:.1f} s, {size_text(int(took['graph_bytes']))}")
-    return took
+def _scheduler(config: EngineConfig, plan: MemoryPlan, draft: DraftPlan, *, has_states: bool) -> Scheduler:
+    pool = PagePool(plan.kv_pages)
+    prefixes, state_cache = None, None
+    if config.prefix_cache:
+        prefixes = PrefixCache(pool, config.page_size)
+        if has_states:
+            state_cache = StateCache(prefixes, config.page_size, plan.cached_states)
+    return Scheduler(
+        pool,
+        prefixes,
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_model_len=plan.max_model_len,
+        prefill_chunk=config.prefill_chunk,
+        kv_slots_per_step=draft.kv_slots_per_step(config.speculation.drafted + 1),
+        uncached_tail=draft.uncached_tail,
+        state_cache=state_cache,
+    )
+
+
+def _record_graphs(worker: DeviceWorker, log: Log, report: Report) -> dict[str, Any]:
+    """Record the graphs, if any. Returns the time and memory that it took, for the caps."""
+    if not worker.recordings():
+        return {}
+    start, free = time.perf_counter(), available_memory(worker.batch.device)
+    total = worker.record_graphs(report)
+    seconds, taken = time.perf_counter() - start, max(free - available_memory(worker.batch.device), 0)
+    log(f"graphs: {total} buckets recorded in {seconds:.1f} s, {size_text(taken)}")
+    return {"capture_s": seconds, "graph_bytes": taken}
+
+
+def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
+    """Time decode steps of every length, if one is chosen as the engine runs. Returns seconds, for the caps."""
+    if not parts.draft_length.is_auto:
+        return {}
+    bound = parts.scheduler.kv_slots_per_step + 1
+    catch_up = parts.config.prefill_chunk if parts.draft.idle_at_zero else None
+    times = measure_step_times(parts.worker, parts.draft_length, bound=bound, catch_up_tokens=catch_up)
+    return {
+        "draft_length_s": {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times.items()}
+    }
 
 
 def find_device(name: str) -> torch.device:
-    """The device that `name` (auto, cpu, cuda, cuda:N) means here; refused where there is none such."""
+    """The device that `name` (auto, cpu, cuda, cuda:N) stands for on this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda"):
@@ -355,8 +321,8 @@ def find_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def usual_graphs(device: torch.device) -> Graphs:
-    """What a command records that is told nothing: nobody wants to time the host by accident."""
+def default_graphs(device: torch.device) -> Graphs:
+    """What commands record by default, so that nobody times the host by accident."""
     return Graphs("whole", "piecewise") if device.type == "cuda" else Graphs()
 
 
@@ -376,7 +342,7 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def find_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
-    """The type that `name` means for a checkpoint published in `stored`: auto is float32 on a CPU."""
+    """The type that `name` stands for with a checkpoint published in `stored`: auto is float32 on a CPU."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else stored or "bfloat16"
     dtype: torch.dtype = getattr(torch, name)

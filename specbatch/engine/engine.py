@@ -18,8 +18,9 @@ from specbatch.core.async_copy import on_device
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.request import Completion, Request, SamplingParams
 from specbatch.engine.builder import build
+from specbatch.engine.runner import Runner
 from specbatch.engine.schedules import SCHEDULES
-from specbatch.engine.scoring import Likelihood, OnScore, Pair
+from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.memory.state_cache import StateCounters
@@ -64,14 +65,8 @@ class Engine:
         log = log or (lambda line: None)
         if weights_of is not None:
             weights_of._check_sharing(config)
-        parts = build(
-            config,
-            log,
-            report or (lambda done, total: None),
-            self._on_tokens,
-            shared=None if weights_of is None else weights_of._model,
-            share=share,
-        )
+        shared = None if weights_of is None else weights_of._model
+        parts = build(config, log, report or (lambda done, total: None), shared=shared, share=share)
         self.config = parts.config
         self.device = parts.device
         self.tokenizer = parts.tokenizer
@@ -80,10 +75,26 @@ class Engine:
         self.model_config: ModelConfig = parts.model.config
         self._model: Decoder = parts.model
         self._scheduler = parts.scheduler
-        self._runner = parts.runner
-        self._scorer, self._tally = parts.scorer, parts.scorer.tally
-        self._forwards = parts.forwards
+        self._worker = parts.worker
+        self._runner = Runner(
+            parts.scheduler,
+            parts.worker,
+            parts.draft_length,
+            idle_at_zero=parts.draft.idle_at_zero,
+            depth=parts.config.speculation.depth,
+            chunk=config.prefill_chunk,
+            seed=config.seed,
+            on_tokens=self._on_tokens,
+        )
         self._schedule = SCHEDULES[config.speculation.schedule](self._runner)
+        self._scorer = Scorer(
+            parts.worker,
+            parts.plan,
+            vocabulary=self.model_config.vocab_size,
+            chunk=config.prefill_chunk,
+            shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
+        )
+        self._tally = self._scorer.tally
         self._active: dict[int, Request] = {}
         self._aborted: set[int] = set()
         self._events: list[StreamEvent] = []
@@ -220,11 +231,11 @@ class Engine:
     def next_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [V] on the host: what the model says behind `tokens`, in a prompt pass like any other."""
         seen: list[torch.Tensor] = []
-        self._runner.watch_logits(lambda logits: seen.append(logits[0].float().cpu()))
+        self._worker.prefill_step.on_logits = lambda logits: seen.append(logits[0].float().cpu())
         try:
             self.generate([tokens], SamplingParams(max_new_tokens=1))
         finally:
-            self._runner.watch_logits(None)
+            self._worker.prefill_step.on_logits = None
         return seen[0]
 
     def forget_prefixes(self) -> None:
@@ -251,8 +262,8 @@ class Engine:
         self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
         self._counters = self._runner.start_record()
         self._tally.reset()
-        self._graph_counters = {"decode": self._runner.decode_counters}
-        self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._forwards.items()}
+        self._graph_counters = {"decode": self._worker.decode_counters}
+        self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._worker.forwards.items()}
         for counters in self._graph_counters.values():
             counters.reset()
         if self._scheduler.state_cache is not None:
@@ -297,9 +308,9 @@ class Engine:
             return
         self._drop_work()
         self._state = "closed"
-        self._runner.graphs = None  # they know the runner, which must go at once
+        self._worker.close()
         self._watch = None  # it may know the model
-        del self._runner, self._scorer, self._schedule, self._forwards, self._model
+        del self._worker, self._runner, self._scorer, self._schedule, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

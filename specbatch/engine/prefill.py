@@ -1,17 +1,18 @@
-"""Prompt processing: chunks of prompts through target and drafter, and the first token of those that end."""
+"""Prefill: prompt chunks through target and drafter, and the first token of prompts that are complete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from specbatch.core.async_copy import upload
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
-from specbatch.core.device_batch import DeviceBatch, SamplingFlags
+from specbatch.core.device_batch import DeviceBatch
+from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.base import Drafter
-from specbatch.drafters.verification import are_finite, logprobs_of
-from specbatch.engine.scheduler import PrefillPlan
+from specbatch.engine.acceptance import are_finite, logprobs_of
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import TARGET
 from specbatch.memory.recurrent_state import RecurrentStates
@@ -20,64 +21,79 @@ from specbatch.runtime.cuda_graphs import Result
 from specbatch.runtime.prefill_forward import Forward
 
 
-class PromptPass:
-    """Runs planned chunks; knows the same model and drafter as the iteration."""
+@dataclass(frozen=True)
+class PrefillWork:
+    """One prefill pass, as plain data.
+
+    ending  indices of the chunks that complete their prompts
+    loads   (cached state, slot): recurrent states that requests start from
+    saves   (slot, cached state): recurrent states to store after the pass
+    flags   of the requests whose prompts are complete
+    """
+
+    chunks: list[PromptChunk]
+    ending: list[int]
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    flags: SamplingFlags = field(default_factory=SamplingFlags)
+
+
+class PrefillStep:
+    """Runs prefill passes over the same model, drafter and batch as `DecodeStep`."""
 
     def __init__(
         self,
+        batch: DeviceBatch,
         model: Decoder,
         forward: Forward,
-        page_size: int,
         drafter: Drafter,
         *,
+        page_size: int,
         needs_all_hidden: bool,
         states: RecurrentStates | None = None,
         float8: bool = False,
     ) -> None:
-        """every: the drafter wants the last features of all tokens; states: of the model's recurrent layers; float8:
-        see `use_fp8_activations`."""
+        """needs_all_hidden: see `DraftPlan`; states: of the model's recurrent layers; float8: see
+        `use_fp8_activations`."""
+        self._batch = batch
         self._model = model
         self._forward = forward
-        self._page_size = page_size
         self._drafter = drafter
+        self._page_size = page_size
         self._needs_all_hidden = needs_all_hidden
         self._states = states
         self._float8 = float8
-        self.watch: Callable[[torch.Tensor], None] | None = None  # is shown logits [B, V] behind prompts
+        self.on_logits: Callable[[torch.Tensor], None] | None = None  # gets the logits [B, V] after complete prompts
 
-    def warm(self, batch: DeviceBatch, count: int, prefix: int = 0, ends: int = 1) -> None:
-        """Run `count` tokens of the padding row behind a prefix, both as far as a row holds them, so that whatever is
-        compiled for such a pass is there. It is as if so many prompts ended in it."""
-        most = batch.width - 1
-        count = min(count, most)
-        start = min(prefix, most - count)
-        self._run(batch, [PromptChunk(0, start, start + count)], [0] * ends, SamplingFlags())
-        batch.lengths[0] = 1  # as it was
-
-    def __call__(self, batch: DeviceBatch, plan: PrefillPlan) -> Result | None:
-        """Compute the chunks of a plan. For those that complete a prompt: int64 [B, 2] of first token and sound, and
-        float32 [B, 1] logprobs or None; the tokens are in place on the device. None when no prompt is complete."""
-        chunks = plan.chunks
-        spans = [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks]
-        ending = [index for index, chunk in enumerate(chunks) if chunk.last]
+    def __call__(self, work: PrefillWork) -> Result | None:
+        """Compute the chunks. For prompts that are then complete: int64 [B, 2] of first token and finite, and float32
+        [B, 1] log-probabilities or None; the tokens are in the batch already. None if no prompt is complete."""
         if self._states is not None:
-            self._states.load(plan.loads)
-        result = self._run(batch, spans, ending, SamplingFlags.of(chunks[i].request for i in ending))
+            self._states.load(work.loads)
+        result = self._run(work.chunks, work.ending, work.flags)
         if self._states is not None:
-            self._states.save(plan.saves)
+            self._states.save(work.saves)
         return result
 
-    def catch_up(self, batch: DeviceBatch, spans: list[PromptChunk], chunk: int) -> None:
-        """Let the drafter take in positions that iterations without drafts have committed, up to `chunk` a pass."""
-        for part in split_into_passes(spans, chunk):
+    def catch_up(self, chunks: list[PromptChunk], most: int) -> None:
+        """Update the draft state for tokens that steps without drafts committed, up to `most` tokens a pass."""
+        for part in split_into_passes(chunks, most):
             with use_fp8_activations(self._float8):
-                self._drafter.catch_up(batch, PrefillMetadata(batch.page_table, part, self._page_size))
+                metadata = PrefillMetadata(self._batch.page_table, part, self._page_size)
+                self._drafter.catch_up(self._batch, metadata)
 
-    def _run(
-        self, batch: DeviceBatch, spans: list[PromptChunk], ending: list[int], flags: SamplingFlags
-    ) -> Result | None:
-        """ending: the spans whose prompts are then complete."""
-        metadata = PrefillMetadata(batch.page_table, spans, self._page_size)
+    def warm_up(self, count: int, prefix: int = 0, ends: int = 1) -> None:
+        """Run `count` tokens of the padding slot after a prefix, both as far as the batch holds them, so that kernels
+        are compiled for such a pass. `ends`: as if so many prompts were complete after it."""
+        most = self._batch.width - 1
+        count = min(count, most)
+        start = min(prefix, most - count)
+        self._run([PromptChunk(0, start, start + count)], [0] * ends, SamplingFlags())
+        self._batch.lengths[0] = 1  # as it was
+
+    def _run(self, chunks: list[PromptChunk], ending: list[int], flags: SamplingFlags) -> Result | None:
+        batch = self._batch
+        metadata = PrefillMetadata(batch.page_table, chunks, self._page_size)
         ends = upload(ending, batch.device)
         last = metadata.last[ends]
         tokens = batch.tokens[metadata.slots, metadata.positions]
@@ -86,14 +102,14 @@ class PromptPass:
             self._drafter.prefill(batch, metadata, features)
         if not ending:
             return None
-        _, lengths, rows, _ = metadata.spans.table[:, ends]
-        sampling = batch.sampling(rows, flags)
+        _, lengths, slots, _ = metadata.spans.table[:, ends]
+        sampling = batch.sampling(slots, flags)
         logits = self._model.logits(features.last[last] if self._needs_all_hidden else features.last)[:, None]
-        if self.watch is not None:
-            self.watch(logits[:, 0])
-        first = sampling.choose(logits, lengths[:, None], TARGET)
-        batch.tokens[rows, lengths] = first[:, 0]
-        batch.lengths[rows] = lengths
-        sound = are_finite(logits, first, sampling)
+        if self.on_logits is not None:
+            self.on_logits(logits[:, 0])
+        first = sampling.sample(logits, lengths[:, None], TARGET)
+        batch.tokens[slots, lengths] = first[:, 0]
+        batch.lengths[slots] = lengths
+        finite = are_finite(logits, first, sampling)
         logprobs = logprobs_of(logits, first) if flags.logprobs else None
-        return torch.stack([first[:, 0], sound.long()], 1), logprobs
+        return torch.stack([first[:, 0], finite.long()], 1), logprobs

@@ -1,8 +1,10 @@
-"""Who runs next: admission, chunked prefill, page reservation, retraction. Pure Python.
+"""Continuous batching: admission, chunked prefill, page reservation, retraction. Pure Python.
 
-Two lengths per request: `committed` is the KV length the last handled result told of; the pages held are reserved
-for the most that iterations still in flight, and the next one, can write. Nothing held is given back before the
-request is released, and whatever a new owner writes is launched behind the old owner's last write.
+Each request has two lengths: `committed` is its KV length by the last result that the host has handled; its pages are
+reserved for the most that iterations in flight and the next one can write. No page is given back before the request is
+released, and whatever a new owner writes is launched after the old owner's last write.
+
+Only the scheduler writes the scheduling fields of a `Request`.
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ from specbatch.memory.state_cache import Found, StateCache
 
 
 @dataclass(frozen=True)
-class ScheduledChunk:
-    """Tokens start..end-1 of a request, to be computed in one pass; `last` if the prompt then is complete."""
+class ScheduledRequest:
+    """A request in one launch. `epoch` tells whether its result is from before a retraction."""
 
     request: Request
     epoch: int
     slot: int
+
+
+@dataclass(frozen=True)
+class ScheduledChunk(ScheduledRequest):
+    """Tokens start..end-1 of a request, computed in one pass; `last` if the prompt is complete after it."""
+
     start: int
     end: int
     last: bool
@@ -31,8 +39,8 @@ class ScheduledChunk:
 
 @dataclass
 class PrefillPlan:
-    """One pass. loads: (cached state, device row) of requests that start from a cached state; saves: (device row,
-    cached state) to store after the pass."""
+    """One pass. loads: (cached state, slot) of requests that start from a cached state; saves: (slot, cached state) to
+    store after the pass."""
 
     admitted: list[Request] = field(default_factory=list)
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -40,30 +48,27 @@ class PrefillPlan:
     saves: list[tuple[int, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """A request's place in one iteration. `epoch` tells a result from before a retraction."""
-
-    request: Request
-    epoch: int
-    slot: int
-
-
 @dataclass
 class DecodePlan:
-    rows: list[ScheduledRequest]
-    new_pages: list[tuple[int, int, int]]  # reserved since the last plan: slot, index in its page row, page
-    bound: int  # no row's KV is longer than this after the iteration
+    """One decode step. new_pages: (slot, index in its page row, page) reserved since the last plan; bound: no KV is
+    longer than this after the step."""
+
+    requests: list[ScheduledRequest]
+    new_pages: list[tuple[int, int, int]]
+    bound: int
 
 
 class OutOfPagesError(Exception):
-    """Reserving would need a retraction, and results are still in flight that may free pages first."""
+    """Reserving pages takes a retraction, and results in flight may free pages first."""
 
 
 class Scheduler:
-    """rows: KV slots that an iteration may write to behind a root, the most it can add to a request; lag: of one that
-    has ended, so many of the newest committed positions are not worth keeping (see `DraftPlan`); state_cache: of the
-    prefixes in `cache`, for a model with recurrent layers."""
+    """Decides which requests run.
+
+    kv_slots_per_step  KV slots, from the root's on, that a step may write to: the most that it can add to a request
+    uncached_tail      of a finished request, so many of the newest positions are not cached (see `DraftPlan`)
+    state_cache        of the prefixes in `cache`, for a model with recurrent layers
+    """
 
     def __init__(
         self,
@@ -74,7 +79,7 @@ class Scheduler:
         max_running: int,
         max_model_len: int,
         prefill_chunk: int,
-        rows: int,
+        kv_slots_per_step: int,
         uncached_tail: int = 1,
         state_cache: StateCache | None = None,
     ) -> None:
@@ -84,7 +89,7 @@ class Scheduler:
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
-        self.rows = rows
+        self.kv_slots_per_step = kv_slots_per_step
         self._uncached_tail = uncached_tail
         self._slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
@@ -108,7 +113,7 @@ class Scheduler:
                 else f"the prompt has {prompt_len} tokens and max_model_len={self._max_model_len}; shorten it"
             )
             raise refuse(f"max_new_tokens of prompt {index}", max_new_tokens, works)
-        need = self._pages_for(reach_of(prompt_len + max_new_tokens, self.rows))
+        need = self._pages_for(reach_of(prompt_len + max_new_tokens, self.kv_slots_per_step))
         if need > self._pool.total:
             raise refuse(
                 "kv_pages", self._pool.total, f"prompt {index} with its output needs {need}; use at least that"
@@ -120,7 +125,7 @@ class Scheduler:
     # -- planning ---------------------------------------------------------------------------------------------
 
     def plan_prefill(self, now: float) -> PrefillPlan | None:
-        """Chunks for up to `prefill_chunk` tokens: requests already admitted first, then new ones."""
+        """Chunks of up to `prefill_chunk` tokens together: requests already admitted first, then new ones."""
         plan = PrefillPlan()
         budget = self._prefill_chunk
         for request in list(self._prefilling):
@@ -135,13 +140,13 @@ class Scheduler:
         return plan if plan.chunks else None
 
     def _admit(self, plan: PrefillPlan, request: Request, now: float) -> bool:
-        found = self._shared(request.tokens[: request.textual + 1])  # the last one is not looked for
+        found = self._shared(request.tokens[: request.textual + 1])  # the last token is computed in any case
         if found.due:
             return False
         shared = found.pages
-        # A spare page for each request that may ask for more: admitting must not force a retraction in the next step.
+        # A spare page for each request that may need one: admitting must not force a retraction in the next step.
         spare = sum(len(item.pages) < self._most_pages(item) for item in (*self._running, *self._prefilling))
-        need = self._pages_for(reach_of(len(request.tokens), self.rows)) - len(shared)
+        need = self._pages_for(reach_of(len(request.tokens), self.kv_slots_per_step)) - len(shared)
         if not self._make_free(need + spare):
             for page in shared:
                 self._pool.release(page)
@@ -159,14 +164,14 @@ class Scheduler:
         return True
 
     def _shared(self, tokens: list[int]) -> Found:
-        """What is there of a prompt already."""
+        """The cached part of a prompt."""
         if self.state_cache is not None:
             return self.state_cache.find(tokens)
         return Found(self._cache.match(tokens) if self._cache is not None else [], 0, 0)
 
     def _chunk_end(self, request: Request, budget: int) -> int:
-        """Where the next chunk ends: with states to be kept, where a known prefix ends, or at a full page if the rest
-        then takes no pass more."""
+        """Where the next chunk ends: as far as the budget goes. With states to cache, at the end of a known prefix, or
+        at a full page if the rest then takes no additional pass."""
         start, length = request.prefilled, len(request.tokens)
         end = min(start + budget, length)
         if self.state_cache is None:
@@ -200,53 +205,89 @@ class Scheduler:
         return count
 
     def plan_decode(self, *, may_retract: bool) -> DecodePlan | None:
-        """One iteration over every running request that can still gain a token.
+        """One decode step over every running request that can still gain a token.
 
-        Raises OutOfPagesError when pages run out and `may_retract` is false; what was reserved until then stays so.
+        Raises OutOfPagesError when pages run out and `may_retract` is false; pages reserved by then stay reserved.
         """
-        rows: list[ScheduledRequest] = []
+        scheduled: list[ScheduledRequest] = []
         bound = 0
         for request in list(self._running):
-            # Each pending result leaves at least one token: skip an iteration that could only be thrown away.
+            # Each pending result leaves at least one token: skip requests whose result could only be thrown away.
             if request.slot is None or request.generated + request.pending >= request.params.max_new_tokens:
                 continue
-            reach = request.committed + (request.in_flight + 1) * self.rows
+            reach = request.committed + (request.in_flight + 1) * self.kv_slots_per_step
             while (need := self._pages_for(reach) - len(request.pages)) > 0 and not self._make_free(need):
                 if not may_retract:
                     raise OutOfPagesError
                 victim = min(self._prefilling + self._running, key=lambda item: (item.generated, -item.index))
                 self._retract(victim)
-                rows = [row for row in rows if row.request is not victim]
+                scheduled = [item for item in scheduled if item.request is not victim]
                 if victim is request:
                     break
             else:
                 for page in self._pool.take(max(need, 0)):
                     self._new_pages.append((request.slot, len(request.pages), page))
                     request.pages.append(page)
-                rows.append(ScheduledRequest(request, request.epoch, request.slot))
+                scheduled.append(ScheduledRequest(request, request.epoch, request.slot))
                 bound = max(bound, reach)
-        if not rows:
+        if not scheduled:
             return None
-        for row in rows:
-            row.request.in_flight += 1
-            row.request.pending += 1
+        for item in scheduled:
+            item.request.in_flight += 1
+            item.request.pending += 1
         new_pages, self._new_pages = self._new_pages, []
-        return DecodePlan(rows, new_pages, bound)
+        return DecodePlan(scheduled, new_pages, bound)
+
+    def draft_idles(self, scheduled: list[ScheduledRequest]) -> None:
+        """A step is launched in which the draft does not run (see `DraftPlan.idle_at_zero`)."""
+        for item in scheduled:
+            request = item.request
+            if request.draft_kv_valid_until is None:  # the draft may lack the newest committed token, too
+                request.draft_kv_valid_until = max(request.committed - 1, 0)
+
+    def plan_catch_up(self, scheduled: list[ScheduledRequest], budget: int | None) -> list[tuple[int, int, int]]:
+        """What the draft has to compute before a step that drafts: (slot, start, end) each, fewest tokens first. With a
+        budget in tokens the first request fits in any case, and those after it that do not have to wait."""
+        # Each result in flight leaves a token, and no more where nothing was drafted. The draft runs the newest itself.
+        missing = [
+            (item.request.committed + item.request.in_flight - 2 - item.request.draft_kv_valid_until, item)
+            for item in scheduled
+            if item.request.draft_kv_valid_until is not None
+        ]
+        chunks: list[tuple[int, int, int]] = []
+        for count, item in sorted(missing, key=lambda pair: pair[0]):
+            if budget is not None:
+                budget -= count
+                if budget < 0 and chunks:
+                    break
+            start = item.request.draft_kv_valid_until
+            assert start is not None
+            if count > 0:
+                chunks.append((item.slot, start, start + count))
+            item.request.draft_kv_valid_until = None
+        return chunks
 
     # -- results and endings ----------------------------------------------------------------------------------
 
     def is_void(self, request: Request, epoch: int) -> bool:
-        """Is a result void: the request has ended, or was retracted after the launch?"""
+        """Is a result void, because the request has ended or was retracted after the launch?"""
         return request.finished or request.epoch != epoch
 
+    def receive(self, request: Request, accepted: int | None) -> None:
+        """A result has arrived: of a verify that accepted so many drafts, or None, the first token of a prompt."""
+        request.pending -= 1
+        if accepted is not None:
+            request.in_flight -= 1
+            request.committed += accepted + 1
+
     def release(self, request: Request) -> None:
-        """End a request that runs: share what is worth keeping, give its pages and its slot back."""
+        """End a request: cache its prefix, give its pages and its slot back."""
         if request.slot is None:
             if request in self._waiting:
                 self._waiting.remove(request)
             return
         if self._cache is not None and request.committed:
-            # The newest committed positions are left out: a drafter may not have written its own KV there yet.
+            # Without the newest committed positions, where the drafter may not have written its own KV yet.
             known = max(min(len(request.tokens), request.committed) - self._uncached_tail, 0)
             known = min(known, request.textual)
             if request.draft_kv_valid_until is not None:
@@ -255,12 +296,12 @@ class Scheduler:
         self._vacate(request)
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, as far as no request holds its pages."""
+        """Evict all cached pages that no request holds."""
         if self._cache is not None:
             self._cache.evict(len(self._cache))
 
     def _retract(self, request: Request) -> None:
-        """Take a running request's memory; it waits at the front and is computed again from its tokens."""
+        """Take the memory of a running request; it waits at the front and is computed again from its tokens."""
         self._vacate(request)
         request.epoch += 1
         request.prefilled = request.committed = request.in_flight = request.pending = 0
@@ -279,15 +320,15 @@ class Scheduler:
         (self._running if request in self._running else self._prefilling).remove(request)
 
     def _make_free(self, count: int) -> bool:
-        """Are `count` pages free, after evicting cached ones if need be?"""
+        """Are `count` pages free, after evicting cached ones if necessary?"""
         missing = count - self._pool.free
         if 0 < missing <= self._pool.idle and self._cache is not None:
             missing -= self._cache.evict(missing)
         return missing <= 0
 
     def _most_pages(self, request: Request) -> int:
-        """What a request can come to hold."""
-        return self._pages_for(reach_of(request.prompt_len + request.params.max_new_tokens, self.rows))
+        """The most pages that a request can hold."""
+        return self._pages_for(reach_of(request.prompt_len + request.params.max_new_tokens, self.kv_slots_per_step))
 
     def _pages_for(self, tokens: int) -> int:
         return pages_for(tokens, self._page_size)

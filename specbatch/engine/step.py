@@ -1,23 +1,39 @@
-"""The device program of one iteration: draft -> verify -> accept -> commit.
+"""One decode step on the device: propose, verify, accept, commit.
 
-It reads and writes device tensors only, never branches on a device value and never waits: v1, v2 and the baseline run
-it alike.
+It reads and writes device tensors only, never branches on a device value and never waits, so that both schedules, the
+baseline and CUDA graphs run the same step.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from specbatch.core.step_input import StepInput
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
-from specbatch.drafters.verification import accept_and_commit, logprobs_of
+from specbatch.engine.acceptance import Accepted, accept, logprobs_of
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, Features
+from specbatch.runtime.cuda_graphs import Result
+
+
+class Verified(NamedTuple):
+    """The target's forward pass over the root and its drafts, N nodes per request.
+
+    logits     [B, N, V], in the model's type
+    positions  int64 [B, N], of the nodes
+    features   hidden states, for the drafter
+    """
+
+    logits: torch.Tensor
+    positions: torch.Tensor
+    features: Features
 
 
 class DecodeStep:
-    """One verify of `rows` = drafted tokens + 1 query rows for each running request."""
+    """Advances every request of a step by the drafts that it accepts and one token of the target's own."""
 
     def __init__(
         self,
@@ -28,43 +44,56 @@ class DecodeStep:
         *,
         float8: bool = False,
     ) -> None:
-        """float8: see `use_fp8_activations`."""
-        self._model = model
-        self._cache = cache
-        self._drafter = drafter
-        self._simulate = simulate  # a mean accept length, for benchmarks
+        """simulate: a mean accept length, for benchmarks; float8: see `use_fp8_activations`."""
+        self.model = model
+        self.cache = cache
+        self.drafter = drafter
+        self._simulate = simulate
         self._float8 = float8
 
-    def __call__(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Advance the rows of `step` by what they accept.
-
-        Returns int64 [B, N + 3]: N tokens, then accepted, drafted and sound; and float32 [B, N] logprobs or None.
-        """
+    def __call__(self, step: StepInput) -> Result:
+        """Returns int64 [B, N + 3], as `Accepted.packed`, and float32 [B, N] log-probabilities or None."""
         with use_fp8_activations(self._float8):
-            return self._run(step)
+            proposal = self.propose(step)
+            verified = self.verify(step, proposal)
+            accepted = self.accept(step, proposal, verified)
+            self.commit(step, verified, accepted)
+            return accepted.packed, self._logprobs(step, verified, accepted)
+
+    def propose(self, step: StepInput) -> Proposal:
+        """Draft tokens after the root of each request."""
+        return self.drafter.propose(step)
+
+    def verify(self, step: StepInput, proposal: Proposal) -> Verified:
+        """Run the target over the roots and their drafts, in one pass."""
+        num_queries = proposal.tokens.shape[1] + 1
+        tokens, positions = step.batch.stage(step.slots, step.lengths, proposal.tokens, proposal.ancestors)
+        metadata = step.decode_metadata(step.lengths, num_queries, proposal.ancestors)
+        features = self.model.forward(tokens, positions, metadata.bind(self.cache))
+        logits = self.model.logits(features.last).unflatten(0, (-1, num_queries))
+        return Verified(logits, positions.view(-1, num_queries), features)
+
+    def accept(self, step: StepInput, proposal: Proposal, verified: Verified) -> Accepted:
+        """Decide which drafts stay and choose the token after them."""
+        return accept(step, proposal, verified.logits, verified.positions, self._simulate)
+
+    def commit(self, step: StepInput, verified: Verified, accepted: Accepted) -> None:
+        """Add the accepted tokens to the requests: tokens and lengths, KV cache, recurrent states, draft state."""
+        batch, path = step.batch, accepted.path
+        if not accepted.is_committed:
+            batch.commit(step.slots, accepted.tokens, accepted.accepted)
+        self.cache.commit(batch.page_table, step.slots, step.lengths, accepted.accepted, path)
+        self.drafter.update(step, verified.features, accepted.accepted, path)
 
     def shorten(self, step: StepInput) -> None:
-        """Before an iteration that drafts fewer than the one before: see `Drafter.shorten`."""
+        """Prepare the drafter for a step that drafts fewer tokens than the previous one; see `Drafter.shorten`."""
         with use_fp8_activations(self._float8):
-            self._drafter.shorten(step)
+            self.drafter.shorten(step)
 
-    def _run(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        batch, lengths = step.batch, step.lengths
-        proposal = self._drafter.propose(step)
-        rows = proposal.tokens.shape[1] + 1
-        tokens, positions = batch.stage(step.slots, lengths, proposal.tokens, proposal.ancestors)
-
-        metadata = step.decode_metadata(lengths, rows, proposal.ancestors)
-        features = self._model.forward(tokens, positions, metadata.bind(self._cache))
-        logits = self._model.logits(features.last).unflatten(0, (-1, rows))
-
-        places = positions.view(-1, rows)
-        packed, path = accept_and_commit(logits, proposal, batch, step.slots, places, step.sampling, self._simulate)
-        accepted = packed[:, rows]
-        self._cache.commit(batch.page_table, step.slots, lengths, accepted, path)
-        self._drafter.update(step, features, accepted, path)
+    def _logprobs(self, step: StepInput, verified: Verified, accepted: Accepted) -> torch.Tensor | None:
         if not step.sampling.flags.logprobs:
-            return packed, None
+            return None
+        logits, path = verified.logits, accepted.path
         if path is not None:
             logits = logits.gather(1, path[:, :, None].expand_as(logits))
-        return packed, logprobs_of(logits, packed[:, :rows])
+        return logprobs_of(logits, accepted.tokens)

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from specbatch.config import Graphs
-from specbatch.core.device_batch import SamplingFlags
+from specbatch.core.sampling import SamplingFlags
 from specbatch.kernels.elementwise.gather_rows import ring_push
 
 Result = tuple[torch.Tensor, torch.Tensor | None]

@@ -135,11 +135,11 @@ def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = No
     `log` hears of what is left out. Refused: nothing is left, a draft that does not fit, or a length that was asked for
     and does not.
     """
-    from specbatch.engine.builder import find_device, prepare, usual_graphs
+    from specbatch.engine.builder import default_graphs, find_device, prepare
 
     device = find_device(base.device)
     on_cuda = device.type == "cuda"
-    decode = options.decode_graph or usual_graphs(device).decode
+    decode = options.decode_graph or default_graphs(device).decode
     drafting, most = base.speculation.algorithm != NO_SPECULATION, None
     if drafting:  # refused before anything is loaded; and a draft may say how many it drafts
         found = prepare(base, log or (lambda line: None))

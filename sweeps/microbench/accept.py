@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
-from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
-from specbatch.drafters.verification import verify
+from specbatch.engine.acceptance import accept_ref
 from specbatch.kernels.drafting.ngram import ngram_match_ref
 from specbatch.kernels.drafting.ngram_triton import ngram_match
 from specbatch.kernels.sampling.accept_triton import commit, greedy_accept, verify_inputs
@@ -59,7 +59,7 @@ class Inputs:
     def reference(self, logits: torch.Tensor, sampling: Sampling, q: torch.Tensor | None = None) -> torch.Tensor:
         """Accept and commit of an iteration, in torch."""
         proposal = Proposal(self.drafts, self.drafted, q)
-        verdict = verify(logits.view(self.batch, self.n, -1), proposal, self.positions, sampling)
+        verdict = accept_ref(logits.view(self.batch, self.n, -1), proposal, self.positions, sampling)
         self.tokens[self.rows[:, None], self.positions] = verdict.tokens
         self.lengths[self.rows] = self.starts + verdict.accepted + 1
         return torch.cat([verdict.tokens, torch.stack([verdict.accepted, self.drafted, verdict.finite.long()], 1)], 1)

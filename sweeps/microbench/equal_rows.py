@@ -71,7 +71,7 @@ def _steps(engine: Engine, accept_length: float) -> Iterator[Row]:
         if name.endswith("all tokens"):
             embedding[:] = embedding[:1].clone()
         if name.startswith("as"):
-            for weight in _weights_of((engine._model, engine._runner._iteration._drafter), engine._model.dtype):
+            for weight in _weights_of((engine._model, engine._worker.decode_step.drafter), engine._model.dtype):
                 weight.uniform_(-1e-3, 1e-3, generator=torch.Generator("cuda").manual_seed(1234))
         engine.generate(prompts, params, concurrency=BATCH)
         for repeat in range(1, REPEATS + 1):

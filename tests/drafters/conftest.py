@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
-from specbatch.core.device_batch import DeviceBatch, Sampling, SamplingFlags
+from specbatch.core.device_batch import DeviceBatch
+from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.kernels.attention.prefill_backends import prefill_backend

@@ -159,8 +159,8 @@ class MadeUpClock(StepTimer):
     def begin(cls, device: torch.device) -> StepTimer:
         return cls()
 
-    def end(self, behind: StepTimer | None) -> None:
-        self._previous = behind
+    def end(self, previous: StepTimer | None) -> None:
+        self._previous = previous
         self._took = MadeUpClock.now - self._start
 
     def seconds(self) -> tuple[float, float | None]:
@@ -182,7 +182,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpClock]:
 
     monkeypatch.setattr(DecodeStep, "__call__", timed)
     monkeypatch.setattr("specbatch.engine.runner.StepTimer", MadeUpClock)
-    monkeypatch.setattr("specbatch.engine.runner.seconds_of", seconds_of)
+    monkeypatch.setattr("specbatch.engine.step_times.seconds_of", seconds_of)
     return MadeUpClock
 
 
@@ -330,13 +330,13 @@ def test_it_shows_at_load_and_takes_a_recording_of_each_length(toy_engine: Calla
     assert "draft tokens: auto, of 0, 1, 2, 4" in lines  # the draft's blocks are of 5
     assert any("up to 4 drafted" in line for line in lines)
     assert seen[-1] == (12, 12)
-    assert engine._runner.graphs is not None
-    assert len(engine._runner.graphs) == 12
+    assert engine._worker.graphs is not None
+    assert len(engine._worker.graphs) == 12
     assert engine.record().counters["draft_lengths"] == {}
     fixed = toy_engine(speculation=replace(auto("block"), draft_tokens=None), graphs=Graphs(decode="whole"))
     assert "draft_length_s" not in fixed.caps
-    assert fixed._runner.graphs is not None
-    assert len(fixed._runner.graphs) == 4
+    assert fixed._worker.graphs is not None
+    assert len(fixed._worker.graphs) == 4
     assert fixed.record().counters["draft_lengths"] == {}
 
 

@@ -192,7 +192,7 @@ def test_next_logits_are_the_models(toy: Any, toy_engine: Callable[..., Engine])
             wanted = toy.logits(prompt)[-1].float()
             torch.testing.assert_close(engine.next_logits(prompt), wanted, atol=1e-4, rtol=1e-4)
             assert engine.generate([prompt], LONG)[0].token_ids == list(toy.greedy(tuple(prompt))[:20])
-        assert engine._runner._prompt_pass.watch is None
+        assert engine._worker.prefill_step.on_logits is None
         assert clean(engine)
 
 
@@ -309,7 +309,7 @@ def test_an_interruption_keeps_what_is_finished(toy: Any, toy_engine: Callable[.
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("place", ["_iteration", "_prompt_pass"])
+@pytest.mark.parametrize("place", ["decode_step", "prefill_step"])
 def test_an_error_on_the_device_leaves_a_clean_engine(
     toy: Any,
     toy_engine: Callable[..., Engine],
@@ -320,7 +320,7 @@ def test_an_error_on_the_device_leaves_a_clean_engine(
 ) -> None:
     """The pass that fails has its pages planned, and shared already: nobody may read them later."""
     engine = toy_engine(speculation=Speculation("ngram", schedule), prefill_chunk=30)
-    work = getattr(engine._runner, place)
+    work = getattr(engine._worker, place)
     calls = 0
 
     def fail(*arguments: Any) -> Any:
@@ -331,7 +331,7 @@ def test_an_error_on_the_device_leaves_a_clean_engine(
         return work(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, place, fail)
+        patch.setattr(engine._worker, place, fail)
         with pytest.raises(error):
             engine.generate(prompts_of(toy, 12), LONG)
     works_as_new(toy, engine)
@@ -379,7 +379,7 @@ def test_damaged_weights_name_the_prompt_and_lose_nothing(
     ended: list[int] = []
     prompts = [[5, 6], [7, 8], [9, 36], [4]]
     params = [SamplingParams(max_new_tokens=count) for count in (1, 30, 30, 30)]
-    with pytest.raises(SpecbatchError, match=r"logits of prompt 2 are not finite behind token 2: .*dtype") as caught:
+    with pytest.raises(SpecbatchError, match=r"logits of prompt 2 are not finite after token 2: .*dtype") as caught:
         engine.generate(prompts, params, on_completion=lambda item: ended.append(item.index))
     assert "\n" not in str(caught.value)
     assert ended == [0]
@@ -391,7 +391,7 @@ def test_logits_that_break_later_name_the_prompt_too(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str
 ) -> None:
     engine = toy_engine(speculation=Speculation(schedule=schedule))
-    logits = engine._runner._iteration._model.logits
+    logits = engine._worker.decode_step.model.logits
     calls = 0
 
     def overflow(hidden: torch.Tensor) -> torch.Tensor:
@@ -403,9 +403,9 @@ def test_logits_that_break_later_name_the_prompt_too(
         return found
 
     ended: list[int] = []
-    engine._runner._iteration._model.logits = overflow  # type: ignore[method-assign]
+    engine._worker.decode_step.model.logits = overflow  # type: ignore[method-assign]
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (4, 20, 20)]
-    with pytest.raises(SpecbatchError, match=f"logits of prompt 1 are not finite behind token {5 + 3}"):
+    with pytest.raises(SpecbatchError, match=f"logits of prompt 1 are not finite after token {5 + 3}"):
         engine.generate(prompts_of(toy, 6)[3:], params[0:3], on_completion=lambda item: ended.append(item.index))
     assert ended == [0], "it ended in the very step that broke the other"
     assert clean(engine)

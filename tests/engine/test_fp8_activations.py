@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.feature_head import FeatureChain
-from specbatch.engine.builder import _capture
+from specbatch.engine.device_worker import DeviceWorker
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.step import DecodeStep
 from specbatch.kernels.gemm import fp8_activations
@@ -263,7 +264,10 @@ def test_recordings_are_rounded_too(float8: bool) -> None:
             seen.append(fp8_activations.quantizes(torch.zeros(1).half()))
             yield
 
-    _capture([Item(), Item()], [], CPU, print, lambda done, total: None, float8=float8)  # type: ignore[list-item]
+    worker: Any = SimpleNamespace(
+        recordings=lambda: [Item(), Item()], batch=SimpleNamespace(device=CPU), _float8=float8, _warm_ups=list
+    )
+    assert DeviceWorker.record_graphs(worker, lambda done, total: None) == 2
     assert seen == [float8] * 2
     assert not fp8_activations.quantizes(torch.zeros(1).half())
 

@@ -123,7 +123,7 @@ class Machine(RuleBasedStateMachine):
             max_running=self.slots,
             max_model_len=self.longest,
             prefill_chunk=options["chunk"],
-            rows=self.rows,
+            kv_slots_per_step=self.rows,
             state_cache=self.state_cache,
         )
         self.device = Device(self.page_size, self.rows)
@@ -233,7 +233,7 @@ class Machine(RuleBasedStateMachine):
             assert index == len(row), "page rows grow at their end"
             row.append(page)
         outputs = []
-        for row in plan.rows:
+        for row in plan.requests:
             request = row.request
             assert row.slot == request.slot
             assert self.device.table[row.slot] == request.pages
@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
             self.device.verify(row.slot, truth + run, accepted)
             truth += run
             outputs.append(run)
-        return Launched(plan.rows, outputs, False)
+        return Launched(plan.requests, outputs, False)
 
     def void(self, row: ScheduledRequest) -> bool:
         return self.scheduler.is_void(row.request, row.epoch)
@@ -257,10 +257,7 @@ class Machine(RuleBasedStateMachine):
             request = row.request
             if self.void(row):
                 continue
-            request.pending -= 1
-            if not launched.first:
-                request.in_flight -= 1
-                request.committed += len(tokens)
+            self.scheduler.receive(request, None if launched.first else len(tokens) - 1)
             assert request.append(tokens, self.clock) > 0, "an iteration was run that could only be thrown away"
             if not request.finished:
                 assert request.tokens == self.truth[request.index][: len(request.tokens)]
@@ -337,7 +334,13 @@ TestScheduler.settings = settings(max_examples=25, stateful_step_count=40)
 
 def make(pages: int = 50, **settings: Any) -> tuple[Scheduler, PagePool]:
     pool = PagePool(pages)
-    settings = {"page_size": 4, "max_running": 4, "max_model_len": 60, "prefill_chunk": 100, "rows": 1} | settings
+    settings = {
+        "page_size": 4,
+        "max_running": 4,
+        "max_model_len": 60,
+        "prefill_chunk": 100,
+        "kv_slots_per_step": 1,
+    } | settings
     places = settings.pop("places", 0)
     cache = PrefixCache(pool, settings["page_size"]) if settings.pop("cached", False) or places else None
     if cache is not None and places:
@@ -397,7 +400,7 @@ def test_a_pool_of_just_what_all_can_come_to_hold_runs_them_together(prompt: int
     while not all(request.finished for request in requests):
         plan = scheduler.plan_decode(may_retract=False)
         assert plan is not None
-        assert len(plan.rows) == 4
+        assert len(plan.requests) == 4
         for request in requests:
             book(request)
 
@@ -439,11 +442,11 @@ def test_the_one_with_the_fewest_tokens_is_retracted_and_comes_back_first() -> N
     while True:
         plan = scheduler.plan_decode(may_retract=True)
         assert plan is not None
-        if len(plan.rows) == 1:
+        if len(plan.requests) == 1:
             break
-        for row in plan.rows:
+        for row in plan.requests:
             book(row.request)
-    assert plan.rows[0].request is old
+    assert plan.requests[0].request is old
     assert (young.slot, young.pages, young.epoch, young.metrics.retractions) == (None, [], 1, 1)
     assert scheduler.is_void(young, 0)
     old.finish_reason = "abort"
@@ -493,7 +496,7 @@ def test_a_request_that_could_never_run_is_refused(prompt: int, limit: int, name
 
 
 def test_a_pool_too_small_for_a_request_is_refused() -> None:
-    scheduler, _ = make(pages=8, rows=3)
+    scheduler, _ = make(pages=8, kv_slots_per_step=3)
     scheduler.check(20, 6, 0)
     with pytest.raises(SpecbatchError, match="kv_pages=8: prompt 0 with its output needs 9"):
         scheduler.check(20, 7, 0)
@@ -521,7 +524,7 @@ def test_what_was_not_computed_is_not_shared() -> None:
 
 def crowded(tokens: list[int]) -> tuple[Scheduler, list[Request]]:
     """Requests that run, each with its last page full but for one place, and no page free."""
-    scheduler, pool = make(pages=2 * len(tokens), max_model_len=8, rows=1)
+    scheduler, pool = make(pages=2 * len(tokens), max_model_len=8, kv_slots_per_step=1)
     requests = [add(scheduler, index, 6, 2) for index in range(len(tokens))]
     for request, generated in zip(requests, tokens, strict=True):
         request.params = SamplingParams(max_new_tokens=30)
@@ -537,13 +540,13 @@ def test_a_victim_that_was_planned_already_leaves_the_plan() -> None:
     scheduler, (first, second, third) = crowded([3, 2, 5])
     plan = scheduler.plan_decode(may_retract=True)
     assert plan is not None
-    assert [row.request for row in plan.rows] == [first, third]
+    assert [row.request for row in plan.requests] == [first, third]
     assert second.slot is None
     scheduler, (first, second, third) = crowded([2, 2, 5])
     first.committed = second.committed = 7  # they need no page, the third does
     plan = scheduler.plan_decode(may_retract=True)
     assert plan is not None
-    assert [row.request for row in plan.rows] == [first, third]
+    assert [row.request for row in plan.requests] == [first, third]
     assert (first.pending, second.pending) == (1, 0)
 
 

@@ -222,7 +222,7 @@ def test_the_first_token_is_handed_over_before_any_later_one(
     handle = Runner.handle
 
     def watch(self: Runner, launched: Launched, **how: bool) -> None:
-        handled.extend((row.request.index, launched.first) for row in launched.rows)
+        handled.extend((row.request.index, launched.first) for row in launched.requests)
         handle(self, launched, **how)
 
     monkeypatch.setattr(Runner, "handle", watch)

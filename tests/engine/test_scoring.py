@@ -69,7 +69,7 @@ def compare(toy: Any, pairs: list[Pair], found: list[Likelihood], tolerance: flo
 def test_of_the_whole_text_in_float64(toy: Any, toy_engine: Callable[..., Any], settings: dict[str, Any]) -> None:
     pairs, seen = pairs_of(toy), []
     with toy_engine(**settings) as engine:
-        engine._scorer._logits = 3  # rows of logits at a time, so that passes are read off in pieces
+        engine._worker.score_step._logits = 3  # rows of logits at a time, so that passes are read off in pieces
         found = engine.score(pairs, on_score=lambda index, likelihood: seen.append((index, likelihood)))
     compare(toy, pairs, found, 1e-4)
     assert [likelihood.is_greedy for likelihood in found[-8:]] == [True, False] * 4
@@ -142,8 +142,8 @@ def test_texts_that_begin_alike_share_what_they_can(toy_engine: Callable[..., An
     found, computed = [], []
     for settings in ({}, {"prefill_chunk": 16}, {"prefix_cache": False}):
         with toy_engine(max_running=10, **settings) as engine:
-            forward, seen = engine._scorer._forward, []
-            engine._scorer._forward = lambda tokens, *rest, seen=seen, forward=forward: (
+            forward, seen = engine._worker.score_step._forward, []
+            engine._worker.score_step._forward = lambda tokens, *rest, seen=seen, forward=forward: (
                 seen.append(len(tokens)) or forward(tokens, *rest)
             )
             found.append(engine.score(pairs))

@@ -219,5 +219,5 @@ def test_padding_rows_and_pieces(
     graphs = engine.record().counters["graphs"]
     assert graphs["decode"]["padded"] > 0
     assert all(item["replays"] and not item["fallbacks"] for item in graphs.values())
-    assert int(engine._runner._batch.lengths[0]) == 1
+    assert int(engine._worker.batch.lengths[0]) == 1
     assert loaded  # short prompts went through one graph

@@ -9,7 +9,6 @@ import torch
 
 from specbatch.core.async_copy import AsyncCopy
 from specbatch.engine.draft_length import DraftLength
-from specbatch.engine.runner import Runner
 from specbatch.runtime.cuda_graphs import Program
 
 
@@ -52,4 +51,4 @@ def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
 
     patch.setattr(DraftLength, "choose", choose)
     patch.setattr(DraftLength, "took", lambda *_: None)
-    patch.setattr(Runner, "time_lengths", lambda self: {})
+    patch.setattr("specbatch.engine.builder.measure_step_times", lambda *_, **__: {})

@@ -62,8 +62,8 @@ def test_what_drafts_takes_no_more_than_is_planned(
     monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_: _Triton())
     monkeypatch.setattr("specbatch.engine.builder.plan_memory", plan)
     engine = targets.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
-    runner = engine._runner
-    taken = peak_of(lambda: runner._prompt_pass.warm(runner._batch, 256))
+    worker = engine._worker
+    taken = peak_of(lambda: worker.prefill_step.warm_up(256))
     assert taken <= 256 * planned[0] <= 1.25 * taken
 
 

@@ -142,7 +142,7 @@ def test_tokens_are_those_without_a_cache(
 
 def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     """What each verify was given, and the tokens; one request at a time."""
-    drafter, seen = engine._runner._iteration._drafter, []
+    drafter, seen = engine._worker.decode_step.drafter, []
     propose = drafter.propose
 
     def watched(step: Any) -> Any:
@@ -151,7 +151,7 @@ def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]]
         return proposal
 
     drafter.propose = watched  # type: ignore[method-assign]
-    engine._runner._iteration._drafter.propose = watched
+    engine._worker.decode_step.drafter.propose = watched
     done = engine.generate(prompts, NEW, concurrency=1)
     return seen, [item.token_ids for item in done]
 

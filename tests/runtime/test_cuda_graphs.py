@@ -17,7 +17,7 @@ from specbatch.config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
-from specbatch.engine.prefill import PromptPass
+from specbatch.engine.prefill import PrefillStep
 from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, token_buckets
 from specbatch.runtime.prefill_forward import PiecewiseGraphs, static_bytes
 
@@ -101,7 +101,7 @@ def test_padding_rows_are_counted_and_change_nothing(toy: Any, graph_engine: Cal
     done = engine.generate(prompts, SamplingParams(max_new_tokens=9, ignore_eos=True))
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:9] for prompt in prompts]
     assert engine.record().counters["graphs"]["decode"]["padded"] == 8  # three rows in a bucket of four, eight times
-    assert int(engine._runner._batch.lengths[0]) == 1
+    assert int(engine._worker.batch.lengths[0]) == 1
 
 
 def test_sampling_is_recorded_when_it_is_first_asked_for(toy: Any, graph_engine: Callable[..., Any]) -> None:
@@ -109,7 +109,7 @@ def test_sampling_is_recorded_when_it_is_first_asked_for(toy: Any, graph_engine:
     params = SamplingParams(temperature=0.8, seed=3, max_new_tokens=12, ignore_eos=True, logprobs=True)
     engine = graph_engine(graphs=BOTH)
     [plain] = graph_engine().generate([prompt], params)
-    recorder = engine._runner.graphs._recorder
+    recorder = engine._worker.graphs._recorder
     before = recorder.recorded
     [replayed] = engine.generate([prompt], params)
     assert replayed.token_ids == plain.token_ids
@@ -159,8 +159,8 @@ class Clock(StepTimer):
     def begin(cls, device: torch.device) -> StepTimer:
         return cls()
 
-    def end(self, behind: StepTimer | None) -> None:
-        self._previous = behind
+    def end(self, previous: StepTimer | None) -> None:
+        self._previous = previous
 
     def seconds(self) -> tuple[float, float | None]:
         return 1.0, 0.5 if self.follows else None
@@ -207,7 +207,7 @@ def test_a_closed_engine_leaves_its_memory_at_once(
     )  # as a graph, which keeps no program
     engine = graph_engine(graphs=BOTH)
     gc.collect()
-    kept = [weakref.ref(item) for item in (engine._runner._iteration._cache, engine._runner._batch, engine._model)]
+    kept = [weakref.ref(item) for item in (engine._worker.decode_step.cache, engine._worker.batch, engine._model)]
     gc.disable()
     try:
         engine.close()
@@ -220,17 +220,17 @@ def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
     graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    run = PromptPass._run
+    run = PrefillStep._run
 
     ended: list[int] = []
 
-    def spied(self: PromptPass, batch: Any, spans: list[PromptChunk], ending: list[int], *rest: Any) -> Any:
+    def spied(self: PrefillStep, spans: list[PromptChunk], ending: list[int], *rest: Any) -> Any:
         seen.extend((span.start, span.end) for span in spans)
         ended.append(len(ending))
-        return run(self, batch, spans, ending, *rest)
+        return run(self, spans, ending, *rest)
 
-    monkeypatch.setattr(PromptPass, "_run", spied)
-    batch = graph_engine(graphs=BOTH, prefill_chunk=40)._runner._batch
+    monkeypatch.setattr(PrefillStep, "_run", spied)
+    batch = graph_engine(graphs=BOTH, prefill_chunk=40)._worker.batch
     width = batch.width
     assert int(batch.lengths[0]) == 1
     assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1), (0, 16)]
@@ -238,7 +238,7 @@ def test_prompt_passes_are_warmed_up_with_and_without_a_prefix(
     graph_engine(graphs=BOTH, prefill_chunk=40, max_running=16)
     assert ended[-2:] == [2, 16]
     seen.clear()
-    width = graph_engine(graphs=BOTH, prefill_chunk=40, max_model_len=20)._runner._batch.width
+    width = graph_engine(graphs=BOTH, prefill_chunk=40, max_model_len=20)._worker.batch.width
     assert all(0 <= start < end < width for start, end in seen)
 
 
@@ -279,9 +279,9 @@ def test_features_of_pieces_are_those_of_a_whole_pass(
     graph_engine: Callable[..., Any], count: int, needs_all_hidden: bool
 ) -> None:
     """Last and auxiliary ones; what is padded, or left from a longer pass before, is not among them."""
-    runner = graph_engine(graphs=Graphs())._runner
-    batch, page_size = runner._batch, runner._prompt_pass._page_size
-    model, cache = runner._iteration._model, runner._iteration._cache
+    worker = graph_engine(graphs=Graphs())._worker
+    batch, page_size = worker.batch, worker._page_size
+    model, cache = worker.decode_step.model, worker.decode_step.cache
     model = model.with_aux((2, 0)) if needs_all_hidden else model
     pieces = PiecewiseGraphs(
         model, cache, FakeRecorder(torch.device("cpu")), 48, batch.page_table, needs_all_hidden=needs_all_hidden
@@ -308,10 +308,10 @@ def test_features_of_pieces_are_those_of_a_whole_pass(
 def test_what_the_pieces_hold_is_known(
     graph_engine: Callable[..., Any], needs_all_hidden: bool, aux: tuple[int, ...]
 ) -> None:
-    runner = graph_engine()._runner
-    model, cache = runner._iteration._model.with_aux(aux), runner._iteration._cache
+    worker = graph_engine()._worker
+    model, cache = worker.decode_step.model.with_aux(aux), worker.decode_step.cache
     recorder: Any = FakeRecorder(torch.device("cpu"))
-    pieces = PiecewiseGraphs(model, cache, recorder, 48, runner._batch.page_table, needs_all_hidden=needs_all_hidden)
+    pieces = PiecewiseGraphs(model, cache, recorder, 48, worker.batch.page_table, needs_all_hidden=needs_all_hidden)
     held = sum(item.nbytes for item in vars(pieces).values() if isinstance(item, torch.Tensor))
     assert static_bytes(model.config, model.dtype, 48, needs_all_hidden=needs_all_hidden, aux=len(aux)) == held
 

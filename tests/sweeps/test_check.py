@@ -18,7 +18,7 @@ from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.cli.app import app
 from specbatch.config import Graphs
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.drafters import verification
+from specbatch.engine import acceptance
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check import CheckOptions, CheckReport, _compare, _encode, run_check
 
@@ -58,12 +58,12 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verify that believes every draft."""
 
     def believe(logits: Any, proposal: Any, positions: Any, sampling: Any, simulate: Any = None) -> Any:
-        found = verification.Verdict(*judge(logits, proposal, positions, sampling, simulate))
+        found = acceptance.RefResult(*judge(logits, proposal, positions, sampling, simulate))
         tokens = torch.cat([proposal.tokens, found.tokens[:, -1:]], 1)
         return found._replace(tokens=tokens, accepted=torch.full_like(found.accepted, proposal.tokens.shape[1]))
 
-    judge = verification.verify
-    monkeypatch.setattr(verification, "verify", believe)
+    judge = acceptance.accept_ref
+    monkeypatch.setattr(acceptance, "accept_ref", believe)
 
 
 # -- what is equal ----------------------------------------------------------------------------------------------------

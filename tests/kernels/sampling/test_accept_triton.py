@@ -11,9 +11,9 @@ from crossed import crossed
 
 pytest.importorskip("triton")
 
-from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
-from specbatch.drafters.verification import verify
+from specbatch.engine.acceptance import accept_ref
 from specbatch.kernels.sampling.accept_triton import _BLOCK, argmax_partials, commit, greedy_accept, verify_inputs
 from specbatch.kernels.sampling.rng import simulated_accept_ref
 
@@ -61,7 +61,7 @@ class Case:
         starts = self.lengths[self.rows]
         predicted = starts[:, None] + torch.arange(1, self.n + 1, device=starts.device)
         logits = self.logits.view(len(starts), self.n, -1)
-        verdict = verify(logits, Proposal(self.drafts, self.drafted), predicted, greedy(self.seeds), simulate)
+        verdict = accept_ref(logits, Proposal(self.drafts, self.drafted), predicted, greedy(self.seeds), simulate)
         count = verdict.accepted if accepted is None else accepted
         tokens, lengths = self.tokens.clone(), self.lengths.clone()
         tokens[self.rows[:, None], predicted] = verdict.tokens

@@ -10,9 +10,9 @@ from crossed import crossed, slow_but
 
 pytest.importorskip("triton")
 
-from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
-from specbatch.drafters import verification
+from specbatch.engine import acceptance
 from specbatch.kernels.sampling import filtered_distribution_triton as law_module
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits, probabilities
@@ -119,10 +119,10 @@ def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None
     )
     near[:, 0] = logits.view(batch, n, -1)[:, 0]
     q = sampling.probabilities(near.contiguous())
-    drafts = sample_ref(q, sampling.coins(positions[:, :-1], DRAFT))
+    drafts = sample_ref(q, sampling.uniform(positions[:, :-1], DRAFT))
     limit = torch.full((batch,), n - 1 if drafted is None else drafted, device=device)
     p = sampling.probabilities(logits.view(batch, n, -1))
-    expected = verification._reject(p, Proposal(drafts, limit, q), positions, sampling)
+    expected = acceptance._rejection_sample(p, Proposal(drafts, limit, q), positions, sampling)
     law = filter_logits(logits, *settings, truncated=True)
     # Bit for bit the same law where it is the same, as a draft's would be that these kernels wrote.
     q[:, 0] = probabilities(law).view(batch, n, -1)[:, 0]

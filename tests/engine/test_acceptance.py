@@ -21,15 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from specbatch.core import device_batch
-from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core import sampling as sampling_module
+from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
-from specbatch.drafters import verification
-from specbatch.drafters.verification import Verdict, logprobs_of, verify
+from specbatch.engine import acceptance
+from specbatch.engine.acceptance import RefResult, accept_ref, logprobs_of
 from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
 
-Verify = Callable[[torch.Tensor, Proposal, torch.Tensor, Any], Verdict]
+Verify = Callable[[torch.Tensor, Proposal, torch.Tensor, Any], RefResult]
 P_VALUE = 1e-4
 LARGEST_COIN = 1 - 2.0**-53
 
@@ -50,12 +50,12 @@ def sampling_of(rows: int, temperature: float = 1.0, **changes: Any) -> Sampling
 
 
 def mutant(old: str, new: str) -> Verify:
-    """`verify` with one piece of its module's text replaced."""
-    source = inspect.getsource(verification)
+    """`accept_ref` with one piece of its module's text replaced."""
+    source = inspect.getsource(acceptance)
     assert source.count(old) == 1, f"the rule no longer says {old!r}: bring this mutant up to date"
     module: dict[str, Any] = {"__name__": "mutant"}
     exec(source.replace(old, new), module)
-    changed: Verify = module["verify"]
+    changed: Verify = module["accept_ref"]
     return changed
 
 
@@ -63,8 +63,8 @@ MUTANTS = {
     "bonus from the row before": ("at = accepted[:, None, None]", "at = (accepted - 1).clamp(min=0)[:, None, None]"),
     "bonus from the last row": ("p_next = p.gather(1, at.expand(-1, 1, p.shape[-1]))[:, 0]", "p_next = p[:, -1]"),
     "nothing subtracted": ("residual = (p_next - q_next).clamp(min=0)", "residual = p_next"),
-    "always accepted": ("coins * drafts_q < drafts_p", "drafts_p > 0"),
-    "accepted by p alone": ("coins * drafts_q < drafts_p", "coins < drafts_p"),
+    "always accepted": ("u * drafts_q < drafts_p", "drafts_p > 0"),
+    "accepted by p alone": ("u * drafts_q < drafts_p", "u < drafts_p"),
     "q at another temperature": ("drafts_q = q.gather", "drafts_q = (q.sqrt() / q.sqrt().sum(-1, True)).gather"),
     "one coin to accept and to draw": ("[:, None]), RESIDUAL)", "[:, None]), ACCEPT)"),
     "drafted ignored": ("correct & (place < drafted[:, None])", "correct"),
@@ -84,7 +84,7 @@ class Lattice(Sampling):
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
-    def coins(self, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    def uniform(self, positions: torch.Tensor, stream: int) -> torch.Tensor:
         return self.grid[stream].gather(1, positions - 1)
 
 
@@ -194,7 +194,7 @@ def random_law(toy: Toy, kind: str, prefix: tuple[int, ...]) -> list[float]:
 )
 def test_sampled_drafts_are_lossless(toy: Toy, count: int) -> None:
     for drafted in range(count + 1):
-        assert toy.error_of_sampled_drafts(verify, count, drafted) < 1e-12, f"{drafted} drafted"
+        assert toy.error_of_sampled_drafts(accept_ref, count, drafted) < 1e-12, f"{drafted} drafted"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_sampled_drafts_are_lossless(toy: Toy, count: int) -> None:
 def test_any_deterministic_draft_is_lossless(toy: Toy, count: int) -> None:
     for drafts in itertools.product(range(toy.vocabulary), repeat=count):
         drafted = sum(drafts) % (count + 1)
-        assert toy.error(toy.runs(verify, drafts, drafted, sampled=False), count + 1) < 1e-12, drafts
+        assert toy.error(toy.runs(accept_ref, drafts, drafted, sampled=False), count + 1) < 1e-12, drafts
 
 
 @pytest.mark.parametrize("name", first_quick(3, MUTANTS))
@@ -216,8 +216,8 @@ def test_enumeration_catches_a_wrong_rejection_rule(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("choose(logits, positions, TARGET)", "choose(logits, positions[:, :1].expand_as(positions), TARGET)"),
-        ("choose(logits, positions, TARGET)", "choose(logits.roll(1, 1), positions, TARGET)"),
+        ("sample(logits, positions, TARGET)", "sample(logits, positions[:, :1].expand_as(positions), TARGET)"),
+        ("sample(logits, positions, TARGET)", "sample(logits.roll(1, 1), positions, TARGET)"),
         ("tokens[:, :-1] == proposal.tokens", "tokens[:, 1:] == proposal.tokens"),
         ("tokens[:, :-1] == proposal.tokens", "logits[:, :-1].argmax(-1) == proposal.tokens"),
         (".long().cumprod(-1).sum(-1)", ".long().sum(-1)"),
@@ -252,13 +252,13 @@ def emits_the_impossible(rule: Verify, coin: float) -> bool:
 
 
 def test_no_coin_lets_an_impossible_token_through() -> None:
-    assert not emits_the_impossible(verify, 0.0)
-    assert not emits_the_impossible(verify, LARGEST_COIN)
+    assert not emits_the_impossible(accept_ref, 0.0)
+    assert not emits_the_impossible(accept_ref, LARGEST_COIN)
 
 
 def test_what_lets_an_impossible_token_through_is_seen() -> None:
-    assert emits_the_impossible(mutant("coins * drafts_q < drafts_p", "coins * drafts_q <= drafts_p"), 0.0)
-    assert emits_the_impossible(verify, 1.0), "a coin of exactly 1 is none that the rules can take"
+    assert emits_the_impossible(mutant("u * drafts_q < drafts_p", "u * drafts_q <= drafts_p"), 0.0)
+    assert emits_the_impossible(accept_ref, 1.0), "a coin of exactly 1 is none that the rules can take"
 
 
 def test_where_rounding_leaves_nothing_to_draw_from_the_target_itself_is_the_law() -> None:
@@ -267,7 +267,7 @@ def test_where_rounding_leaves_nothing_to_draw_from_the_target_itself_is_the_law
     coins = torch.tensor([[LARGEST_COIN, 0.0]] * 2 + [[LARGEST_COIN, 0.9]] * 2, dtype=torch.float64)
     sampling = lattice_of({ACCEPT: coins, RESIDUAL: coins.flip(1)})
     proposal = Proposal(torch.tensor([[1], [2], [1], [2]]), torch.ones(4, dtype=torch.int64), q.expand(4, 1, 3))
-    verdict = verify(p.expand(4, 2, 3), proposal, torch.tensor([[1, 2]] * 4), sampling)
+    verdict = accept_ref(p.expand(4, 2, 3), proposal, torch.tensor([[1, 2]] * 4), sampling)
     assert verdict.accepted.tolist() == [0] * 4
     assert verdict.tokens[:, 0].tolist() == [1, 1, 2, 2]
 
@@ -277,8 +277,8 @@ def test_a_draft_from_the_target_itself_is_always_accepted() -> None:
     sampling = sampling_of(4000, 0.8, top_p=0.9)
     positions = torch.arange(9, 12).expand(4000, -1)
     q = sampling.probabilities(logits[:, :2])
-    drafts = sample_ref(q, sampling.coins(positions[:, :2], DRAFT))
-    verdict = verify(logits, Proposal(drafts, torch.full((4000,), 2), q), positions, sampling)
+    drafts = sample_ref(q, sampling.uniform(positions[:, :2], DRAFT))
+    verdict = accept_ref(logits, Proposal(drafts, torch.full((4000,), 2), q), positions, sampling)
     assert verdict.accepted.tolist() == [2] * 4000
     assert torch.equal(verdict.tokens[:, :2], drafts)
 
@@ -327,7 +327,7 @@ def generate(
             if drafted == "law":
                 law = sampling.probabilities(DRAFT_LOGITS[at][:, None])
                 laws.append(mix(law))
-                drafts.append(sample_ref(law, sampling.coins(lengths[:, None] + 1 + index, DRAFT)))
+                drafts.append(sample_ref(law, sampling.uniform(lengths[:, None] + 1 + index, DRAFT)))
             else:
                 drafts.append(DRAFT_LOGITS[at].argmax(-1, keepdim=True))
             at = after(at, drafts[-1][:, 0])
@@ -344,7 +344,7 @@ def generate(
             states = torch.where(index <= verdict.accepted, after(states, verdict.tokens[:, index]), states)
         lengths = lengths + verdict.accepted + 1
         assert verdict.finite.all()
-        assert rule is not verify or (verdict.accepted <= counting).all()
+        assert rule is not accept_ref or (verdict.accepted <= counting).all()
     return out[:, :3]
 
 
@@ -409,7 +409,7 @@ def test_tokens_follow_the_target_in_a_batch_of_all_settings(drafted: str) -> No
     sampling = sampling_of(
         rows, **{name: torch.tensor(column).repeat(20_000) for name, column in zip(names, columns, strict=True)}
     )
-    tokens = generate(verify, sampling, drafted=drafted)
+    tokens = generate(accept_ref, sampling, drafted=drafted)
     for index, setting in enumerate(SETTINGS):
         worst, ratio = verdict_of_chi_square(tokens[index :: len(SETTINGS)], target_law(*setting))
         assert worst > P_VALUE, setting
@@ -419,7 +419,7 @@ def test_tokens_follow_the_target_in_a_batch_of_all_settings(drafted: str) -> No
 @pytest.mark.parametrize("drafted", first_quick(1, ["law", "argmax"]))
 def test_tokens_follow_the_target_over_many_seeds(drafted: str) -> None:
     worst, ratio = verdict_of_chi_square(
-        generate(verify, sampling_of(120_000), drafted=drafted), target_law(1.0, 0, 1.0, 0.0)
+        generate(accept_ref, sampling_of(120_000), drafted=drafted), target_law(1.0, 0, 1.0, 0.0)
     )
     assert worst > P_VALUE
     assert ratio < 1.5
@@ -435,7 +435,7 @@ def test_chi_square_catches_a_wrong_rejection_rule(name: str) -> None:
 
 def test_chi_square_catches_a_q_that_the_drafts_were_not_drawn_from() -> None:
     tokens = generate(
-        verify, sampling_of(60_000), drafted="law", mix=lambda law: law.sqrt() / law.sqrt().sum(-1, keepdim=True)
+        accept_ref, sampling_of(60_000), drafted="law", mix=lambda law: law.sqrt() / law.sqrt().sum(-1, keepdim=True)
     )
     assert verdict_of_chi_square(tokens, target_law(1.0, 0, 1.0, 0.0))[0] < 1e-6
 
@@ -455,25 +455,25 @@ def test_chi_square_catches_a_q_that_the_drafts_were_not_drawn_from() -> None:
     ids=["one stream", "position ignored", "a coin for two positions", "seeds shared", "not uniform"],
 )
 def test_chi_square_catches_wrong_coins(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_batch, "uniform_ref", source)
-    tokens = generate(verify, sampling_of(60_000), drafted="law")
+    monkeypatch.setattr(sampling_module, "uniform_ref", source)
+    tokens = generate(accept_ref, sampling_of(60_000), drafted="law")
     assert verdict_of_chi_square(tokens, target_law(1.0, 0, 1.0, 0.0))[0] < 1e-6
 
 
 def test_deterministic_drafts_leave_the_tokens_of_a_seed_as_they_are() -> None:
     sampling = sampling_of(5000, torch.arange(5000) % 5 / 3, top_k=torch.arange(5000) % 4)
-    plain = generate(verify, sampling, drafted="nothing")
-    assert torch.equal(generate(verify, sampling, drafted="argmax"), plain)
+    plain = generate(accept_ref, sampling, drafted="nothing")
+    assert torch.equal(generate(accept_ref, sampling, drafted="argmax"), plain)
 
 
 @pytest.mark.parametrize("drafted", ["law", "argmax"])
 def test_a_row_does_not_feel_its_neighbours(drafted: str) -> None:
     """Tokens depend on a row's own seed and settings, not on its place or on who else is in the batch."""
     temperature, top_k = torch.arange(600) % 4 / 3, torch.arange(600) % 3
-    together = generate(verify, sampling_of(600, temperature, top_k=top_k), drafted=drafted)
+    together = generate(accept_ref, sampling_of(600, temperature, top_k=top_k), drafted=drafted)
     for part in (torch.arange(0, 600, 12), torch.arange(7, 600, 24).flip(0), torch.tensor([4]), torch.tensor([5])):
         alone = sampling_of(len(part), temperature[part], top_k=top_k[part], seeds=part)
-        assert torch.equal(generate(verify, alone, drafted=drafted), together[part])
+        assert torch.equal(generate(accept_ref, alone, drafted=drafted), together[part])
 
 
 # -- greedy ---------------------------------------------------------------------------------------------------
@@ -516,12 +516,14 @@ def test_greedy_is_a_plain_loop(
     drafts = torch.tensor(chains, dtype=torch.int64).view(len(chains), -1)
     positions = torch.arange(logits.shape[1]).expand(len(listed), -1) + 5
     sampling = sampling_of(len(listed), 0.0)
-    verdicts = [verify(logits, Proposal(drafts, drafted), positions, sampling)]
+    verdicts = [accept_ref(logits, Proposal(drafts, drafted), positions, sampling)]
     # The same among rows that are sampled, with deterministic drafts and with one-hot laws.
     mixed = replace(sampling, flags=SamplingFlags(sampled=True))
-    verdicts.append(verify(logits, Proposal(drafts, drafted), positions, mixed))
+    verdicts.append(accept_ref(logits, Proposal(drafts, drafted), positions, mixed))
     if drafts.shape[1]:
-        verdicts.append(verify(logits, Proposal(drafts, drafted, one_hot(drafts, logits.shape[2])), positions, mixed))
+        verdicts.append(
+            accept_ref(logits, Proposal(drafts, drafted, one_hot(drafts, logits.shape[2])), positions, mixed)
+        )
     for verdict in verdicts:
         assert verdict.finite.all()
         for row in range(len(listed)):
@@ -548,10 +550,10 @@ def test_logits_that_are_not_finite_are_flagged(
         drafts, torch.full((len(logits),), 2), one_hot(drafts, 9) if with_law and temperature > 0 else None
     )
     positions, sampling = torch.arange(3).expand(len(logits), -1), sampling_of(len(logits), temperature)
-    verdict = verify(logits, proposal, positions, sampling)
+    verdict = accept_ref(logits, proposal, positions, sampling)
     assert verdict.finite.tolist() == [False] * len(places) + [True]
     assert ((verdict.tokens >= 0) & (verdict.tokens < 9)).all()
-    whole = verify(clean, proposal, positions, sampling)
+    whole = accept_ref(clean, proposal, positions, sampling)
     assert whole.finite.all()
     assert verdict.accepted[-1] == whole.accepted[-1]
     assert torch.equal(verdict.tokens[-1], whole.tokens[-1])
@@ -564,9 +566,9 @@ def test_logprobs_are_the_models_own(drafted: str) -> None:
     sampling = sampling_of(50, 0.5, top_k=10, logprobs=True)
     positions = torch.arange(4).expand(50, -1)
     laws = sampling.probabilities(logits[:, :3])
-    drafts = sample_ref(laws, sampling.coins(positions[:, :3], DRAFT)) if drafted == "law" else laws.argmax(-1)
+    drafts = sample_ref(laws, sampling.uniform(positions[:, :3], DRAFT)) if drafted == "law" else laws.argmax(-1)
     proposal = Proposal(drafts, torch.full((50,), 3), laws if drafted == "law" else None)
-    verdict = verify(logits, proposal, positions, sampling)
+    verdict = accept_ref(logits, proposal, positions, sampling)
     logprobs = logprobs_of(logits, verdict.tokens)
     assert logprobs.dtype == torch.float32
     wanted = logits.double().log_softmax(-1).gather(-1, verdict.tokens[..., None])[..., 0]

@@ -17,33 +17,33 @@ import torch
 from crossed import first_quick
 from scipy import stats
 
-from specbatch.core.device_batch import Sampling, SamplingFlags
+from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters import verification
 from specbatch.drafters.tree import expand
-from specbatch.drafters.verification import Verdict, verify
+from specbatch.engine import acceptance
+from specbatch.engine.acceptance import RefResult, accept_ref
 from specbatch.kernels.sampling import tree_verify
 from specbatch.kernels.sampling.rng import TARGET
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 
-Rule = Callable[..., Verdict]
+Rule = Callable[..., RefResult]
 Text = tuple[int, ...]
-TREE, RULE = tree_verify, verification
+TREE, RULE = tree_verify, acceptance
 MUTANTS = {
     "all nodes compared with the root's choice": (TREE, ".int().argmax(-1)", ".int().argmax(-1) * 0"),
     "a node without its ancestors": (TREE, "ancestors & ~good == 0", "good >> node & 1 == 1"),
     "any child will do": (TREE, "right = (drafts == chosen.gather(1, parents))", "right = (drafts >= 0)"),
     "the leaf of the last row": (TREE, ".argmax(1, keepdim=True)", ".argmin(1, keepdim=True)"),
     "tokens of the rows in order": (RULE, "tokens = tokens.gather(1, path)", "pass"),
-    "row before": (RULE, "choose(logits, positions, TARGET)", "choose(logits.roll(1, 1), positions, TARGET)"),
-    "one coin": (RULE, "choose(logits, positions, TARGET)", "choose(logits, positions * 0 + 1, TARGET)"),
+    "row before": (RULE, "sample(logits, positions, TARGET)", "sample(logits.roll(1, 1), positions, TARGET)"),
+    "one coin": (RULE, "sample(logits, positions, TARGET)", "sample(logits, positions * 0 + 1, TARGET)"),
     "accept the argmax": (RULE, "walk_tree_ref(tokens, ", "walk_tree_ref(logits.argmax(-1), "),
 }
 
 
 def mutant(name: str) -> Rule:
-    """`verify` with one piece of the text of its module, or of the walk's, replaced."""
+    """`accept_ref` with one piece of the text of its module, or of the walk's, replaced."""
     home, old, new = MUTANTS[name]
     sources = {module: inspect.getsource(module) for module in (TREE, RULE)}
     assert sources[home].count(old) == 1, f"the rule no longer says {old!r}: bring this mutant up to date"
@@ -53,7 +53,7 @@ def mutant(name: str) -> Rule:
     exec(sources[TREE], walk)
     exec(sources[RULE], rule)
     rule["walk_tree_ref"] = walk["walk_tree_ref"]
-    changed: Rule = rule["verify"]
+    changed: Rule = rule["accept_ref"]
     return changed
 
 
@@ -78,7 +78,7 @@ class Lattice(Sampling):
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
-    def coins(self, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    def uniform(self, positions: torch.Tensor, stream: int) -> torch.Tensor:
         assert stream == TARGET
         return self.grid.gather(1, positions - 1)
 
@@ -160,12 +160,12 @@ CROWNS = [(8, 2), (6, 3), (3, 1), (1, 1), (5, 2)]  # nodes, and the depth that t
 def test_any_tree_is_lossless(toy: Toy, count: int, depth: int) -> None:
     nodes = random_nodes(toy.seed + count, toy.vocabulary, min(count, toy.vocabulary**depth), depth)
     for drafted in {len(nodes), toy.seed % (len(nodes) + 1)}:
-        assert toy.error(verify, nodes, drafted) < 1e-12
+        assert toy.error(accept_ref, nodes, drafted) < 1e-12
 
 
 def test_a_tree_of_all_texts_is_lossless_and_always_right() -> None:
     nodes = [text for length in (1, 2) for text in itertools.product(range(3), repeat=length)]
-    assert Toy(3, 3, 4).error(verify, nodes, len(nodes)) < 1e-12
+    assert Toy(3, 3, 4).error(accept_ref, nodes, len(nodes)) < 1e-12
 
 
 @pytest.mark.parametrize("name", first_quick(2, MUTANTS))
@@ -244,7 +244,7 @@ SETTINGS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "to
     "shape", [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])], ids=str
 )
 def test_tokens_follow_the_target(shape: DraftShape, setting: dict[str, Any]) -> None:
-    tokens, accepting = generate(verify, sampling_of(60_000, **setting), shape)
+    tokens, accepting = generate(accept_ref, sampling_of(60_000, **setting), shape)
     assert 0.2 < accepting < 0.95
     assert smallest_p_value(tokens, target_law(**setting)) > 1e-4
 
@@ -259,9 +259,9 @@ def test_chi_square_catches_a_wrong_rule(name: str) -> None:
 def test_a_seed_gives_the_tokens_of_plain_decoding(shape: DraftShape) -> None:
     """Also in a batch with greedy rows; whatever is drafted."""
     sampling = sampling_of(5000, torch.arange(5000) % 4 / 3, top_k=torch.arange(5000) % 5)
-    plain, accepting = generate(verify, sampling, None)
+    plain, accepting = generate(accept_ref, sampling, None)
     assert accepting == 0
-    assert torch.equal(generate(verify, sampling, shape)[0], plain)
+    assert torch.equal(generate(accept_ref, sampling, shape)[0], plain)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -276,5 +276,5 @@ def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float) 
     sampling = sampling_of(5, temperature)
     if not temperature:
         sampling = Sampling(**{**sampling.__dict__, "flags": SamplingFlags()})
-    verdict = verify(logits, proposal, tree_depths(words) + 4, sampling)
+    verdict = accept_ref(logits, proposal, tree_depths(words) + 4, sampling)
     assert verdict.finite.tolist() == [False] * 4 + [True]

@@ -1,0 +1,99 @@
+"""Sampling parameters of the requests in one pass, and tokens sampled by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from specbatch.core.request import SamplingParams
+from specbatch.kernels import dispatch
+from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
+from specbatch.kernels.sampling.rng import uniform_ref
+from specbatch.kernels.sampling.sample import sample_ref
+
+if TYPE_CHECKING:
+    from specbatch.kernels.sampling.filtered_distribution_triton import FilteredDistribution
+
+
+class SamplingFlags(NamedTuple):
+    """What any request of a pass asks for. What none of them asks for is not computed.
+
+    sampled    some request has a temperature
+    truncated  some sampled request uses top-k, top-p or min-p
+    logprobs   some request asks for log-probabilities
+    """
+
+    sampled: bool = False
+    truncated: bool = False
+    logprobs: bool = False
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> SamplingFlags:
+        params = list(params)
+        return cls(
+            sampled=any(p.temperature > 0 for p in params),
+            truncated=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
+            logprobs=any(p.logprobs for p in params),
+        )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of B requests on the device, each [B]. Without `flags.sampled` all but the seeds are empty."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    flags: SamplingFlags
+
+    def distribution(self, logits: torch.Tensor) -> FilteredDistribution:
+        """The filtered distributions of logits [B, n, V], on a CUDA device; probabilities are not materialized."""
+        from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits
+
+        parameters = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return filter_logits(logits.flatten(0, 1).contiguous(), *parameters, truncated=self.flags.truncated)
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """The filtered distributions of logits [B, n, V] as float32 [B, n, V]."""
+        batch, n, vocabulary = logits.shape
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            return values[:, None].expand(batch, n).flatten()
+
+        filters = (spread(self.top_k), spread(self.top_p), spread(self.min_p)) if self.flags.truncated else ()
+        flat = probabilities_ref(logits.flatten(0, 1), spread(self.temperature), *filters)
+        return flat.view(batch, n, vocabulary)
+
+    def uniform(self, positions: torch.Tensor, stream: int) -> torch.Tensor:
+        """Uniform random numbers for tokens at positions [B, n], keyed on (seed, position, stream)."""
+        return uniform_ref(self.seeds[:, None], positions, stream)
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+        """Tokens int64 [B, n] at `positions` [B, n] from the logits [B, n, V] that predict them: argmax if no request
+        has a temperature."""
+        if not self.flags.sampled:
+            return logits.argmax(-1)
+        if dispatch.runs_kernels(logits):
+            from specbatch.kernels.sampling.sample_triton import sample
+
+            return sample(self.distribution(logits), self.seeds, positions, stream)[0]
+        return sample_ref(self.probabilities(logits), self.uniform(positions, stream))
+
+    def sample_with_probabilities(
+        self, logits: torch.Tensor, positions: torch.Tensor, stream: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `sample`, and the distributions float32 [B, n, V] that the tokens were sampled from."""
+        if dispatch.runs_kernels(logits):
+            from specbatch.kernels.sampling.filtered_distribution_triton import probabilities
+            from specbatch.kernels.sampling.sample_triton import sample
+
+            distribution = self.distribution(logits)
+            tokens, _ = sample(distribution, self.seeds, positions, stream)
+            return tokens, probabilities(distribution).view(logits.shape)
+        p = self.probabilities(logits)
+        return sample_ref(p, self.uniform(positions, stream)), p

@@ -1,0 +1,191 @@
+"""Acceptance rules: which drafts are accepted, and which token follows them. All of them are lossless.
+
+Deterministic drafts (n-gram, greedy): at every node a token is chosen from the target's own distribution, by argmax or
+sampled with random numbers keyed on (seed, position), and a draft is accepted if it equals that token. A draft d is
+thus accepted with probability p(d), and the token after a rejection is distributed as p given "not d": rejection
+sampling for a one-hot draft. As the random numbers are those of the baseline, a seed gives the same tokens with and
+without drafts.
+
+Trees follow this rule only: their drafts are the likeliest children, not sampled ones, so that each is a one-hot
+proposal. All nodes of one depth share the random number of their position, and the walk goes from the root to the child
+that equals the chosen token. The distribution is that of trying siblings one by one with p renormalized (SpecInfer,
+Miao et al. 2023), with the random numbers of the baseline. Siblings sampled without replacement would need another
+rule and random numbers of their own.
+
+Sampled drafts, from a distribution q: speculative sampling (Leviathan et al. 2023, Chen et al. 2023). d is accepted if
+u * q(d) < p(d); the first rejected draft is replaced by a sample from max(p - q, 0). Random numbers are keyed as above,
+but which of them decides on a token depends on where a verify begins: a retraction, which moves that, may change the
+tokens of a seed (not their distribution).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from specbatch.core.sampling import Sampling
+from specbatch.core.step_input import Proposal, StepInput
+from specbatch.kernels import dispatch
+from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
+from specbatch.kernels.sampling.sample import sample_ref
+from specbatch.kernels.sampling.tree_verify import identity_path, walk_tree_ref
+
+
+class Accepted(NamedTuple):
+    """The outcome of a verify.
+
+    packed        int64 [B, N + 3]: N tokens, of which the first accepted + 1 are emitted; then accepted, drafted and
+                  finite (0 where logits were NaN or infinite)
+    path          int64 [B, N], for a tree: all nodes, the root and the accepted drafts first, in order
+    is_committed  tokens and lengths of the batch are written already (see `accept`)
+    """
+
+    packed: torch.Tensor
+    path: torch.Tensor | None
+    is_committed: bool
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [B, N]."""
+        return self.packed[:, :-3]
+
+    @property
+    def accepted(self) -> torch.Tensor:
+        """int64 [B]: accepted drafts."""
+        return self.packed[:, -3]
+
+
+def accept(
+    step: StepInput,
+    proposal: Proposal,
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    simulate: float | None = None,
+) -> Accepted:
+    """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N].
+
+    On a CUDA device the kernel that accepts also writes tokens and lengths to the batch, which saves a launch: two
+    launches if greedy, a handful if sampled.
+    simulate: see `accept_ref`.
+    """
+    if dispatch.runs_kernels(logits):
+        return Accepted(*_accept_and_commit(step, proposal, logits, positions, simulate), is_committed=True)
+    tokens, accepted, finite, path = accept_ref(logits, proposal, positions + 1, step.sampling, simulate)
+    packed = torch.cat([tokens, torch.stack([accepted, proposal.drafted, finite.long()], 1)], 1)
+    return Accepted(packed, path, is_committed=False)
+
+
+def _accept_and_commit(
+    step: StepInput,
+    proposal: Proposal,
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    simulate: float | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`accept` by kernels that also write tokens and lengths: `Accepted.packed` and `Accepted.path`."""
+    from specbatch.kernels.sampling.accept_triton import argmax_partials, commit, greedy_accept
+    from specbatch.kernels.sampling.sample_triton import rejection_sample, sample
+    from specbatch.kernels.sampling.tree_verify_triton import commit_tree
+
+    drafts, drafted, q, ancestors = proposal
+    batch, sampling, seeds = step.batch, step.sampling, step.sampling.seeds
+    where = (batch.tokens, batch.lengths, step.slots)
+    nodes_finite: torch.Tensor | None = None  # None: the kernel checks the chosen logits
+    if not sampling.flags.sampled:
+        flat = logits.flatten(0, 1)
+        if ancestors is None:
+            return greedy_accept(flat, drafts, drafted, *where, simulate=simulate, seeds=seeds), None
+        chosen = argmax_partials(flat)
+    else:
+        p, predicted = sampling.distribution(logits), positions + 1
+        if q is not None and simulate is None:
+            tokens, accepted, finite = rejection_sample(p, drafts, drafted, q, seeds, predicted)
+            return commit(tokens, drafts, drafted, finite, *where, accepted=accepted), None
+        chosen, nodes_finite = sample(p, seeds, predicted, TARGET)
+        if ancestors is None:
+            return commit(chosen, drafts, drafted, nodes_finite, *where, simulate=simulate, seeds=seeds), None
+    return commit_tree(chosen, nodes_finite, drafts, drafted, ancestors, *where, simulate=simulate, seeds=seeds)
+
+
+class RefResult(NamedTuple):
+    """tokens int64 [B, N], of which the first accepted + 1 are emitted; accepted [B]: accepted drafts; finite [B] bool;
+    path: see `Accepted`."""
+
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    finite: torch.Tensor
+    path: torch.Tensor | None = None
+
+
+def accept_ref(
+    logits: torch.Tensor,
+    proposal: Proposal,
+    positions: torch.Tensor,
+    sampling: Sampling,
+    simulate: float | None = None,
+) -> RefResult:
+    """The rules in plain torch, for a chain or a tree: logits [B, N, V] of [root, d_1 .. d_{N-1}]; positions [B, N] of
+    the tokens that they predict.
+
+    simulate: a mean accept length. Then a random number decides how many drafts are accepted, whatever they are, and
+    the tokens are those that the target chooses at the first nodes.
+    """
+    assert proposal.ancestors is None or proposal.probabilities is None, "drafts of a tree are not sampled"
+    ancestors, path = proposal.ancestors, None
+    if proposal.probabilities is not None and sampling.flags.sampled and simulate is None:
+        tokens, accepted = _rejection_sample(sampling.probabilities(logits), proposal, positions, sampling)
+        return RefResult(tokens, accepted, are_finite(logits, tokens, sampling))
+    tokens = sampling.sample(logits, positions, TARGET)
+    finite = are_finite(logits, tokens, sampling)
+    if simulate is not None:
+        accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
+        path = None if ancestors is None else identity_path(ancestors)
+    elif ancestors is None:
+        accepted = _correct_prefix(tokens[:, :-1] == proposal.tokens, proposal.drafted)
+    else:
+        accepted, path = walk_tree_ref(tokens, proposal.tokens, proposal.drafted, ancestors)
+        tokens = tokens.gather(1, path)
+    return RefResult(tokens, accepted, finite, path)
+
+
+def are_finite(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Are logits [B, n, V], from which `tokens` [B, n] were chosen, free of NaN and infinity? bool [B]."""
+    if sampling.flags.sampled:
+        return logits.amax(-1).isfinite().all(-1)
+    # The argmax is a NaN where there is one, so the chosen logit shows it without another pass.
+    return logits.gather(-1, tokens[..., None]).isfinite().flatten(1).all(-1)
+
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """log p(token) under the model's own distribution: logits [B, N, V], tokens [B, N] -> float32 [B, N]."""
+    return logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def _correct_prefix(correct: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+    """Length of the correct prefix: bool [B, N-1], at most drafted [B] -> int64 [B]."""
+    place = torch.arange(correct.shape[1], device=correct.device)
+    return (correct & (place < drafted[:, None])).long().cumprod(-1).sum(-1)
+
+
+def _rejection_sample(
+    p: torch.Tensor, proposal: Proposal, positions: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Speculative sampling of a chain: p [B, N, V] -> (tokens [B, N], accepted [B])."""
+    q, drafts = proposal.probabilities, proposal.tokens
+    assert q is not None
+    drafts_p = p[:, :-1].gather(-1, drafts[..., None])[..., 0]
+    drafts_q = q.gather(-1, drafts[..., None])[..., 0]
+    u = sampling.uniform(positions[:, :-1], ACCEPT)
+    accepted = _correct_prefix(u * drafts_q < drafts_p, proposal.drafted)
+    at = accepted[:, None, None]
+    p_next = p.gather(1, at.expand(-1, 1, p.shape[-1]))[:, 0]
+    # After the last draft there is nothing to subtract.
+    q_next = torch.cat([q, torch.zeros_like(q[:, :1])], 1).gather(1, at.expand(-1, 1, q.shape[-1]))[:, 0]
+    q_next = torch.where((accepted < proposal.drafted)[:, None], q_next, 0.0)
+    residual = (p_next - q_next).clamp(min=0)
+    # Where p equals q up to rounding errors nothing is left: sample from p itself.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    bonus = sample_ref(residual, sampling.uniform(positions.gather(1, accepted[:, None]), RESIDUAL)[:, 0])
+    padded = torch.cat([drafts, drafts[:, :1]], 1)
+    return padded.scatter(1, accepted[:, None], bonus[:, None]), accepted

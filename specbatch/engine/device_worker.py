@@ -1,0 +1,157 @@
+"""The device side of an engine: one method for each thing that the host launches, with plain data as arguments.
+
+Arguments are integers, lists, NumPy arrays and frozen dataclasses of them, which can be pickled. The same calls
+replayed in the same order on an identically built worker leave the same tensors: that is how several processes run one
+engine.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import torch
+
+from specbatch.core.async_copy import upload
+from specbatch.core.attention_metadata import PromptChunk
+from specbatch.core.device_batch import Admission, DeviceBatch
+from specbatch.core.sampling import SamplingFlags
+from specbatch.core.step_input import StepInput
+from specbatch.engine.prefill import PrefillStep, PrefillWork
+from specbatch.engine.score_step import ScoreStep, ScoreWork
+from specbatch.engine.step import DecodeStep
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.progress import Report
+from specbatch.runtime.cuda_graphs import (
+    GraphCounters,
+    Program,
+    Recorder,
+    Recordings,
+    Result,
+    WholeGraphs,
+    token_buckets,
+)
+from specbatch.runtime.prefill_forward import PromptWork
+
+# The methods that launch work. Call them in `torch.inference_mode()`.
+CALLS = ("admit", "add_pages", "prefill", "decode", "shorten", "catch_up", "assign_pages", "score")
+
+
+class DeviceWorker:
+    """Owns the batch, the models' steps and their CUDA graphs. Results are device tensors; nothing waits."""
+
+    def __init__(
+        self,
+        batch: DeviceBatch,
+        prefill_step: PrefillStep,
+        decode_step: DecodeStep,
+        score_step: ScoreStep,
+        *,
+        forwards: dict[str, PromptWork],
+        page_size: int,
+        prefill_chunk: int,
+        draft_lengths: tuple[int, ...],
+        recorder: Recorder | None,
+        float8: bool,
+    ) -> None:
+        """forwards: the prefill passes of target and draft by role, for their counters and recordings; prefill_chunk:
+        most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for graphs of whole
+        decode steps, None to run them eagerly; float8: see `use_fp8_activations`."""
+        self.batch = batch
+        self.prefill_step = prefill_step
+        self.decode_step = decode_step
+        self.score_step = score_step
+        self.forwards = forwards
+        self._page_size = page_size
+        self._prefill_chunk = prefill_chunk
+        self._float8 = float8
+        self.decode_counters = GraphCounters()
+        self.graphs: WholeGraphs | None = None
+        if recorder is not None:
+            self.graphs = WholeGraphs(self._run, recorder, batch.slots, draft_lengths, batch.device)
+            self.decode_counters = self.graphs.counters
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Write tokens, pages and sampling parameters of requests that were given a slot."""
+        self.batch.admit(admissions)
+
+    def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
+        """Extend page rows: (slot, index in its row, page) each."""
+        self.batch.add_pages(pages)
+
+    def prefill(self, work: PrefillWork) -> Result | None:
+        """Run one prefill pass; see `PrefillStep`."""
+        return self.prefill_step(work)
+
+    def decode(self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int) -> Result:
+        """Run one decode step over the requests in `slots`, from a graph if there are any; see `DecodeStep`. No KV is
+        longer than `bound` after it."""
+        if self.graphs is not None:
+            return self.graphs(slots, flags, num_drafts)
+        self.decode_counters.fall_back("off")
+        return self._run(upload(slots, self.batch.device), flags, num_drafts, bound)
+
+    def shorten(self, slots: list[int], num_drafts: int, bound: int) -> None:
+        """Prepare the drafter for a step with fewer drafts than the previous one."""
+        self.decode_step.shorten(self._input(upload(slots, self.batch.device), SamplingFlags(), num_drafts, bound))
+
+    def catch_up(self, chunks: list[PromptChunk]) -> None:
+        """Update the draft state for tokens that steps without drafts committed."""
+        self.prefill_step.catch_up(chunks, self._prefill_chunk)
+
+    def assign_pages(self, table: np.ndarray) -> None:
+        """Replace the page rows of slots 1, 2, ... by table int64 [n, P], for `score`."""
+        self.batch.page_table[1 : 1 + len(table)] = upload(table, self.batch.device)
+
+    def score(self, work: ScoreWork) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Log-probabilities of given tokens; see `ScoreStep`."""
+        return self.score_step(work)
+
+    def _run(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int | None = None) -> Result:
+        """One decode step over slots [B]; what a graph records."""
+        return self.decode_step(self._input(slots, flags, num_drafts, self.batch.width - 1 if bound is None else bound))
+
+    def _input(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int) -> StepInput:
+        lengths, sampling = self.batch.look_up(slots, flags)
+        return StepInput(self.batch, slots, lengths, num_drafts, self._page_size, bound, sampling)
+
+    # -- graphs -----------------------------------------------------------------------------------------------
+
+    def recordings(self) -> list[Recordings]:
+        """Everything that is recorded before work begins."""
+        found: list[Recordings] = [item for item in self.forwards.values() if isinstance(item, Recordings)]
+        return found if self.graphs is None else [*found, self.graphs]
+
+    @torch.inference_mode()
+    def record_graphs(self, report: Report) -> int:
+        """Record every bucket, then run what is not recorded once, so that it is compiled. Returns how many buckets."""
+        recordings = self.recordings()
+        total = sum(len(item) for item in recordings)
+        report(0, total)
+        with use_fp8_activations(self._float8):
+            for done, _ in enumerate(chain.from_iterable(item.capture() for item in recordings), start=1):
+                report(done, total)
+        if self.batch.device.type == "cuda":
+            torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
+        for program in self._warm_ups():
+            program()
+        if self.batch.device.type == "cuda":
+            torch.cuda.synchronize(self.batch.device)
+        return total
+
+    def _warm_ups(self) -> list[Program]:
+        """Prefill passes that compile whatever runs between the recorded segments."""
+        if not any(isinstance(item, Recordings) for item in self.forwards.values()):
+            return []
+        warm_up, sizes = self.prefill_step.warm_up, token_buckets(self._prefill_chunk)
+        passes: list[Program] = [partial(warm_up, size) for size in sizes]
+        # Other kernels read the keys of a prefix; of a long one, several programs share them.
+        passes += [partial(warm_up, sizes[0], prefix) for prefix in (1, self.batch.width)]
+        # After the last attention a pass has as many rows as prompts end in it, and Triton compiles its GEMMs for 1
+        # row, for 16 and for the numbers between.
+        return passes + [partial(warm_up, sizes[0], ends=n) for n in (2, 16) if n <= self.batch.slots]
+
+    def close(self) -> None:
+        """Drop the graphs, which refer to this worker, so that its memory is freed at once."""
+        self.graphs = None

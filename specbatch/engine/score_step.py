@@ -1,0 +1,85 @@
+"""Scoring on the device: texts through the target as prompts, and the log-probabilities of given tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from specbatch.core.async_copy import upload
+from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
+from specbatch.core.device_batch import DeviceBatch
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.models.decoder import Decoder
+from specbatch.runtime.prefill_forward import Forward
+
+_BYTES_PER_LOGIT = 16  # in the model's type, as float32, and for the sum of their exponentials
+
+
+@dataclass(frozen=True)
+class ScoreWork:
+    """One pass over texts, as plain data.
+
+    tokens   of the chunks, concatenated
+    read     indices of the tokens whose logits are needed, ascending
+    targets  (index into `read`, token): tokens to score, ascending
+    """
+
+    chunks: list[PromptChunk]
+    tokens: list[int]
+    read: list[int]
+    targets: list[tuple[int, int]]
+
+
+class ScoreStep:
+    """Runs scoring passes over the target, in the batch's pages."""
+
+    def __init__(
+        self,
+        batch: DeviceBatch,
+        model: Decoder,
+        forward: Forward,
+        *,
+        page_size: int,
+        workspace: int,
+        needs_all_hidden: bool,
+        float8: bool = False,
+    ) -> None:
+        """workspace: bytes that the logits may take; needs_all_hidden: `forward` returns the hidden states of all
+        tokens; float8: see `use_fp8_activations`."""
+        self._batch = batch
+        self._model = model
+        self._forward = forward
+        self._page_size = page_size
+        self._needs_all_hidden = needs_all_hidden
+        self._float8 = float8
+        # Rows of logits at a time: they may take what the activations of their pass have left.
+        self._logits = max(1, workspace // (_BYTES_PER_LOGIT * model.config.vocab_size))
+
+    def __call__(self, work: ScoreWork) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """In parts, for the targets in order: float32 log-probabilities, and whether each is the greedy token."""
+        device = self._batch.device
+        metadata = PrefillMetadata(self._batch.page_table, work.chunks, self._page_size)
+        rows = upload(work.read, device)
+        with use_fp8_activations(self._float8):
+            tokens = upload(work.tokens, device)
+            last = self._forward(tokens, metadata, None if self._needs_all_hidden else rows).last
+        return list(self._score(last[rows] if self._needs_all_hidden else last, work.targets))
+
+    def _score(
+        self, hidden: torch.Tensor, targets: list[tuple[int, int]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """hidden [n, hidden_size]: of `ScoreWork.read`."""
+        if not targets:
+            return
+        places = [row for row, _ in targets]
+        rows, tokens = upload(targets, hidden.device).unbind(1)
+        for first in range(0, len(hidden), self._logits):
+            begin, end = (bisect_left(places, place) for place in (first, first + self._logits))
+            row, token = rows[begin:end] - first, tokens[begin:end]
+            logits = self._model.logits(hidden[first : first + self._logits])
+            greedy = logits.argmax(-1)[row] == token
+            logits = logits.float()
+            yield logits[row, token] - logits.logsumexp(-1)[row], greedy
