@@ -1,4 +1,4 @@
-# make demo   set up, fetch the bundled model, answer sums and compare configurations: a few minutes on two cores
+# make demo   set up, fetch the bundled model, answer sums and compare configurations: under five minutes on two cores
 # make test   set up, check style and types, run the quick tests: under five minutes
 # make test-all  the same with all tests
 #
@@ -14,9 +14,8 @@ INSTALLED = $(VENV)/.installed
 
 demo: $(INSTALLED)
 	$(BIN)/specbatch models pull smollm2-135m
-	$(BIN)/specbatch eval one_digit_sums --limit 40 --spec off
-	$(BIN)/specbatch eval one_digit_sums --limit 40 --spec v2
-	$(BIN)/specbatch sweep --concurrency 1,4 --configs baseline,v1,v2 --input-len 64 --output-len 32 --repeats 3
+	$(BIN)/specbatch eval one_digit_sums --limit 10 --spec v2
+	$(BIN)/specbatch sweep --concurrency 1,4 --output-len 32 --repeats 3
 
 test: check
 	$(BIN)/pytest -q -n 2 --dist worksteal

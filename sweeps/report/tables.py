@@ -22,6 +22,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.store import find_records
 from specbatch.records.summarize import break_even
 from specbatch.records.sweep_plan import Point, unfinished
+from specbatch.sweeps.report.conclusion import conclusion
 from specbatch.sweeps.report.summaries import (
     BREAK_EVEN,
     caps_text,
@@ -149,7 +150,8 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Poi
     headers, body = shown(rows)
     text = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
     remarks = "".join(f"* {note}\n" for note in notes(records, rows, missing))
-    return f"{heading(about(records))}\n{text}\n\n{_acceptance(records)}{remarks}"
+    read = "".join(f"{sentence}\n" for sentence in conclusion(rows))
+    return f"{heading(about(records))}\n{text}\n\n{_acceptance(records)}{remarks}" + (f"\n{read}" if read else "")
 
 
 def shown(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,38 @@
+"""Reads the table of a sweep in words: how much faster than the baseline is each configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def conclusion(rows: pd.DataFrame) -> list[str]:
+    """One sentence for each concurrency, from the rows of `tables.table`; none without a baseline.
+
+    A difference is shown where all repeats are on the same side of the baseline.
+    """
+    every: list[Any] = list(rows.itertuples())
+    compared = [row for row in every if row.configuration != "baseline" and not math.isnan(row.ratio)]
+    sentences = []
+    for concurrency in dict.fromkeys(row.concurrency for row in compared):
+        parts = ", ".join(_part(row) for row in compared if row.concurrency == concurrency)
+        sentences.append(f"Concurrency {concurrency}, output tok/s: {parts}.")
+    return [*sentences, *_caveat(compared)]
+
+
+def _part(row: Any) -> str:
+    if row.repeats < 2:
+        return f"{row.configuration} is {row.ratio:.2f} times the baseline"
+    spread = f"{row.ratio_min:.2f}-{row.ratio_max:.2f}"
+    if row.ratio_min <= 1 <= row.ratio_max:
+        return f"no difference is shown between {row.configuration} and the baseline (ratio {spread})"
+    return f"{row.configuration} is {row.ratio:.2f} times the baseline ({spread})"
+
+
+def _caveat(compared: list[Any]) -> Iterator[str]:
+    if any(row.repeats < 2 for row in compared):
+        yield "One repeat does not show how much a ratio varies; use --repeats 3."
