@@ -20,89 +20,150 @@ from specbatch.progress import progress
 if TYPE_CHECKING:
     from specbatch.sweeps.run.http_engine import HttpEngine
 
-_OF_BOTH = ("model", "tokenizer", "seed")  # options of the engine that mean something for a server, too
-_OF_SERVERS = ("base_url", "send", "api_key_env")
+_WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
+_ENGINE_OPTIONS_OF_SERVERS = ("model", "tokenizer", "seed")
+_SERVER_OPTIONS = ("base_url", "send", "api_key_env")
 
 
 @takes_engine(without=("spec",))
 def sweep(
     context: typer.Context,
     engine: EngineOptions,
-    concurrency: Annotated[str, Option(help="Comma-separated numbers of requests kept unfinished.")] = "1,8,32,128",
+    concurrency: Annotated[
+        str, Option(help="Numbers of requests kept unfinished, separated by commas.", rich_help_panel=_LOAD)
+    ] = "1,8,32,128",
     configs: Annotated[
-        str, Option(help="Some of baseline, v1, v2, v2+piecewise; or a TOML or YAML file of configurations.")
+        str,
+        Option(
+            help="Configurations: some of baseline, v1, v2, v2+piecewise; or a TOML or YAML file that defines them."
+        ),
     ] = "baseline,v1,v2",
     dataset: Annotated[
         str | None,
         Option(
-            help="random, gsp, gsm8k, lm-eval:TASK (what that task asks) or FILE.jsonl (lines as for generate, or "
-            "turns as in MT-Bench, of which the first is asked: later ones would need the answers before "
-            "them). Default: gsm8k; with --input-len random."
+            help="gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. "
+            "Lines are as for generate, or MT-Bench's turns, of which only the first is asked. Default: gsm8k; with "
+            "--input-len random.",
+            rich_help_panel=_WORKLOAD,
         ),
     ] = None,
-    data: Annotated[Path | None, Option(help="Other questions for --dataset gsm8k and lm-eval:gsm8k.")] = None,
+    data: Annotated[
+        Path | None, Option(help="Other questions for --dataset gsm8k and lm-eval:gsm8k.", rich_help_panel=_WORKLOAD)
+    ] = None,
     input_len: Annotated[
-        str, Option(metavar="N|N-M", help="Tokens per random prompt, or fewest and most; with gsp its question.")
+        str,
+        Option(
+            metavar="N|N-M",
+            help="Tokens of a random prompt, or a range of them; for gsp, after the shared prefix.",
+            rich_help_panel=_WORKLOAD,
+        ),
     ] = "128",
     output_len: Annotated[
         str | None,
         Option(
             metavar="N|N-M",
-            help="Tokens per answer, or fewest and most; for text only the most. Default: 128; 64 on a CPU.",
+            help="Tokens of an answer, or a range of them; for text, at most that many. Default: 128; 64 on a CPU.",
+            rich_help_panel=_WORKLOAD,
         ),
     ] = None,
-    groups: Annotated[int, Option(help="gsp: groups of prompts that begin alike.")] = 32,
-    group_prompts: Annotated[int, Option(help="gsp: prompts of each group.")] = 16,
+    groups: Annotated[int, Option(help="gsp: number of groups.", rich_help_panel=_WORKLOAD)] = 32,
+    group_prompts: Annotated[int, Option(help="gsp: prompts per group.", rich_help_panel=_WORKLOAD)] = 16,
     shared_len: Annotated[
         str,
         Option(
             "--shared-len",
             "--system-len",
             metavar="N|N-M",
-            help="gsp: tokens of the system prompt that a group shares.",
+            help="gsp: tokens of the prefix that a group shares.",
+            rich_help_panel=_WORKLOAD,
         ),
     ] = "2048",
     chat_template: Annotated[
         bool | None,
         Option(
             "--chat-template/--no-chat-template",
-            help="Ask texts as messages, rendered by the model's template; or render nothing. Default: messages only.",
+            help="Render all texts with the model's chat template, or none. Default: only messages.",
+            rich_help_panel=_TEMPLATE,
         ),
     ] = None,
     thinking: Annotated[
-        bool | None, Option("--thinking/--no-thinking", help="The template's enable_thinking. Default: its own.")
+        bool | None,
+        Option(
+            "--thinking/--no-thinking",
+            help="enable_thinking of the chat template. Default: the template's own.",
+            rich_help_panel=_TEMPLATE,
+        ),
     ] = None,
     request_rate: Annotated[
-        float, Option(help="Prompts that arrive in a second, at random. inf: one when another one ends.")
+        float,
+        Option(
+            help="Requests per second with random arrivals. inf: a request starts when another one ends.",
+            rich_help_panel=_LOAD,
+        ),
     ] = math.inf,
     burst: Annotated[
-        str, Option(metavar="N|all", help="Prompts that arrive together, at that rate; all: a point's at once.")
+        str,
+        Option(
+            metavar="N|all",
+            help="Requests that arrive together, at that rate. all: all requests of a point at once.",
+            rich_help_panel=_LOAD,
+        ),
     ] = "1",
     prompts_per_concurrency: Annotated[
         int | None,
-        Option(help="A point runs this many times its concurrency (4 at least). Default: 4; 1 on a CPU."),
+        Option(
+            help="Prompts of a point, as a multiple of its concurrency, but at least 4. Default: 4; 1 on a CPU.",
+            rich_help_panel=_LOAD,
+        ),
     ] = None,
-    repeats: Annotated[int, Option(help="Rounds over the configurations, A B C A B C.")] = 1,
+    repeats: Annotated[
+        int, Option(help="Rounds over the configurations, interleaved: A B C A B C.", rich_help_panel=_LOAD)
+    ] = 1,
     engine_kind: Annotated[
-        str, Option("--engine", metavar="specbatch|http", help="http: the server at --base-url in place of our engine.")
+        str,
+        Option(
+            "--engine",
+            metavar="specbatch|http",
+            help="http: measure the server at --base-url instead of this engine.",
+            rich_help_panel=_SERVER,
+        ),
     ] = "specbatch",
     base_url: Annotated[
-        str | None, Option(help="An OpenAI-compatible server (vLLM, SGLang), such as http://localhost:8000.")
+        str | None,
+        Option(
+            help="An OpenAI-compatible server (vLLM, SGLang), such as http://localhost:8000.", rich_help_panel=_SERVER
+        ),
     ] = None,
     send: Annotated[
-        str, Option(metavar="ids|text", help="http: prompts as token ids, which no server can read differently.")
+        str,
+        Option(
+            metavar="ids|text",
+            help="Send prompts as token ids, so that the server cannot tokenize them differently, or as text.",
+            rich_help_panel=_SERVER,
+        ),
     ] = "ids",
     api_key_env: Annotated[
-        str | None, Option(metavar="NAME", help="http: environment variable that holds the server's key.")
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Name of the environment variable with the server's API key.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
-        Option("--output", "--out", help="Folder: a new one, or that of the same sweep cut short. \\[out/sweep-TIME]"),
+        Option(
+            "--output",
+            "--out",
+            help="New folder for the results, or that of an interrupted sweep to continue. Default: out/sweep-TIME.",
+        ),
     ] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Say what would run and how long; load nothing.")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Show what would run and estimate how long; load nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare configurations at several concurrencies, in one process, on the same prompts.
+    """Compare configurations at several concurrencies, on the same prompts.
 
     specbatch sweep --concurrency 1,4
 
@@ -114,11 +175,12 @@ def sweep(
 
     specbatch sweep --configs grid.toml --out sweeps/heads
 
-    baseline drafts nothing (schedule v2); v1 and v2 draft with ngram, or with --draft;
-    v2+piecewise also replays prompts in pieces. gsp is random prompts in groups that begin alike, in shuffled order;
-    with it the prefix cache is on, and empty at the start of each point.
+    baseline does not speculate and runs schedule v2. v1 and v2 speculate with ngram, or with --algorithm and --draft.
+    v2+piecewise also uses piecewise CUDA graphs for prefill. For gsp the prefix cache is on, and emptied before each
+    point.
 
-    In a file each table is a configuration, whose keys are options of this command; a list stands for one of each.
+    In a file of configurations each table is one, with options of this command as keys. A list gives one configuration
+    per value:
 
     \\[baseline]
     spec = "off"
@@ -127,20 +189,20 @@ def sweep(
     algorithm = "ngram"
     draft-tokens = [3, 7]
 
-    Ratios are over the configuration named baseline. Several models (model = ...) run one after the other, each in a
-    process and a folder of its own.
+    Speedups are relative to the configuration named baseline. Different models (model = ...) run one after the other,
+    each in its own process and folder.
 
-    specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B --dataset gsm8k
+    specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B
 
-    With --engine http the same prompts go to a server at the same times (/v1/completions, streamed), and the table is
-    of the same numbers by this machine's clock. Settings of the engine are the server's own, so that only --model (one
-    of its models), --tokenizer and --seed can be given. Its prefix cache is emptied before each point where it can be
-    (SGLang's /flush_cache, vLLM's /reset_prefix_cache). Requests that fail are counted by what the server said, and
-    make the exit status 1.
+    With --engine http the same prompts go to a server at the same times (streamed /v1/completions), and all times are
+    measured by this client. The server has its own engine settings, so of the options below only --model (one of its
+    models), --tokenizer and --seed apply. Its prefix cache is emptied before each point if the server supports that
+    (/flush_cache of SGLang, /reset_prefix_cache of vLLM). Failed requests are counted by error message, and make the
+    exit status 1.
 
-    Each point leaves record.json and requests.jsonl; the summary is made from them. Outputs that do not look like what
-    was asked (cut off, reasoning where it is off, marks of a template) are told. The same command with the --out of a
-    sweep that was cut short runs what is missing.
+    Each point writes record.json and requests.jsonl, from which the summary is computed. Suspicious outputs are
+    reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. To continue an
+    interrupted sweep, run the same command with its folder as --out.
     """
     from specbatch.engine.builder import find_device
     from specbatch.evals.prompts import task_prompts
@@ -176,7 +238,7 @@ def sweep(
     if server is None:
         engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=workload.is_grouped)
     if dry_run and server is not None:
-        raise refuse("dry_run", True, "how fast a server is nobody knows beforehand; leave it out")
+        raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
     settings = resolved(
         options,
         engines if server is None else [server.model],
@@ -191,7 +253,7 @@ def sweep(
         return
     resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
-        fitted(engines, options)  # refused before the settings are printed
+        fitted(engines, options)  # may raise, before the settings are printed
         say(settings)
         models = by_model(engines)
         if server is not None:
@@ -201,7 +263,7 @@ def sweep(
             with progress("sweep") as report:
                 summary, rows = run_sweep(engines, options, folder, log=say, report=report), _summary_rows(folder)
         else:
-            for ours in models.values():  # what cannot run is not found after another model has run for hours
+            for ours in models.values():  # fail before a model has run for hours, not after
                 check(ours, options)
             summary, rows = "", []
             for name, ours in models.items():
@@ -216,21 +278,21 @@ def sweep(
 
 
 def _summary_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of summary.csv as JSON values; None where nothing was measured."""
+    """The rows of summary.csv as JSON values; None for cells without a measurement."""
     from specbatch.sweeps.report.tables import as_json, load_records, table
 
     return as_json(table(load_records(folder)))
 
 
 def _failed(folder: Path) -> bool:
-    """Did a request of the sweep in `folder` fail?"""
+    """Whether a request of the sweep in `folder` failed."""
     from specbatch.sweeps.report.tables import load_records
 
     return any(record.counters.get("errors") for record in load_records(folder))
 
 
 def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
-    """Those of `configs`: names, or a file whose settings count in place of the command's."""
+    """The configurations of --configs: names, or a file whose settings override the command's options."""
     from specbatch.jobs.configurations import named
     from specbatch.sweeps.run.grid import SUFFIXES, read_grid
 
@@ -241,20 +303,23 @@ def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, E
 
 
 def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[str], bool]) -> HttpEngine | None:
-    """The server of --engine http; None for our own engine. `values`: of the command's options; `given`: does the user
-    say so? Refused: options of the other kind of engine."""
+    """The server of --engine http, None for this engine. Raises SpecbatchError for options of the other kind of engine.
+
+    values   of the command's options
+    given    whether the user gave an option
+    """
     kind = values["engine_kind"]
     if kind not in ("specbatch", "http"):
         raise refuse("engine", kind, "use specbatch, or http with --base-url")
     if kind == "specbatch":
-        for name in filter(given, _OF_SERVERS):
-            raise refuse(name, values[name], "is of servers; add --engine http")
+        for name in filter(given, _SERVER_OPTIONS):
+            raise refuse(name, values[name], "applies to servers only; add --engine http")
         return None
     from specbatch.sweeps.run.http_engine import HttpEngine, Server
 
     for name in filter(given, ("configs", *ENGINE_OPTIONS)):
-        if name not in _OF_BOTH:
-            works = "is a setting of our engine; the server has its own, so start it with what you want"
+        if name not in _ENGINE_OPTIONS_OF_SERVERS:
+            works = "does not apply to a server, which has its own engine settings; leave it out"
             raise refuse(name, values[name], works)
     model = engine.model if given("model") else None
     key = values["api_key_env"]
