@@ -126,8 +126,8 @@ def run_ablation(
                 own = folder / name
                 own.mkdir()
                 report = replace(ready, options=replace(options, output=own)).run(engine, count)
-                asked = {report.prompts_sha256, *(other.prompts_sha256 for other in reports.values())}
-                if len(asked) > 1:
+                hashes = {report.prompts_sha256, *(other.prompts_sha256 for other in reports.values())}
+                if len(hashes) > 1:
                     works = "use another task, or run each configuration by itself with --spec"
                     raise refuse("task", options.task, f"builds different prompts in each run; {works}")
                 reports[name] = report
@@ -145,9 +145,9 @@ def run_ablation(
 
 def _warm_up(ready: PreparedEval, engine: Engine) -> None:
     """Answer a few questions before measuring, so that compilation at first use does not slow the baseline down."""
-    asked = ready.options
-    tokens = min(asked.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)
-    few = replace(asked, limit=min(asked.limit or WARM_UP, WARM_UP), max_new_tokens=tokens)
+    options = ready.options
+    tokens = min(options.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)
+    few = replace(options, limit=min(options.limit or WARM_UP, WARM_UP), max_new_tokens=tokens)
     replace(ready, options=few).run(engine)
     engine.forget_prefixes()
 

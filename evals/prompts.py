@@ -35,10 +35,10 @@ def task_prompts(name: str, data: Path | None, *, as_messages: bool) -> tuple[li
             fewshot_as_multiturn=as_messages,
             chat_template=rendered if as_messages else None,
         )
-    asked: list[tuple[str, dict[str, Any]]] = [request.args for request in task.instances]
+    requests: list[tuple[str, dict[str, Any]]] = [request.args for request in task.instances]
     if as_messages:
-        prompts = [Prompt(number, "messages", json.loads(text)) for number, (text, _) in enumerate(asked, start=1)]
+        prompts = [Prompt(number, "messages", json.loads(text)) for number, (text, _) in enumerate(requests, start=1)]
     else:
-        prompts = [Prompt(number, "prompt", text) for number, (text, _) in enumerate(asked, start=1)]
-    until = asked[0][1].get("until", [])
+        prompts = [Prompt(number, "prompt", text) for number, (text, _) in enumerate(requests, start=1)]
+    until = requests[0][1].get("until", [])
     return prompts, tuple(text for text in ([until] if isinstance(until, str) else until) if text)

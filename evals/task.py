@@ -188,7 +188,7 @@ def _is_cached(config: dict[str, Any]) -> bool:
 
     try:
         datasets.load_dataset(config["dataset_path"], config["dataset_name"])
-    except OSError:
+    except (OSError, ValueError):  # ValueError: another configuration of the data set is cached
         return False
     return True
 
@@ -211,7 +211,7 @@ def _offline() -> Iterator[None]:
 
 
 def _with_rows(name: str, config: dict[str, Any] | None, scored: Questions, shots: Questions | None) -> dict[str, Any]:
-    """The task as lm-eval defines it, with other rows in place of its data set.
+    """The task as lm-eval defines it, with other rows instead of its data set.
 
     Without `shots` the examples come from the scored rows, as lm-eval's gsm8k_platinum does: lm-eval leaves out the
     scored row when both splits have the same name.

@@ -52,7 +52,7 @@ _PANELS = {
     **dict.fromkeys(("prefix_cache", "kv_dtype", "float8_activations"), _CACHE),
 }
 _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the help texts
-# Option: type, default, and what its help says after the help of the field.
+# Option: type, default, and text to append to the help of the field.
 _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
     "algorithm": (str | None, None, "Default: standalone with --draft, else ngram."),
     "draft_tokens": (str | None, None, ""),
@@ -165,8 +165,8 @@ class EngineOptions(SimpleNamespace):
             value for value in (self.max_running, concurrency, EngineConfig.max_running) if value is not None
         )
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
-        asked = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph or "off")
-        config = EngineConfig(**settings | {"speculation": self.speculation(), "graphs": asked})
+        graphs = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph or "off")
+        config = EngineConfig(**settings | {"speculation": self.speculation(), "graphs": graphs})
         if self.decode_graph and (self.prefill_graph or compares):
             return config
         from specbatch.engine.builder import default_graphs, find_device

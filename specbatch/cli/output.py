@@ -37,13 +37,13 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
 
 
 @contextmanager
-def fresh_folder(asked: Path | None, command: str, *, resumes: str | None = None) -> Iterator[Path]:
-    """Create and yield the folder `asked`, or a new `out/COMMAND-TIME`.
+def fresh_folder(output: Path | None, command: str, *, resumes: str | None = None) -> Iterator[Path]:
+    """Create and yield the folder `output`, or a new `out/COMMAND-TIME`.
 
     A folder that is not empty is an error, except for files that match the shell pattern `resumes`, left by an
     interrupted run. A folder that was created here and is empty at the end, after an error, is removed.
     """
-    folder = asked or _unused(Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = output or _unused(Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}")
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)

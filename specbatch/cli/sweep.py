@@ -291,15 +291,17 @@ def _failed(folder: Path) -> bool:
     return any(record.counters.get("errors") for record in load_records(folder))
 
 
-def _engines(asked: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
+def _engines(engine: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
     """The configurations of --configs: names, or a file whose settings override the command's options."""
     from specbatch.jobs.configurations import named
     from specbatch.sweeps.run.grid import SUFFIXES, read_grid
 
     settings["compares"] = True
     if not configs.endswith(SUFFIXES):
-        return named(asked.having(spec="v2").config(**settings), names(configs))
-    return {name: asked.updated(changes, name).config(**settings) for name, changes in read_grid(Path(configs)).items()}
+        return named(engine.having(spec="v2").config(**settings), names(configs))
+    return {
+        name: engine.updated(changes, name).config(**settings) for name, changes in read_grid(Path(configs)).items()
+    }
 
 
 def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[str], bool]) -> HttpEngine | None:

@@ -116,10 +116,10 @@ class BatchJob:
         if replaces and Path(source).exists() and (place.samefile(source) or _holds(place, source)):
             raise refuse("output", str(place), "is the input; name another one")
         settings = config.as_dict()
-        asked = [[index, item.form, item.value, item.id] for index, item in prompts.items()]
+        contents = [[index, item.form, item.value, item.id] for index, item in prompts.items()]
         header = {
             "format": FORMAT,
-            "input_sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+            "input_sha256": hashlib.sha256(json.dumps(contents).encode()).hexdigest(),
             **{name: settings[name] for name in _MAKES_TOKENS},
             "sampling": asdict(params),
             "chat_template": chat_template,

@@ -23,12 +23,14 @@ def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
 
 # Each name changes the configuration of the user. The baseline runs without speculation, under schedule v2.
 CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
-    "baseline": lambda asked: replace(
-        asked, speculation=Speculation(algorithm=NO_SPECULATION, schedule="v2"), draft_attention_backend="auto"
+    "baseline": lambda config: replace(
+        config, speculation=Speculation(algorithm=NO_SPECULATION, schedule="v2"), draft_attention_backend="auto"
     ),
-    "v1": lambda asked: _scheduled(asked, "v1"),
-    "v2": lambda asked: _scheduled(asked, "v2"),
-    "v2+piecewise": lambda asked: replace(_scheduled(asked, "v2"), graphs=replace(asked.graphs, prefill="piecewise")),
+    "v1": lambda config: _scheduled(config, "v1"),
+    "v2": lambda config: _scheduled(config, "v2"),
+    "v2+piecewise": lambda config: replace(
+        _scheduled(config, "v2"), graphs=replace(config.graphs, prefill="piecewise")
+    ),
 }
 DEFAULT_CONFIGS = ("baseline", "v1", "v2")  # what runs on a CPU too
 
