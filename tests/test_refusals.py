@@ -97,11 +97,12 @@ VALUES: list[tuple[Callable[[], Any], str, str]] = [
     (speculation(algorithm="ngram", ngram_max=17), "ngram_max=17", "ngram_min=2 to 16"),
     (speculation(algorithm="ngram", ngram_min=20, ngram_max=20), "ngram_min=20", "at most 16"),
     (speculation(algorithm="ngram", ngram_max=None), "ngram_max=None", "whole number"),
+    (speculation(algorithm="ngram", draft_tokens="auto", draft_topk=2), "draft_topk=2", "drafts chains only; use 1"),
     (lambda: Graphs(decode="on"), "graphs.decode='on'", "off, whole"),
     (lambda: Graphs(prefill="whole"), "graphs.prefill='whole'", "off, piecewise"),
     (lambda: EngineConfig(kv_dtype="int4"), "kv_dtype='int4'", "auto, fp8"),
     (lambda: EngineConfig(attention_backend="x"), "attention_backend='x'", "auto, triton, torch, flashinfer"),
-    (speculation(simulate_accept_length=2.0), "simulate_accept_length=2.0", "nothing is drafted"),
+    (speculation(simulate_accept_length=2.0), "simulate_accept_length=2.0", "drafts nothing"),
     (speculation(algorithm="ngram", simulate_accept_length=0.9), "simulate_accept_length=0.9", "1 to 5"),
     (speculation(algorithm="ngram", simulate_accept_length=5.1), "simulate_accept_length=5.1", "1 to 5"),
     (speculation(algorithm="ngram", simulate_accept_length=math.nan), "simulate_accept_length=nan", "1 to 5"),
@@ -173,6 +174,8 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     ({"kv_pages": 10**12}, "kv_pages=1000000000000", "use at most"),
     ({"memory_fraction": 1e-9}, "memory_fraction=1e-09", "a higher memory_fraction"),
     ({"device": "cuda:7777"}, "device='cuda:7777'", "cpu or auto"),
+    ({"graphs": Graphs(decode="whole")}, "decode_graph='whole'", "needs a CUDA device"),
+    ({"graphs": Graphs(prefill="piecewise")}, "prefill_graph='piecewise'", "needs a CUDA device"),
     *(
         ({"speculation": Speculation("standalone", draft=draft)}, f"draft={draft!r}", works)
         for draft, works in [
@@ -184,6 +187,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
             ("self:skip=a-b", "self:skip=FIRST-LAST"),
             ("self:skip=1,,2", "self:skip=FIRST-LAST"),
             ("self:skip=-1", "self:skip=FIRST-LAST"),
+            ("self:skip=1-99999999999", "layers 0-3"),
             ("self:layers=1", "self:skip=FIRST-LAST"),
             ("self:", "self:skip=FIRST-LAST"),
         ]

@@ -12,7 +12,7 @@ import torch
 from crossed import crossed
 from stand_ins import fake_graphs, random_draft_lengths
 
-from specbatch import Engine, SamplingParams, SpecbatchError
+from specbatch import Engine, SamplingParams
 from specbatch.config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
 from specbatch.drafters.draft_model import DraftModelChain
@@ -310,11 +310,6 @@ def test_the_most_is_what_would_be_drafted_otherwise(asked: dict[str, Any], leng
     fixed = Speculation(**asked)
     assert fixed.lengths == (lengths[-1],)
     assert speculation.shape == fixed.shape
-
-
-def test_trees_are_refused() -> None:
-    with pytest.raises(SpecbatchError, match="draft_topk=2: draft_tokens='auto' drafts chains only; use 1"):
-        Speculation("ngram", draft_tokens="auto", draft_topk=2)
 
 
 def test_it_shows_at_load_and_takes_a_recording_of_each_length(toy_engine: Callable[..., Engine]) -> None:

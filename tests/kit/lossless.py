@@ -64,15 +64,18 @@ class Case:
         return "tree" in self.drafter or self.drafter.startswith(("none", "ngram"))
 
     def settings(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"graphs": GRAPHS[self.graphs], "prefill_chunk": 16}
-        if self.drafter.startswith("mtp") and self.target not in MTP:
-            found["load_format"] = "dummy"  # its checkpoint holds no head: one of random weights
+        found = {"graphs": GRAPHS[self.graphs], "prefill_chunk": 16} | settings_of(self.target, self.drafter)
         if self.memory == "tight":  # little more than one request may need: others lose their pages
             rows = _rows(**SPECULATIONS[self.drafter])
             found |= {"max_model_len": 24, "page_size": 2, "kv_pages": 12 + rows + 4, "prefill_chunk": 8}
         if self.memory == "no-cache":
             found |= {"prefix_cache": False, "page_size": 1, "prefill_chunk": 5}
         return found
+
+
+def settings_of(target: str, drafter: str) -> dict[str, Any]:
+    """What an engine needs for them: a random MTP head where the target's checkpoint holds none."""
+    return {"load_format": "dummy"} if drafter.startswith("mtp") and target not in MTP else {}
 
 
 def _rows(algorithm: str = "none", *, draft_steps: int | None = None, **how: Any) -> int:

@@ -261,18 +261,6 @@ def test_a_poisoned_prompt_is_named(graph_engine: Callable[..., Any]) -> None:
         engine.generate([[3, 4, 5], [3, 36, 5]], SamplingParams(max_new_tokens=4, ignore_eos=True))
 
 
-@pytest.mark.parametrize(
-    ("graphs", "message"),
-    [
-        (Graphs(decode="whole"), "decode_graph='whole': needs a CUDA device and this engine runs on a CPU; use off"),
-        (Graphs(prefill="piecewise"), "prefill_graph='piecewise': needs a CUDA device"),
-    ],
-)
-def test_a_cpu_refuses_graphs(toy_engine: Callable[..., Any], graphs: Graphs, message: str) -> None:
-    with pytest.raises(SpecbatchError, match=message):
-        toy_engine(graphs=graphs)
-
-
 @pytest.mark.parametrize("needs_all_hidden", [True, False])
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
 def test_features_of_pieces_are_those_of_a_whole_pass(

@@ -1,0 +1,75 @@
+"""Sampled tokens follow the target's filtered distribution, through whole engines and whatever is drafted."""
+
+from __future__ import annotations
+
+import pytest
+from crossed import first_quick
+from lossless import settings_of
+from scipy import stats
+from targets import Targets
+
+from specbatch import SamplingParams
+
+REQUESTS, TOKENS, TOP_K, TEMPERATURE = 1500, 4, 3, 1.5
+
+# Sampled chains are verified by rejection sampling, trees by the target's own samples.
+CASES = [
+    ("llama", "model"),
+    ("qwen3.5", "mtp"),
+    ("lfm2", "model-tree"),
+    ("nemotron-h", "eagle"),
+    ("qwen3-moe", "eagle3"),
+    ("llama", "dflash"),
+    ("qwen3-next", "eagle-tree"),
+    ("llama", "ngram"),
+    ("llama", "ngram-tree"),
+    ("llama", "none"),
+]
+
+
+@pytest.mark.parametrize(("target", "drafter"), first_quick(2, CASES))
+def test_tokens_follow_the_target(targets: Targets, target: str, drafter: str) -> None:
+    engine = targets.engine(target, drafter, max_running=500, **settings_of(target, drafter))
+    prompt = targets.prompts(target)[0]
+    params = [
+        SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, seed=seed, max_new_tokens=TOKENS, ignore_eos=True)
+        for seed in range(REQUESTS)
+    ]
+    done = engine.generate([prompt] * REQUESTS, params)
+    if drafter in ("model", "mtp", "model-tree", "eagle", "eagle-tree"):
+        metrics = engine.record().metrics
+        assert 0.05 < metrics["accepted_tokens"] / metrics["drafted_tokens"] < 0.95, "both outcomes must occur"
+
+    expected = distribution(targets, target, prompt)
+    counts = dict.fromkeys(expected, 0)
+    for item in done:
+        counts[tuple(item.token_ids)] += 1
+    assert p_value(list(counts.values()), [REQUESTS * chance for chance in expected.values()]) > 1e-4
+
+
+def distribution(targets: Targets, target: str, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """The probability of each text of `TOKENS` tokens after the prompt."""
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        logits = targets.logits(target, [[*prompt, *text] for text in texts])
+        longer = {}
+        for (text, chance), rows in zip(texts.items(), logits, strict=True):
+            best = rows[-1].topk(TOP_K)
+            for token, share in zip(
+                best.indices.tolist(), (best.values / TEMPERATURE).softmax(0).tolist(), strict=True
+            ):
+                longer[(*text, token)] = chance * share
+        texts = longer
+    return texts
+
+
+def p_value(counts: list[int], expected: list[float]) -> float:
+    """Of the chi-square test; texts that are expected less than five times count as one."""
+    common = [pair for pair in zip(counts, expected, strict=True) if pair[1] >= 5]
+    observed, wanted = map(list, zip(*common, strict=True))
+    rest = sum(expected) - sum(wanted)
+    if rest >= 5:
+        observed.append(sum(counts) - sum(observed))
+        wanted.append(rest)
+    scale = sum(observed) / sum(wanted)
+    return float(stats.chisquare(observed, [item * scale for item in wanted]).pvalue)
