@@ -55,6 +55,29 @@ def test_the_bootstrap_is_the_distribution_of_all_resamples():
     assert over_prompts(*samples) == found  # a fixed seed
 
 
+def test_the_bootstrap_has_the_ends_of_a_95_percent_interval():
+    """The mean of many differences is normal, so that the ends are 1.96 standard errors away (at 90%, 1.64)."""
+    change = np.random.default_rng(5).normal(size=400)
+    zeros, ones = np.zeros(400), np.ones(400)
+    found = over_prompts(*[Sample(top, ones, tuple(range(400))) for top in (zeros, change)])
+    error = change.std() / np.sqrt(len(change))
+    ends = [(end - change.mean()) / error for end in (found.low, found.high)]
+    assert ends == pytest.approx([-1.96, 1.96], abs=0.15)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_over_runs_the_ends_are_those_of_students_t(paired):
+    before, after = [10.0, 11.0, 13.0, 12.0], [12.0, 12.5, 16.0, 14.5]
+    found = over_runs(before, after, paired=paired)
+    delta, n = np.subtract(after, before), len(before)
+    spread, degrees = delta.std(ddof=1) / np.sqrt(n), n - 1
+    if not paired:  # Welch
+        parts = [np.var(side, ddof=1) / n for side in (before, after)]
+        spread, degrees = np.sqrt(sum(parts)), sum(parts) ** 2 / sum(part**2 / (n - 1) for part in parts)
+    reach = stats.t.ppf(0.975, degrees) * spread
+    assert (found.low, found.high) == pytest.approx((delta.mean() - reach, delta.mean() + reach))
+
+
 def test_few_prompts_have_no_interval():
     part = np.ones(9)
     found = over_prompts(*[Sample(part, part, tuple(range(9)))] * 2)

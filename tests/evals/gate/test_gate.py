@@ -28,7 +28,7 @@ RULES = '[accuracy]\nfilter = "loose"\n'
 @pytest.fixture
 def put(tmp_path: Path) -> Any:
     def write(name: str, report: EvalReport) -> Path:
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
         report.save(tmp_path / name)
         return tmp_path / name
 
@@ -205,6 +205,15 @@ def test_times_of_another_device_are_no_baseline(put, policy):
 # What every run must have
 
 
+def test_a_p_value_of_exactly_alpha_passes(put, policy):
+    """Five answers lost and none gained: p is exactly 1/32."""
+    old, new = put("old", make_report("1" * 40)), put("new", make_report("00000" + "1" * 35))
+    rules = "[accuracy]\nfilter = 'loose'\nunparsed_at_most = 1\nalpha = {}"
+    assert run_gate(policy(rules.format(0.03125)), new, old).tests[0].p_value == 0.03125
+    assert run_gate(policy(rules.format(0.03125)), new, old).passed
+    assert not run_gate(policy(rules.format(0.0313)), new, old).passed
+
+
 def replays(report: EvalReport, **counts: int) -> EvalReport:
     report.record.config["graphs"] = asdict(Graphs(decode="whole", prefill="piecewise"))
     graphs = {name: {"replays": count, "fallbacks": {}, "padded": 0} for name, count in counts.items()}
@@ -222,6 +231,12 @@ def test_graphs_that_were_asked_for_are_replayed(put, policy):
     assert [item.name for item in run_gate(rules, put("none", none)).failed] == [
         "decode graphs replayed", "prefill graphs replayed",
     ]  # fmt: skip
+    for name, counts in (("first", (0, 7)), ("second", (7, 0))):  # one of two repeats without a replay
+        for repeat, count in enumerate(counts, 1):
+            made = replays(make_report("1100"), decode=count, target_prefill=1, draft_prefill=1)
+            folder = put(f"{name}/{repeat}", made).parent
+        found = [(item.name, item.found) for item in run_gate(rules, folder).failed]
+        assert found == [("decode graphs replayed", "0")]
     off = run_gate(rules, put("off", make_report("1100")))
     assert [item.name for item in off.checks] == ["requests finished", "accept_length"]
 

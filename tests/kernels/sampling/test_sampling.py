@@ -222,6 +222,12 @@ def test_ties_at_a_cut_go_to_the_lower_ids() -> None:
     assert probabilities_ref(tied, *of(1.0, 0, 1.0, 1.0))[0].tolist() == pytest.approx([1 / 6] * 6)
 
 
+def test_top_p_stops_at_the_token_that_reaches_it_exactly() -> None:
+    tied = torch.zeros(1, 4)  # probabilities of exactly 1/4
+    assert probabilities_ref(tied, *of(1.0, 0, 0.5, 0.0))[0].tolist() == [0.5, 0.5, 0, 0]
+    assert probabilities_ref(tied, *of(1.0, 0, 0.25, 0.0))[0].tolist() == [1, 0, 0, 0]
+
+
 def test_the_likeliest_token_stays_whatever_the_cut() -> None:
     smallest = 0.0  # what a top-p of 1e-50 is in float32
     assert probabilities_ref(torch.tensor([[1.0, 3.0, 2.0]]), *of(1.0, 1, smallest, 1.0))[0].tolist() == [0, 1, 0]
