@@ -32,7 +32,8 @@ from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
 from specbatch.records.markdown import acceptance_table, draft_length_lines
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.summaries import heading, replay_notes, run_on
+from specbatch.sweeps.report.notes import replay_notes
+from specbatch.sweeps.report.summaries import heading, run_on
 from specbatch.sweeps.run.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class CheckReport:
             )
         if record.drafts and not record.metrics["drafted_tokens"]:
             notes.append("NO DRAFTS: nothing was drafted, so this says nothing of drafts.")
-        notes += replay_notes(record, "checked")
+        notes += map(str, replay_notes(record, "checked"))
         return notes
 
 

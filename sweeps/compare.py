@@ -26,7 +26,7 @@ from specbatch.records.intervals import CONFIDENCE, Interval, interval
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS, Better
 from specbatch.records.runs import PointKey, Replicates, Run, differences, load_run, match
-from specbatch.sweeps.report.summaries import replay_notes
+from specbatch.sweeps.report.notes import replay_notes
 
 COMPARED = (
     *("output_throughput", "accept_length", "accept_rate", "mean_ttft_s", "median_ttft_s", "p99_ttft_s"),
@@ -203,7 +203,7 @@ def _cells(row: Row) -> list[str]:
 
 def _notes(point: Replicates, where: str) -> Iterator[str]:
     for record in point.records:
-        yield from replay_notes(record, where)
+        yield from map(str, replay_notes(record, where))
         wanted = record.workload.get("prompts", len(record.requests))
         if isinstance(wanted, int) and (done := record.metrics.get("requests") or 0) < wanted:
             yield f"INCOMPLETE: {where}: {done:g} of {wanted} prompts finished"

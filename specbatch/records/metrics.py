@@ -34,7 +34,7 @@ class Metric:
     better          which direction is an improvement; None: neither
     scale           from the record's unit to `unit`
     decimals        digits that tables show
-    column          its name in CSV and JSON; default: `key`
+    csv_name        its name in CSV and JSON; default: `key`
     quantity        what the glossary calls it: "TTFT" of its mean, median and p99
     per_request     (numerator, denominator) fields of a request's row, whose sums over the requests divide to this
                     number; without a denominator the field is averaged over the requests that have it. None: no such
@@ -51,7 +51,7 @@ class Metric:
     better: Better | None = None
     scale: float = 1.0
     decimals: int = 1
-    column: str = ""
+    csv_name: str = ""
     quantity: str = ""
     per_request: tuple[str, str | None] | None = None
     is_median: bool = False
@@ -61,6 +61,11 @@ class Metric:
     def heading(self) -> str:
         """Column heading: the title with its unit."""
         return self.title if not self.unit or self.title.endswith(self.unit) else f"{self.title} ({self.unit})"
+
+    @property
+    def column(self) -> str:
+        """Name in CSV and JSON."""
+        return self.csv_name or self.key
 
     def read(self, record: HasMetrics) -> float | None:
         """The value in `unit`; None where it was not measured."""
@@ -107,7 +112,7 @@ class Distribution:
             better="lower",
             scale=1e3,
             decimals=self.decimals,
-            column=f"{part}_{self.name}_ms",
+            csv_name=f"{part}_{self.name}_ms",
             quantity=self.quantity,
             per_request=(f"{self.name}_s", None) if averaged else None,
             is_median=part == "median",
@@ -172,7 +177,7 @@ def _throughput(key: str, title: str, what: str, column: str) -> Metric:
         f"{what} per second of the measured window, which runs from the first submission to the last token.",
         f"{what.lower()} / duration",
         better="higher",
-        column=column,
+        csv_name=column,
     )
 
 
@@ -200,7 +205,7 @@ _ALL = (
         "Output throughput divided among the concurrent requests.",
         "output throughput / concurrency",
         better="higher",
-        column="per_user_tok_s",
+        csv_name="per_user_tok_s",
     ),
     Metric(
         "peak_output_throughput",
@@ -209,7 +214,7 @@ _ALL = (
         "Output tokens in the busiest second, counted from the first submission.",
         "max over seconds",
         better="higher",
-        column="peak_output_tok_s",
+        csv_name="peak_output_tok_s",
     ),
     Metric(
         "accept_length",
@@ -260,7 +265,7 @@ _ALL = (
         better="lower",
         scale=1e3,
         decimals=2,
-        column="step_time_ms",
+        csv_name="step_time_ms",
     ),
     Metric(
         "device_step_s",
@@ -271,7 +276,7 @@ _ALL = (
         better="lower",
         scale=1e3,
         decimals=2,
-        column="device_step_ms",
+        csv_name="device_step_ms",
     ),
     Metric(
         "device_idle_share",
@@ -282,7 +287,7 @@ _ALL = (
         "gaps / (gaps + iterations)",
         better="lower",
         scale=100,
-        column="device_idle_percent",
+        csv_name="device_idle_percent",
     ),
     Metric(
         "launch_lead_s",
@@ -294,7 +299,7 @@ _ALL = (
         "mean over iterations of (previous result - end of launch)",
         scale=1e3,
         decimals=2,
-        column="launch_lead_ms",
+        csv_name="launch_lead_ms",
     ),
     Metric(
         "late_launch_share",
@@ -304,7 +309,7 @@ _ALL = (
         "late launches / launches with a lead",
         better="lower",
         scale=100,
-        column="late_launch_percent",
+        csv_name="late_launch_percent",
     ),
     Metric(
         "host_waits_per_step",
@@ -325,7 +330,7 @@ _ALL = (
         better="higher",
         scale=100,
         decimals=0,
-        column="graph_coverage_percent",
+        csv_name="graph_coverage_percent",
     ),
     Metric(
         "step_s",
@@ -336,7 +341,7 @@ _ALL = (
         better="lower",
         scale=1e3,
         decimals=2,
-        column="step_ms",
+        csv_name="step_ms",
     ),
     Metric(
         "products_s",
@@ -346,7 +351,7 @@ _ALL = (
         "measured once with torch.nn.functional.linear",
         scale=1e3,
         decimals=2,
-        column="products_ms",
+        csv_name="products_ms",
     ),
     Metric(
         "read_bytes_s",
@@ -357,7 +362,7 @@ _ALL = (
         better="higher",
         scale=1e-12,
         decimals=2,
-        column="read_tb_s",
+        csv_name="read_tb_s",
     ),
     Metric(
         "gemm_flop_s",
@@ -368,7 +373,7 @@ _ALL = (
         better="higher",
         scale=1e-12,
         decimals=0,
-        column="gemm_tflop_s",
+        csv_name="gemm_tflop_s",
     ),
 )
 METRICS: dict[str, Metric] = {metric.key: metric for metric in _ALL}

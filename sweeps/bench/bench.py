@@ -82,7 +82,7 @@ def run_bench(
         if finished:
             text = write_table(folder)
     if log is not None and (below := losses_of(load_records(folder))):
-        log(below)
+        log(below.log_text)
     if peers and log is not None and not peers_of(folder, load_records(folder)):
         log("peers: none of the figures is for this model, type and device and one of these points")
     return text

@@ -38,18 +38,17 @@ from specbatch.sweeps.bench.columns import (
 )
 from specbatch.sweeps.bench.peers import Peer, Point, comparable, drafting_of
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth
+from specbatch.sweeps.report.gain import BREAK_EVEN, Gain, gain_of, losses
+from specbatch.sweeps.report.notes import Note, replay_notes
 from specbatch.sweeps.report.summaries import (
-    BREAK_EVEN,
     caps_text,
     heading,
-    losses,
     number,
-    replay_notes,
     run_on,
-    verdict,
     with_spread,
 )
 
+Groups = dict[tuple[Any, ...], list[RunRecord]]
 POINT = ("section", "configuration", "size")  # the folders of a point, those that it has
 
 
@@ -68,12 +67,18 @@ def load_records(folder: Path) -> list[RunRecord]:
 
 def table(records: list[RunRecord]) -> list[Row]:
     """One row per section, size and configuration; None where nothing was measured."""
-    groups: dict[tuple[Any, ...], list[RunRecord]] = {}
+    groups = _groups(records)
+    bounds, sections = bounds_of(records), shown(records)
+    return [_row(key, groups, bounds, sections.get(key[0])) for key in groups]
+
+
+def _groups(records: list[RunRecord]) -> Groups:
+    """The repeats of each (section, size, configuration)."""
+    groups: Groups = {}
     for record in records:
         work = record.workload
         groups.setdefault((work["section"], work["size"], work.get("configuration")), []).append(record)
-    bounds, sections = bounds_of(records), shown(records)
-    return [_row(key, groups, bounds, sections.get(key[0])) for key in groups]
+    return groups
 
 
 def bounds_of(records: list[RunRecord]) -> Bounds:
@@ -81,9 +86,7 @@ def bounds_of(records: list[RunRecord]) -> Bounds:
     return Bounds(data_sheet_bandwidth(records[0].gpu), median(speeds) if speeds else None)
 
 
-def _row(
-    key: tuple[Any, ...], groups: dict[tuple[Any, ...], list[RunRecord]], bounds: Bounds, shown_as: Section | None
-) -> Row:
+def _row(key: tuple[Any, ...], groups: Groups, bounds: Bounds, shown_as: Section | None) -> Row:
     section, size, name = key
     records = groups[key]
     values = {column: _values(how.value, records) for column, how in MEASURED.items()}
@@ -104,18 +107,31 @@ def _row(
         ratios = [ours / base[repeat] for repeat, ours in _values(compared, records).items() if repeat in base]
     row["ratio"] = median(ratios) if ratios else None
     row |= _spread("ratio", ratios)
-    plain = [record for (*point, _), others in groups.items() if point == [section, size] for record in others]
-    steps = [record for record in records if section != "ttft"]  # which has hardly any
-    needed = [even for record in steps if (even := _break_even(record, plain)) is not None]
+    needed = [even for even in _break_evens(key, groups) if even is not None]
     row["break_even"] = median(needed) if needed else None
-    row["speculation"] = verdict(row["accept_length"], row["break_even"], records[0].simulated_accept_length)
+    gain = _gain(key, groups)
+    row["speculation"] = None if gain is None else str(gain)
     row["not_measured"] = next((why for record in records if (why := unmeasured(record))), None)
     row["failed"] = next((work["error"] for record in records if "error" in (work := record.workload)), None)
     return row
 
 
+def _gain(key: tuple[Any, ...], groups: Groups) -> Gain | None:
+    """What speculation gains by its steps at a point; None where that is unknown."""
+    accepted = (_number_or_none(MEASURED["accept_length"].value, record) for record in groups[key])
+    pairs = zip(accepted, _break_evens(key, groups), strict=True)
+    return gain_of(pairs, groups[key][0].simulated_accept_length)
+
+
+def _break_evens(key: tuple[Any, ...], groups: Groups) -> list[float | None]:
+    """The break-even of each repeat; None of first tokens, which take hardly any steps."""
+    section, size, _ = key
+    beside = [record for (*point, _), others in groups.items() if point == [section, size] for record in others]
+    return [None if section == "ttft" else _break_even(record, beside) for record in groups[key]]
+
+
 def _break_even(record: RunRecord, beside: list[RunRecord]) -> float | None:
-    """Over the plain decoding of the same repeat."""
+    """Over the baselines of the same repeat."""
     repeat = record.workload["repeat"]
     plain = [other for other in beside if not other.drafts and other.workload["repeat"] == repeat]
     if not record.drafts:
@@ -126,13 +142,10 @@ def _break_even(record: RunRecord, beside: list[RunRecord]) -> float | None:
     return time / min(others) if time and others else None
 
 
-def losses_of(records: list[RunRecord]) -> str | None:
-    """What to say of the points at which drafting did not pay; None if it did."""
-    points = {tuple(record.workload.get(key) for key in POINT): record for record in records}
-    rows = (row for row in table(records) if row["speculation"])
-    return losses(
-        (_where(r), r["accept_length"], r["break_even"], points[tuple(r[key] for key in POINT)]) for r in rows
-    )
+def losses_of(records: list[RunRecord]) -> Note | None:
+    """A warning about the points at which speculation loses; None without any."""
+    groups = _groups(records)
+    return losses([(_where(repeats[-1].workload), _gain(key, groups), repeats[-1]) for key, repeats in groups.items()])
 
 
 def _values(value: Callable[..., Any], records: list[RunRecord]) -> dict[int, float]:
@@ -297,7 +310,7 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
             yield f"{label}: {where}, repeat {work['repeat']}: {rest}."
         if "products_error" in work:
             yield f"PRODUCTS FAILED: {where}: {work['products_error']}"
-        yield from replay_notes(record, where)
+        yield from map(str, replay_notes(record, where))
         yield from (
             f"{where}, repeat {work['repeat']}, {line}." for line in draft_length_lines([record.counters], record.caps)
         )

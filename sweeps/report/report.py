@@ -15,7 +15,7 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from specbatch.records.metrics import ACCEPTANCE, glossary
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report import plot_style
+from specbatch.sweeps.report.notes import Note
 from specbatch.sweeps.report.plots import Plot, draw
 from specbatch.sweeps.report.serving import (
     Row,
@@ -49,7 +50,6 @@ from specbatch.sweeps.report.tables import (
     points_of,
     shown,
     table,
-    warning,
 )
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -101,7 +101,11 @@ def command_of(folder: Path, output: Path | None) -> str:
 def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict[str, str | bytes]:
     """Content by path below the folder."""
     rows, serving, pictures = table(records), serving_rows(records), draw_all(records)
-    summary = {"about": about(records), "rows": as_json(rows), "notes": notes(records, rows, missing)}
+    summary = {
+        "about": about(records),
+        "rows": as_json(rows),
+        "notes": [str(note) for note in notes(records, rows, missing)],
+    }
     by_concurrency = summary_rows(serving)
     files: dict[str, str | bytes] = {
         "summary.md": markdown(records, rows, missing),
@@ -145,7 +149,7 @@ def page(
         title=f"Sweep of {what['model']} on {what['device']}",
         about=what | _made_from(records),
         warnings=warnings_of(records, missing),
-        notes=[note for note in notes(records, rows) if not warning(note)],
+        notes=[note.text for note in notes(records, rows) if not note.warning],
         pictures=pictures,
         comparison=_named(*shown(rows)),
         summaries=summary_tables(serving),
@@ -159,22 +163,22 @@ def page(
 def warnings_of(records: list[RunRecord], missing: Sequence[Point] = ()) -> dict[str, list[str]]:
     """What a reader must know before believing a number, by kind: first what is simulated."""
     found: dict[str, list[str]] = {"SIMULATED": []}
-    for kind, text in filter(None, map(warning, notes(records, table(records), missing))):
-        found.setdefault(kind, []).append(text)
-    found["LOW ACCEPTANCE"] = list(_low_acceptance(records))
+    for note in (*notes(records, table(records), missing), *_low_acceptance(records)):
+        if note.warning:
+            found.setdefault(note.warning, []).append(f"{note.text}; {note.advice}" if note.advice else note.text)
     return {kind: texts for kind, texts in found.items() if texts}
 
 
-def _low_acceptance(records: list[RunRecord]) -> Iterable[str]:
-    """Of points whose first draft is hardly ever accepted, and of those at which drafting loses."""
+def _low_acceptance(records: list[RunRecord]) -> Iterator[Note]:
+    """Warnings about points whose first draft is hardly ever accepted, and points at which speculation loses."""
     for (concurrency, name), found in points_of(records).items():
         counts = [record.counters.get("acceptance", {}) for record in found]
         drafted, accepted = (sum((count.get(which) or [0])[0] for count in counts) for which in ("drafted", "accepted"))
         if is_low(drafted, accepted):
             share = f"of {drafted} first drafts {accepted / drafted:.1%} were accepted"
-            yield f"{name} at concurrency {concurrency}: {share}."
+            yield Note(f"{name} at concurrency {concurrency}: {share}.", "LOW ACCEPTANCE")
     if losses := losses_of(records):
-        yield losses.removeprefix("low acceptance: ").replace("\n  ", "; ")
+        yield losses
 
 
 def _made_from(records: list[RunRecord]) -> dict[str, str]:

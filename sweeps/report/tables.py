@@ -1,65 +1,45 @@
-"""The table of a sweep, made from nothing but the records on disk.
+"""The table of a sweep, made from the records on disk alone.
 
-A number is the median over repeats. `ratio` is output tok/s over the baseline's in the same repeat: the
-median over the repeats, with the smallest and the largest where there are several. `break_even` is over the baseline
-in the same repeat, too.
+A number is the median over repeats. `ratio` is the output throughput over the baseline's in the same repeat: its median
+over repeats, with minimum and maximum where there are several. `break_even` is over the baseline of the same repeat.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.errors import refuse
-from specbatch.records.markdown import acceptance_table, draft_length_lines
+from specbatch.records.markdown import acceptance_table
+from specbatch.records.metrics import METRICS, RELATIVE
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import find_records
 from specbatch.records.summarize import break_even
 from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report.conclusion import conclusion
-from specbatch.sweeps.report.summaries import (
-    BREAK_EVEN,
-    caps_text,
-    failures,
-    heading,
-    losses,
-    number,
-    replay_notes,
-    run_on,
-    verdict,
-    with_spread,
-)
+from specbatch.sweeps.report.gain import BREAK_EVEN, Gain, gain_of, losses
+from specbatch.sweeps.report.notes import Note
+from specbatch.sweeps.report.summaries import caps_text, heading, number, run_on, with_spread
+from specbatch.sweeps.report.sweep_notes import disagreement, sweep_notes
 from specbatch.sweeps.run.workloads import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# CSV column: (metric of the record, factor, decimals in Markdown, title in Markdown)
-COLUMNS = {
-    "output_tok_s": ("output_throughput", 1, 1, "output tok/s"),
-    "input_tok_s": ("input_throughput", 1, 1, "input tok/s"),
-    "mean_ttft_ms": ("mean_ttft_s", 1000, 1, "mean TTFT (ms)"),
-    "median_ttft_ms": ("median_ttft_s", 1000, 1, "median TTFT (ms)"),
-    "p99_ttft_ms": ("p99_ttft_s", 1000, 1, "p99 TTFT (ms)"),
-    "mean_tpot_ms": ("mean_tpot_s", 1000, 2, "mean TPOT (ms)"),
-    "median_tpot_ms": ("median_tpot_s", 1000, 2, "median TPOT (ms)"),
-    "p99_tpot_ms": ("p99_tpot_s", 1000, 2, "p99 TPOT (ms)"),
-    "accept_length": ("accept_length", 1, 3, "accept length"),
-    "accept_rate": ("accept_rate", 1, 3, "accept rate"),
-    "per_user_tok_s": ("per_user_throughput", 1, 1, "per-user tok/s"),
-    "launch_lead_ms": ("launch_lead_s", 1000, 2, "launch lead (ms)"),
-    "host_waits_per_step": ("host_waits_per_step", 1, 2, "host waits per step"),
-    "device_idle_percent": ("device_idle_share", 100, 1, "device idle (%)"),
-    "graph_coverage_percent": ("graph_coverage", 100, 0, "graph coverage (%)"),
-}
+_SHOWN = (
+    *("output_throughput", "input_throughput", "mean_ttft_s", "median_ttft_s", "p99_ttft_s"),
+    *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "accept_length", "accept_rate", "per_user_throughput"),
+    *("launch_lead_s", "host_waits_per_step", "device_idle_share", "graph_coverage"),
+)
+COLUMNS = {METRICS[key].column: METRICS[key] for key in _SHOWN}
+_BREAK_EVEN, _RATIO = RELATIVE["break_even"], RELATIVE["ratio"]
 _POINT = ["concurrency", "configuration"]
-_WARNING = re.compile(r"(?!CACHED)([A-Z]+(?: [A-Z]+)*)(?:: (?=\S)| (?=between ))")  # as notes that warn begin
+
+Points = dict[tuple[Any, ...], list[RunRecord]]  # repeats by (concurrency, configuration)
 
 
 def load_records(folder: Path) -> list[RunRecord]:
@@ -73,22 +53,42 @@ def load_records(folder: Path) -> list[RunRecord]:
     return sorted(records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")])
 
 
+def points_of(records: list[RunRecord]) -> Points:
+    """All repeats of each (concurrency, configuration)."""
+    points: Points = {}
+    for record in records:
+        points.setdefault(tuple(record.workload[key] for key in _POINT), []).append(record)
+    return points
+
+
+def point_name(concurrency: int, configuration: str) -> str:
+    return f"{configuration} at concurrency {concurrency}"
+
+
+def gains_of(records: list[RunRecord]) -> dict[tuple[Any, ...], Gain | None]:
+    """What speculation gains by its steps at each (concurrency, configuration); None where that is unknown."""
+    return {
+        point: gain_of(
+            ((record.metrics.get("accept_length"), _break_even(record, records)) for record in repeats),
+            repeats[0].simulated_accept_length,
+        )
+        for point, repeats in points_of(records).items()
+    }
+
+
 def table(records: list[RunRecord]) -> pd.DataFrame:
-    """One row per concurrency and configuration, numbers as in the CSV."""
+    """One row per concurrency and configuration, with the numbers of the CSV."""
     import pandas as pd
 
     runs = pd.DataFrame(
         {
             **{key: record.workload[key] for key in (*_POINT, "repeat")},
             "simulated_accept_length": record.simulated_accept_length,
-            **{
-                column: factor * (math.nan if (value := record.metrics.get(metric)) is None else value)
-                for column, (metric, factor, _, _) in COLUMNS.items()
-            },
+            **{column: _or_nan(metric.read(record)) for column, metric in COLUMNS.items()},
+            "break_even": _or_nan(_break_even(record, records)),
         }
         for record in records
     )
-    runs["break_even"] = [_break_even(record, records) for record in records]
     baseline = runs[runs.configuration == "baseline"].set_index(["concurrency", "repeat"]).output_tok_s
     places = pd.MultiIndex.from_frame(runs[["concurrency", "repeat"]])
     runs["ratio"] = runs.output_tok_s / baseline.reindex(places).to_numpy()
@@ -96,7 +96,8 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
     rows = groups[[*COLUMNS, "break_even"]].median()
     rows.insert(0, "repeats", groups.size())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
-    rows["speculation"] = [_said(row) for row in rows.itertuples()]
+    gains = gains_of(records)
+    rows["speculation"] = [None if (gain := gains[point]) is None else str(gain) for point in rows.index]
     rows["ratio"], rows["ratio_min"], rows["ratio_max"] = (
         groups.ratio.median(),
         groups.ratio.min(),
@@ -105,31 +106,10 @@ def table(records: list[RunRecord]) -> pd.DataFrame:
     return rows.reset_index()
 
 
-def _break_even(record: RunRecord, records: list[RunRecord]) -> float:
-    """NaN for plain decoding, or where there is none beside it."""
-    place = ("concurrency", "repeat")
-    plain = [
-        other
-        for other in records
-        if not other.drafts and all(other.workload[key] == record.workload[key] for key in place)
-    ]
-    needed = break_even(record, plain) if record.drafts else None
-    return math.nan if needed is None else needed
-
-
-def losses_of(records: list[RunRecord]) -> str | None:
-    """What to say of the points at which drafting did not pay; None if it did."""
-    points = {tuple(record.workload[key] for key in _POINT): record for record in records}
-    rows: list[Any] = list(table(records).itertuples())
-    return losses(
-        (
-            f"{row.configuration} at concurrency {row.concurrency}",
-            row.accept_length,
-            row.break_even,
-            points[row.concurrency, row.configuration],
-        )
-        for row in rows
-    )
+def losses_of(records: list[RunRecord]) -> Note | None:
+    """A warning about the points at which speculation loses; None without any."""
+    gains, points = gains_of(records), points_of(records)
+    return losses([(point_name(*point), gains[point], repeats[-1]) for point, repeats in points.items()])
 
 
 def write_summary(folder: Path) -> str:
@@ -143,42 +123,38 @@ def write_summary(folder: Path) -> str:
 
 
 def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = ()) -> str:
-    """What was run on what, the table, and what a reader must know before believing it. missing: points of the sweep
-    that have no record."""
+    """Heading, table, acceptance, notes and a conclusion. missing: points of the sweep without a record."""
     from tabulate import tabulate
 
     headers, body = shown(rows)
     text = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
-    remarks = "".join(f"* {note}\n" for note in notes(records, rows, missing))
-    read = "".join(f"{sentence}\n" for sentence in conclusion(rows))
-    return f"{heading(about(records))}\n{text}\n\n{_acceptance(records)}{remarks}" + (f"\n{read}" if read else "")
+    counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
+    accepted = acceptance_table(counters, tuple(_POINT))
+    lines = "".join(f"* {note}\n" for note in notes(records, rows, missing))
+    parts = [heading(about(records)), f"{text}\n", f"{accepted}\n" if accepted else "", lines]
+    parts.append("".join(f"{sentence}\n" for sentence in conclusion(rows)))
+    return "\n".join(filter(None, parts))
 
 
 def shown(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells of the table as people read it."""
+    """Headings and cells of the table."""
     known = bool(rows.break_even.notna().any())
-    titles = [title for _, _, _, title in COLUMNS.values()]
-    titles += ["break-even accept length", "speculation"] if known else []
-    return [*_POINT, *titles, "ratio to baseline"], [_cells(row, known) for row in rows.itertuples()]
+    headings = [metric.heading for metric in COLUMNS.values()]
+    headings += [_BREAK_EVEN.heading, "speculation"] if known else []
+    return [*_POINT, *headings, _RATIO.heading], [_cells(row, known) for row in rows.itertuples()]
 
 
-def notes(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = ()) -> list[str]:
-    """What a reader must know; what `warning` finds in them before believing anything."""
-    remarks = [f"UNFINISHED: {_counted(missing)} have no record: the sweep was cut short."] if missing else []
-    remarks += [BREAK_EVEN] if rows.break_even.notna().any() else []
-    remarks += filter(None, map(_disagreement, rows.itertuples()))
-    return [*_notes(records), *_lengths(records), *remarks]
-
-
-def _counted(missing: Sequence[Point]) -> str:
-    places = Counter(f"{point.configuration} at concurrency {point.concurrency}" for point in missing)
-    return f"{len(missing)} points ({', '.join(f'{count} of {place}' for place, count in places.items())})"
-
-
-def warning(note: str) -> tuple[str, str] | None:
-    """The capitals that a note begins with which warns, and what it says; None of one that only tells."""
-    found = _WARNING.match(note)
-    return (found[1], note[found.end() :]) if found else None
+def notes(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = ()) -> list[Note]:
+    """What a reader must know before believing the table."""
+    found = sweep_notes(records, points_of(records), missing)
+    if rows.break_even.notna().any():
+        found.append(Note(BREAK_EVEN))
+    gains = gains_of(records)
+    each: list[Any] = list(rows.itertuples())
+    for row in each:
+        point = row.concurrency, row.configuration
+        found += disagreement(point, gains[point], row.ratio)
+    return found
 
 
 def as_json(rows: pd.DataFrame) -> list[dict[str, Any]]:
@@ -187,138 +163,64 @@ def as_json(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
 
 
-def _disagreement(row: Any) -> str | None:
-    """Where steps pay and the run does not, or the other way round."""
-    said = _said(row)
-    pays = row.accept_length >= row.break_even
-    if not said or "above" in said or math.isnan(row.ratio) or pays == (row.ratio >= 1):
-        return None
-    return (
-        f"NOT BY STEPS ALONE: {row.configuration} at concurrency {row.concurrency}: by its steps drafting {said}, and "
-        f"the ratio is {row.ratio:.2f}: prompts count there too, and the ends at which fewer requests run."
-    )
-
-
-def points_of(records: list[RunRecord]) -> dict[tuple[Any, ...], list[RunRecord]]:
-    """All repeats of each (concurrency, configuration) together."""
-    points: dict[tuple[Any, ...], list[RunRecord]] = {}
-    for record in records:
-        points.setdefault(tuple(record.workload[key] for key in _POINT), []).append(record)
-    return points
-
-
-def _acceptance(records: list[RunRecord]) -> str:
-    """The table of where drafts were accepted; nothing where none were made."""
-    counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
-    found = acceptance_table(counters, tuple(_POINT))
-    return f"{found}\n\n" if found else ""
-
-
-def _lengths(records: list[RunRecord]) -> Iterator[str]:
-    """What was drafted where that was chosen."""
-    for (concurrency, name), found in points_of(records).items():
-        for line in draft_length_lines((record.counters for record in found), found[0].caps):
-            yield f"{name} at concurrency {concurrency}, {line}."
-
-
-def _cells(row: Any, break_even_known: bool) -> list[str]:
-    numbers = [number(getattr(row, name), COLUMNS[name][2]) for name in COLUMNS]
-    numbers += [number(row.break_even, 3), _said(row) or "-"] if break_even_known else []
-    ratio = with_spread((row.ratio, row.ratio_min, row.ratio_max), 2, row.repeats)
-    return [str(row.concurrency), row.configuration, *numbers, ratio]
-
-
-def _said(row: Any) -> str | None:
-    return verdict(row.accept_length, row.break_even, row.simulated_accept_length)
-
-
 def about(records: list[RunRecord]) -> dict[str, str]:
-    """What was run on what, by the name of its line."""
+    """The lines of the heading: what was run on what, by name."""
     work = records[0].workload
-    names = {record.workload["configuration"]: record for record in records}
+    configurations = {record.workload["configuration"]: record for record in records}
     return (
         run_on(records)
         | lines_of(work)
         | {
-            "configurations": "; ".join(f"{name}: {_made_of(record)}" for name, record in names.items()),
-            "effective caps": _by_name({name: caps_text(record) for name, record in names.items()}),
-            "prefix cache": _by_name({name: _prefix_cache(record) for name, record in names.items()}),
+            "configurations": "; ".join(f"{name}: {_described(record)}" for name, record in configurations.items()),
+            "effective caps": _by_name({name: caps_text(record) for name, record in configurations.items()}),
+            "prefix cache": _by_name({name: _prefix_cache(record) for name, record in configurations.items()}),
         }
-        | _float8(names)
+        | _fp8(configurations)
     )
 
 
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _break_even(record: RunRecord, records: list[RunRecord]) -> float | None:
+    """None for a run without speculation, and where no baseline ran in the same repeat."""
+    place = ("concurrency", "repeat")
+    baselines = [
+        other
+        for other in records
+        if not other.drafts and all(other.workload[key] == record.workload[key] for key in place)
+    ]
+    return break_even(record, baselines) if record.drafts else None
+
+
+def _cells(row: Any, break_even_known: bool) -> list[str]:
+    numbers = [metric.text(getattr(row, column)) for column, metric in COLUMNS.items()]
+    if break_even_known:
+        gain = row.speculation if isinstance(row.speculation, str) else "-"  # pandas may turn None into NaN
+        numbers += [number(row.break_even, _BREAK_EVEN.decimals), gain]
+    ratio = with_spread((row.ratio, row.ratio_min, row.ratio_max), _RATIO.decimals, row.repeats)
+    return [str(row.concurrency), row.configuration, *numbers, ratio]
+
+
 def _by_name(texts: dict[str, str]) -> str:
-    """What is said of each configuration; once, without a name, where it is the same of all."""
+    """The text of each configuration; once, without a name, if all are the same."""
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def _made_of(record: RunRecord) -> str:
+def _described(record: RunRecord) -> str:
     return str(record.config.get("server") or f"{record.speculation}, {Graphs(**record.config['graphs'])}")
 
 
 def _prefix_cache(record: RunRecord) -> str:
-    asked = record.config["prefix_cache"]
-    return asked if isinstance(asked, str) else "on" if asked else "off"
+    requested = record.config["prefix_cache"]
+    return requested if isinstance(requested, str) else "on" if requested else "off"
 
 
-def _float8(names: dict[str, RunRecord]) -> dict[str, str]:
-    """Whose activations were rounded to float8; nothing where none were and nobody asked for a difference."""
-    found = {name: record.caps.get("float8_activations", "off") for name, record in names.items()}
-    asked = {record.config.get("float8_activations") for record in names.values()}
-    return {"float8 activations": _by_name(found)} if "on" in found.values() or len(asked) > 1 else {}
-
-
-def _remarks(record: RunRecord) -> Iterator[str]:
-    """What is often the same of all points."""
-    if (different := record.workload.get("distinct_prompts")) and different < record.workload["prompts"]:
-        yield f"REPEATED: only {different} prompts are different; a prefix cache answers the others faster"
-    for doubt in record.workload.get("doubts", ()):
-        yield f"DOUBTFUL: {doubt}"
-    if why := record.counters.get("no_accept_length"):
-        yield f"No accept length: {why}"
-
-
-def _notes(records: list[RunRecord]) -> list[str]:
-    notes = ["Medians over repeats; accept length counts the bonus token; per-user is output tok/s / concurrency."]
-    tokens: dict[tuple[int, int], dict[str, str]] = {}
-    remarks: dict[str, list[str]] = {}
-    for record in records:
-        work = record.workload
-        where = f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
-        if record.simulated_accept_length is None:  # a simulated text is no model's: nothing to compare
-            tokens.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
-        if record.metrics["requests"] != work["prompts"]:
-            notes.append(f"INCOMPLETE: {where}: {record.metrics['requests']} of {work['prompts']} prompts finished.")
-        if record.drafts and not record.metrics.get("drafted_tokens"):
-            notes.append(f"NO DRAFTS: {where}: nothing was drafted, so this row does not show speculation.")
-        notes += replay_notes(record, where)
-        for remark in _remarks(record):
-            remarks.setdefault(remark, []).append(where)
-        notes += [f"FAILED: {where}: {count} requests: {error}." for error, count in failures(record)]
-        cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
-        if cached and inputs:
-            kept = "; states of prefixes {kept} kept, {loaded} begun with, {evicted} gone"
-            states = kept.format(**found) if (found := record.counters.get("states")) else ""
-            notes.append(
-                f"CACHED: {where}: {cached} input tokens ({100 * cached / inputs:.1f}%) came from the prefix "
-                f"cache{states}."
-            )
-    for remark, (first, *others) in remarks.items():
-        notes.append(f"{remark} ({first}{f', and {len(others)} other points' if others else ''}).")
-    means = {record.workload["configuration"]: mean for record in records if (mean := record.simulated_accept_length)}
-    for name, mean in means.items():
-        notes.append(
-            f"SIMULATED: {name}: an accept length of {mean:g} was drawn by a coin; the text is no model's. "
-            "Rows without a draft (ngram without a match) accept none, so the mean reached may be lower."
-        )
-    compared = [row for row in tokens.values() if len(row) > 1]
-    differing = [place for place, row in tokens.items() if len(set(row.values())) > 1]
-    if differing:
-        places = ", ".join(f"{concurrency}" for concurrency in dict.fromkeys(place[0] for place in differing))
-        notes.append(f"TOKENS DIFFER between configurations at concurrency {places} (expected only below float32).")
-    elif compared:
-        notes.append("All configurations produced the same output tokens at every point.")
-    return notes
+def _fp8(configurations: dict[str, RunRecord]) -> dict[str, str]:
+    """Whether activations were quantized to FP8; no line where they never were and all configurations agree."""
+    found = {name: record.caps.get("float8_activations", "off") for name, record in configurations.items()}
+    requested = {record.config.get("float8_activations") for record in configurations.values()}
+    return {"FP8 activations": _by_name(found)} if "on" in found.values() or len(requested) > 1 else {}

@@ -24,7 +24,7 @@ from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, save
-from specbatch.sweeps.report.summaries import failures
+from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.tables import load_records, losses_of, write_summary
 from specbatch.sweeps.run.sanity_checks import doubts
 from specbatch.sweeps.run.workloads import Workload, sha256_of, shown
@@ -114,7 +114,7 @@ def _finish(
     finally:
         summary = write_summary(folder) if any(point.is_finished(folder) for point in every) else ""
     if log is not None and (below := losses_of(load_records(folder))):
-        log(below)
+        log(below.log_text)
     return summary
 
 

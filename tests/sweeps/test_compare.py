@@ -167,7 +167,7 @@ def test_failed_unfinished_and_unreplayed_points_are_noted(tmp_path):
     other.counters = {"graphs": {"decode": {"replays": 5, "fallbacks": {}, "padded": 0}}}
     old, new = saved(tmp_path / "a", good, other), saved(tmp_path / "b", good, bad)
     notes = compare(old, new).notes
-    assert f"NO REPLAYS: {old} concurrency 4: decode graphs were asked for and none was replayed." in notes
+    assert f"NO REPLAYS: {old} concurrency 4: decode graphs were requested and none was replayed." in notes
     assert f"INCOMPLETE: {new} concurrency 4: 11 of 12 prompts finished" in notes
     assert f"FAILED: {new} concurrency 8: no memory" in notes
     assert {row.size for row in compare(old, new).rows} == {4}

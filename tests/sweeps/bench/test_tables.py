@@ -102,8 +102,8 @@ def test_a_kind_of_graphs_that_was_asked_for_and_not_replayed_is_a_note():
     still = record.counters["graphs"]["target_prefill"] | {"replays": 0}
     record.counters = record.counters | {"graphs": record.counters["graphs"] | {"target_prefill": still}}
     text = markdown([record], table([record]), {})
-    assert "NO REPLAYS: decode v2 2: target prefill graphs were asked for" in text
-    assert "decode graphs were asked for" not in text
+    assert "NO REPLAYS: decode v2 2: target prefill graphs were requested" in text
+    assert "decode graphs were requested" not in text
     record.config["graphs"]["prefill"] = "off"
     assert "NO REPLAYS" not in markdown([record], table([record]), {})
 
@@ -159,6 +159,7 @@ def test_break_even_is_over_the_fastest_plain_step_of_the_point_and_repeat():
     assert text.count("Break-even: the accept length at which") == 1
     said = losses_of(records)
     assert said is not None
+    said = said.log_text
     assert "closed spec 2 (accept length 2.00, 2.50 needed); closed spec 9 (" in said
     assert "causes" not in said  # the acceptance was simulated
 
@@ -207,7 +208,7 @@ def test_replays_of_what_drafts_are_counted_by_kind():
     assert "target prefill replays" in text
     assert "draft prefill replays" in text
     assert " | prefill replays" not in text
-    assert "NO REPLAYS: decode spec 2: draft prefill graphs were asked for and none was replayed." in text
+    assert "NO REPLAYS: decode spec 2: draft prefill graphs were requested and none was replayed." in text
     assert text.count("NO REPLAYS") == 1
 
 

@@ -1,0 +1,98 @@
+"""Does speculation pay? The gain by steps, accept length / break-even - 1, with an interval over repeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from specbatch.algorithms import causes_of_low_acceptance
+from specbatch.records.intervals import CONFIDENCE, over_runs
+from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.report.notes import Note
+
+BREAK_EVEN = (
+    "Break-even: the accept length at which steps with speculation are as fast as those of the baseline (ratio of step "
+    "times with the same number of requests, prompts left out); speculation pays above it. Over several repeats "
+    f'"pays" and "loses" mean that the {CONFIDENCE:.0%} interval of accept length - break-even excludes zero.'
+)
+# Below break-even by this share, a draft length that is chosen during the run is no loss: it is what choosing costs.
+CHOOSING = 0.03
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What speculation gains by its steps at one point.
+
+    accept_length, needed   medians over repeats; needed is the break-even
+    low, high               the interval of accept length - break-even; None with one repeat
+    measures_step           acceptance was simulated with mean 1, so that no draft is accepted: only the step counts
+    """
+
+    accept_length: float
+    needed: float
+    low: float | None = None
+    high: float | None = None
+    measures_step: bool = False
+
+    @property
+    def share(self) -> float:
+        return self.accept_length / self.needed - 1
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the repeats show a gain or a loss."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+    def loses(self, tolerance: float = 0.0) -> bool:
+        """Whether a loss of more than `tolerance` was measured, and the repeats (if several) show it."""
+        return not self.measures_step and self.share < -tolerance and (self.low is None or self.is_shown)
+
+    def __str__(self) -> str:
+        if self.measures_step:
+            return f"pays above {self.needed:.2f}"
+        if self.low is None:
+            return f"{self.share:+.1%} (one repeat)"
+        if not self.is_shown:
+            return f"{self.share:+.1%} (no difference shown)"
+        return f"pays, {self.share:+.1%}" if self.share >= 0 else f"loses by {-self.share:.1%}"
+
+
+def gain_of(repeats: Iterable[tuple[float | None, float | None]], simulated: float | None = None) -> Gain | None:
+    """The gain from (accept length, break-even) of each repeat; None where a repeat has both in none.
+
+    simulated: the mean of simulated accept lengths.
+    """
+    pairs = [
+        (accepted, needed)
+        for accepted, needed in repeats
+        if accepted is not None and needed is not None and not math.isnan(accepted) and not math.isnan(needed)
+    ]
+    if not pairs:
+        return None
+    accepted, needed = ([pair[side] for pair in pairs] for side in (0, 1))
+    interval = over_runs(needed, accepted, paired=True) if len(pairs) > 1 else None
+    low, high = (interval.low, interval.high) if interval else (None, None)
+    return Gain(median(accepted), median(needed), low, high, simulated == 1)
+
+
+def losses(points: Sequence[tuple[str, Gain | None, RunRecord]]) -> Note | None:
+    """A warning about the points, by name, at which speculation loses; None without any."""
+    below = [
+        (where, gain, record)
+        for where, gain, record in points
+        if gain is not None and gain.loses(CHOOSING if record.chooses_draft_length else 0.0)
+    ]
+    if not below:
+        return None
+    places = "; ".join(
+        f"{name} (accept length {gain.accept_length:.2f}, {gain.needed:.2f} needed)" for name, gain, _ in below
+    )
+    real = [record.config for *_, record in below if record.simulated_accept_length is None]
+    causes = dict.fromkeys(
+        causes_of_low_acceptance(config["speculation"]["algorithm"], config["load_format"]) for config in real
+    )
+    expected = f"; if you expected a higher acceptance, likely causes: {'; '.join(causes)}" if causes else ""
+    advice = f"draft fewer tokens or run fewer requests at once to lower the break-even{expected}"
+    return Note(f"below break-even: {places}", "LOW ACCEPTANCE", advice)

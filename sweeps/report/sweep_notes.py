@@ -1,0 +1,115 @@
+"""Notes below the table of a sweep: what was simulated, cached, incomplete or different between configurations."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from specbatch.records.markdown import draft_length_lines
+from specbatch.records.run_record import RunRecord
+from specbatch.records.sweep_plan import Point
+from specbatch.sweeps.report.gain import Gain
+from specbatch.sweeps.report.notes import Note, failures, replay_notes
+
+
+def sweep_notes(
+    records: list[RunRecord], points: Mapping[tuple[Any, ...], list[RunRecord]], missing: Sequence[Point]
+) -> list[Note]:
+    """Notes about the runs. points: repeats by (concurrency, configuration); missing: points without a record."""
+    found = [Note("Medians over repeats; accept length counts the bonus token; per-user: output tok/s / concurrency.")]
+    for record in records:
+        found += _of_record(record)
+    found += [*_shared(records), *_simulated(records), *_tokens(records)]
+    for (concurrency, name), repeats in points.items():
+        for line in draft_length_lines((record.counters for record in repeats), repeats[0].caps):
+            found.append(Note(f"{name} at concurrency {concurrency}, {line}."))
+    if missing:
+        places = Counter(f"{point.configuration} at concurrency {point.concurrency}" for point in missing)
+        listed = ", ".join(f"{count} of {place}" for place, count in places.items())
+        found.append(Note(f"{len(missing)} points ({listed}) have no record: the sweep was interrupted.", "UNFINISHED"))
+    return found
+
+
+def disagreement(point: tuple[Any, ...], gain: Gain | None, ratio: float) -> Iterator[Note]:
+    """A warning if steps gain and the whole run does not, or the other way round."""
+    if gain is None or gain.measures_step or math.isnan(ratio) or (gain.share >= 0) == (ratio >= 1):
+        return
+    if gain.low is not None and not gain.is_shown:
+        return
+    concurrency, name = point
+    text = (
+        f"{name} at concurrency {concurrency}: by its steps it gains {gain.share:+.1%}, but the ratio is {ratio:.2f}. "
+        "The ratio includes prefill, and the end of the run with fewer requests."
+    )
+    yield Note(text, "NOT BY STEPS ALONE")
+
+
+def _where(record: RunRecord) -> str:
+    work = record.workload
+    return f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
+
+
+def _of_record(record: RunRecord) -> Iterator[Note]:
+    work, where = record.workload, _where(record)
+    if record.metrics["requests"] != work["prompts"]:
+        finished = f"{record.metrics['requests']} of {work['prompts']} prompts finished"
+        yield Note(f"{where}: {finished}.", "INCOMPLETE")
+    if record.drafts and not record.metrics.get("drafted_tokens"):
+        yield Note(f"{where}: nothing was drafted, so this row does not show speculation.", "NO DRAFTS")
+    yield from replay_notes(record, where)
+    for error, count in failures(record):
+        yield Note(f"{where}: {count} requests: {error}.", "FAILED")
+    cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
+    if cached and inputs:
+        kept = "; states of prefixes {kept} kept, {loaded} loaded, {evicted} evicted"
+        states = kept.format(**found) if (found := record.counters.get("states")) else ""
+        share = f"{cached} input tokens ({100 * cached / inputs:.1f}%)"
+        yield Note(f"CACHED: {where}: {share} came from the prefix cache{states}.")
+
+
+def _shared(records: list[RunRecord]) -> Iterator[Note]:
+    """Notes that most points have in common, each once with the number of its points."""
+    found: dict[Note, list[str]] = {}
+    for record in records:
+        for note in _remarks(record):
+            found.setdefault(note, []).append(_where(record))
+    for note, (first, *others) in found.items():
+        more = f", and {len(others)} other points" if others else ""
+        yield Note(f"{note.text} ({first}{more}).", note.warning)
+
+
+def _remarks(record: RunRecord) -> Iterator[Note]:
+    if (distinct := record.workload.get("distinct_prompts")) and distinct < record.workload["prompts"]:
+        yield Note(f"only {distinct} prompts are different; a prefix cache answers the others faster", "REPEATED")
+    for doubt in record.workload.get("doubts", ()):
+        yield Note(doubt, "DOUBTFUL")
+    if reason := record.counters.get("no_accept_length"):
+        yield Note(f"No accept length: {reason}")
+
+
+def _simulated(records: list[RunRecord]) -> Iterator[Note]:
+    means = {record.workload["configuration"]: mean for record in records if (mean := record.simulated_accept_length)}
+    for name, mean in means.items():
+        text = (
+            f"{name}: accept lengths were drawn at random with mean {mean:g}; the text is not the model's. Rows "
+            "without a draft (ngram without a match) accept none, so the mean reached may be lower."
+        )
+        yield Note(text, "SIMULATED")
+
+
+def _tokens(records: list[RunRecord]) -> Iterator[Note]:
+    """Whether all configurations generated the same tokens, simulated acceptance left out."""
+    hashes: dict[tuple[int, int], dict[str, str]] = {}
+    for record in records:
+        work = record.workload
+        if record.simulated_accept_length is None:
+            hashes.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
+    differing = [place for place, row in hashes.items() if len(set(row.values())) > 1]
+    if differing:
+        places = ", ".join(str(number) for number in dict.fromkeys(concurrency for concurrency, _ in differing))
+        text = f"configurations generated different output tokens at concurrency {places}"
+        yield Note(f"{text} (expected only below FP32).", "TOKENS DIFFER")
+    elif any(len(row) > 1 for row in hashes.values()):
+        yield Note("All configurations produced the same output tokens at every point.")
