@@ -100,8 +100,8 @@ def _throughput(points: Points, own: Looks) -> Plot:
     _scale(axes, "x", users)
     _scale(axes, "y", totals)
     axes.margins(0.1)
-    axes.set_xlabel("output per user (tok/s)")
-    axes.set_ylabel("output of all (tok/s)")
+    axes.set_xlabel("throughput per user (tok/s)")
+    axes.set_ylabel("total throughput (tok/s)")
     legend(figure)
     return Plot(name, title, caption, figure)
 

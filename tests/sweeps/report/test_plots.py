@@ -276,7 +276,7 @@ def test_an_svg_takes_the_colour_of_its_page(drawn):
     assert INK not in text.replace(plot_style.DARK, "")
     assert "currentColor" in text
     assert text.count(plot_style.DARK) == 1
-    assert ">output per user (tok/s)<" in text  # text, not outlines
+    assert ">throughput per user (tok/s)<" in text  # text, not outlines
     ids = re.findall(r'\bid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
     assert all(name.startswith("throughput-") for name in ids)
