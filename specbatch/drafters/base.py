@@ -1,4 +1,4 @@
-"""What every drafter offers, and the one that drafts nothing."""
+"""The interface of drafters, what they need of an engine (`DraftPlan`), and the baseline without drafts."""
 
 from __future__ import annotations
 

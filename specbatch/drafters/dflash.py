@@ -1,4 +1,4 @@
-"""DFLASH: a whole block is drafted in one pass, by a small model that attends to the target's own features."""
+"""DFLASH drafting: a small model that attends to the target's features drafts a whole block in one pass."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class DFlashDrafter(NoDraft):
-    """The draft's cache holds context at every verified position, under the target's page numbers; a page that a prefix
-    shares has it too, as it follows from the tokens alone. A block leaves its own keys and values behind the context,
-    where what is verified next, or the next block, overwrites them before anything looks at them.
+    """The draft's KV cache has context entries for every verified position, with the target's page numbers. They depend
+    on the tokens only, so pages of a shared prefix have valid entries, too. A block writes its own keys and values
+    after the context; the next verified tokens or the next block overwrite them before they are read.
     """
 
     def __init__(self, model: DFlash, cache: KVCache, count: int) -> None:
-        """count: most tokens drafted, one less than the rows of a block. A block is always whole."""
+        """count: maximum number of drafts, one less than the block size. A pass always runs a whole block."""
         self._model = model
         self._cache = cache
         self._count = count
@@ -50,7 +50,7 @@ class DFlashDrafter(NoDraft):
         tokens, positions = step.batch.stage(step.slots, step.lengths, masks, None)
         metadata = step.decode_metadata(step.lengths, count + 1, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
-        # Row i stands for the token at its own position: the first, the root, is known.
+        # Row i predicts the token at its own position; the first one, the root, is known.
         logits = self._logits(hidden.unflatten(0, (-1, count + 1)), step.num_drafts)
         drafted = step.batch.filled(step.num_drafts, step.slots)
         if step.sampling.flags.sampled:
@@ -62,19 +62,20 @@ class DFlashDrafter(NoDraft):
         write_verified_kv(self._context(features), self._model.heads, *self._stores, *where)
 
     def _draw(self, step: StepInput, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
-        """Each draft from the law of its own row: given the context they are independent of each other."""
-        tokens, laws = step.sampling.sample_with_probabilities(
+        """Sample each draft from the distribution of its own row. Given the context they are independent."""
+        tokens, distributions = step.sampling.sample_with_probabilities(
             logits, positions_from(step.lengths + 1, step.num_drafts), DRAFT
         )
         ids, total = self._model.ids, self._model.config.vocab_size
         if ids is None:
-            return Proposal(tokens, drafted, laws)
-        # What it does not know has probability 0.
-        return Proposal(ids[tokens], drafted, laws.new_zeros(*laws.shape[:2], total).index_copy_(2, ids, laws))
+            return Proposal(tokens, drafted, distributions)
+        # Tokens outside the draft vocabulary have probability 0.
+        padded = distributions.new_zeros(*distributions.shape[:2], total).index_copy_(2, ids, distributions)
+        return Proposal(ids[tokens], drafted, padded)
 
     def _logits(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        """[B, block, H] -> [B, count, V] of the rows behind the first. Of a whole block that one goes through the head,
-        too: nobody reads what comes out, but a product of 512 rows takes less time than one of 480."""
+        """[B, block, H] -> logits [B, count, V] of the rows after the first. For a whole block the first row passes the
+        output matrix, too: its logits are not used, but a GEMM of 512 rows takes less time than one of 480."""
         first = 0 if count == self._count else 1
         rows = hidden[:, first : count + 1]
         logits: torch.Tensor = self._model.block.logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
@@ -90,9 +91,8 @@ class DFlashDrafter(NoDraft):
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """A published draft, or with load_format "dummy" one of random weights: "dummy" in the shape of those published.
-
-    Raises SpecbatchError where the draft does not fit the target.
+    """The draft is a published checkpoint, or with load_format "dummy" random weights: draft="dummy" has the shape of
+    published drafts. Raises SpecbatchError if the draft does not fit the target.
     """
     asked = config.speculation
     if asked.draft_steps is not None and not asked.is_auto:
@@ -100,20 +100,20 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     draft = _open(target, config, log)
     shape = draft.config
     if not isinstance(shape, DFlashConfig):
-        raise refuse("draft", asked.draft, "a DFlash draft is a folder of safetensors or a hub id")
+        raise refuse("draft", asked.draft, "a DFLASH draft is a folder of safetensors or a hub id")
     differences = shape.differences(target.config)
     if differences:
-        raise refuse("draft", asked.draft, f"it was not made for {target.name}: {'; '.join(differences)}")
+        raise refuse("draft", asked.draft, f"it was not trained for {target.name}: {'; '.join(differences)}")
     if shape.draft_vocab is not None:
         ids = token_ids(draft.tensor("d2t"))
         if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab_size:
-            works = f"its d2t must hold offsets to {len(ids)} different tokens of {shape.vocab_size}"
+            works = f"its d2t must have offsets to {len(ids)} different tokens of {shape.vocab_size}"
             raise refuse("draft", asked.draft, works)
     most = shape.block_size - 1
     count = (asked.draft_steps if asked.is_auto else asked.draft_tokens) or most
     assert isinstance(count, int)
     if count > most:
-        raise refuse("draft_tokens", count, f"the draft's blocks are of {shape.block_size}; use at most {most}")
+        raise refuse("draft_tokens", count, f"the draft's block size is {shape.block_size}; use at most {most}")
     log(f"draft: {draft.name} ({draft.origin})")
     for line in shape.lines():
         log(line)

@@ -1,4 +1,5 @@
-"""STANDALONE: a second, smaller model of the same vocabulary drafts a chain by tokens or a tree by levels."""
+"""STANDALONE drafting: a smaller model with the same vocabulary drafts a chain token by token or a tree level by
+level."""
 
 from __future__ import annotations
 
@@ -30,26 +31,26 @@ if TYPE_CHECKING:
 
 
 class DraftModelChain(NoDraft):
-    """The draft has its own KV cache under the target's page numbers.
+    """Drafts a chain with a draft model. The model has its own KV cache with the target's page numbers.
 
-    A verify that accepts every draft leaves the last of them without draft KV. The first pass of each iteration
-    therefore runs two rows, the newest committed token and the root: what is there already is written again. Where
-    nothing is to be drafted the model does not run; later it catches up in prompt passes.
+    After a verify that accepts all drafts, the last draft has no keys and values in this cache. The first pass of each
+    step therefore runs two tokens, the newest committed one and the root; existing entries are overwritten with the
+    same values. In steps without drafts the model does not run; it catches up later with prompt passes.
     """
 
     def __init__(self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: int) -> None:
-        """forward: the model's way through a prompt."""
+        """forward: the model's prefill forward pass; vocabulary: size of the target's."""
         self._model = model
         self._forward = forward
         self._cache = cache
-        self._vocabulary = vocabulary  # of the target; the draft's may be padded further
+        self._vocabulary = vocabulary  # the draft's may be padded to another size
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         self.catch_up(batch, metadata)
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         tokens = batch.tokens[metadata.slots, metadata.positions]
-        self._forward(self._known(tokens), metadata, rows=metadata.last[:0])  # for its keys and values alone
+        self._forward(self._known(tokens), metadata, rows=metadata.last[:0])  # only keys and values are needed
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
@@ -59,7 +60,7 @@ class DraftModelChain(NoDraft):
         positions = positions_from(start, rows)
         tokens = batch.tokens[step.slots[:, None], positions].flatten()
         drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
-        laws = []
+        distributions = []
         for index in range(step.num_drafts):
             context = step.decode_metadata(start, rows).bind(self._cache)
             features = self._model.forward(self._known(tokens), positions.flatten(), context)
@@ -68,20 +69,23 @@ class DraftModelChain(NoDraft):
             start = positions = start + rows
             rows = 1
             if step.sampling.flags.sampled:
-                drawn, law = step.sampling.sample_with_probabilities(logits[:, None], start[:, None], DRAFT)
+                drawn, distribution = step.sampling.sample_with_probabilities(logits[:, None], start[:, None], DRAFT)
                 tokens = drafts[:, index].copy_(drawn[:, 0])
-                laws.append(law)
+                distributions.append(distribution)
             else:
                 tokens = argmax(logits, out=drafts[:, index])
-        return Proposal(drafts, batch.filled(step.num_drafts, step.slots), torch.cat(laws, 1) if laws else None)
+        return Proposal(
+            drafts, batch.filled(step.num_drafts, step.slots), torch.cat(distributions, 1) if distributions else None
+        )
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens that the draft has embeddings for: a target with more rows may choose one that stands for no text."""
+        """Clamp tokens to those that the draft has embeddings for: a target with a larger padded vocabulary may choose
+        a padding token."""
         known = self._model.config.vocab_size
         return tokens if known >= self._vocabulary else tokens.clamp(max=known - 1)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """Give the draft's logits [B, Vd] the target's width: tokens it does not know have probability 0."""
+        """Pad or cut the draft's logits [B, Vd] to the target's vocabulary; missing tokens get probability 0."""
         missing = self._vocabulary - logits.shape[-1]
         if missing <= 0:
             return logits[:, : self._vocabulary]
@@ -89,9 +93,12 @@ class DraftModelChain(NoDraft):
 
 
 class DraftModelTree(DraftModelChain):
-    """The nodes of a tree that are run have their keys behind the root, level by level. Those of accepted ones are not
-    where a later pass looks for them, or were never made: the first pass of each iteration therefore runs what was
-    accepted last, and the root. It has as many rows as can be new; those behind the root are written over.
+    """Drafts a tree with a draft model.
+
+    Tree nodes write their keys and values to the slots after the root, level by level. Those of accepted nodes are thus
+    not at their positions, and the last level is not run at all. The first pass of each step therefore runs the tokens
+    that the last verify accepted, and the root. It has a fixed number of queries, the most that can be new; entries
+    after the root are overwritten later.
     """
 
     def __init__(
@@ -99,7 +106,7 @@ class DraftModelTree(DraftModelChain):
     ) -> None:
         super().__init__(model, forward, cache, vocabulary)
         self._shape = shape
-        # Of each device row: the newest tokens without keys, the root among them. A padding row has one.
+        # Per device row: number of newest tokens without keys, including the root; 1 for the padding row.
         self._new = torch.ones(device_rows, dtype=torch.int64, device=model.device)
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
@@ -132,10 +139,10 @@ class DraftModelTree(DraftModelChain):
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """Another checkpoint of the same vocabulary, or the target without some layers ("self:skip=12-15").
+    """The draft is another checkpoint with the same vocabulary, or the target without some layers ("self:skip=12-15").
 
-    Leaving layers out follows Zhang et al., "Draft & Verify" (2023). Raises SpecbatchError where the draft does not
-    fit the target.
+    Skipping layers follows Zhang et al., "Draft & Verify" (2023). Raises SpecbatchError if the draft does not fit the
+    target.
     """
     asked = config.speculation
     shape = asked.shape
@@ -178,14 +185,15 @@ def _refuse_states(draft: str, config: ModelConfig) -> None:
     recurrent = config.num_layers - config.attention_layers
     if recurrent:
         works = (
-            f"it has {recurrent} recurrent layers, whose states cannot be rolled back while it drafts; use a draft of "
-            "attention layers alone, or algorithm 'eagle3', 'mtp', 'dflash' or 'ngram'"
+            f"it has {recurrent} recurrent layers, whose states cannot be rolled back after drafting; use a draft with "
+            "attention layers only, or algorithm 'eagle3', 'mtp', 'dflash' or 'ngram'"
         )
         raise refuse("draft", draft, works)
 
 
 def parse_skip(draft: str, layers: int) -> frozenset[int]:
-    """Layers that "self:skip=12-15,20" leaves out of a model with `layers` layers; ranges are inclusive."""
+    """Parse "self:skip=12-15,20": the layers that are skipped, of a model with `layers` layers. Ranges are
+    inclusive."""
     skipped: set[int] = set()
     head, _, ranges = draft.partition("=")
     try:

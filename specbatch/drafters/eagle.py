@@ -1,4 +1,4 @@
-"""EAGLE, versions 1 and 2: a head of one layer on the target's last hidden state and the token behind it."""
+"""EAGLE-1 and EAGLE-2 drafting: a head of one layer reads the target's last hidden state and the next token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """A checkpoint in SafeAILab's format. Raises SpecbatchError where it does not fit the target."""
+    """The draft is a checkpoint in SafeAILab's format. Raises SpecbatchError if it does not fit the target."""
     asked = config.speculation
     assert asked.draft is not None
     with of_draft(asked.draft):
@@ -34,7 +34,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             expect(files, "eagle")
         layer = layer_config(files.config, files.shapes)
         if layer.num_layers != 1:
-            raise refuse("num_hidden_layers", layer.num_layers, "EAGLE heads of one layer are run")
+            raise refuse("num_hidden_layers", layer.num_layers, "EAGLE heads of one layer are supported")
     layer = fit(layer, layer.hidden_size, files, target, asked, log)
     check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
 

@@ -1,4 +1,4 @@
-"""EAGLE-3: a head of one layer on three residual streams of the target and the token behind them."""
+"""EAGLE-3 drafting: a head of one layer reads three residual streams of the target and the next token."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig, Speculation
     from specbatch.weights import Checkpoint, Log
 
-USUAL_VOCABULARY = 32000  # tokens that published heads draft
+USUAL_VOCABULARY = 32000  # draft vocabulary of most published heads
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """A checkpoint of SpecForge or speculators. Raises SpecbatchError where it does not fit the target."""
+    """The draft is a checkpoint of SpecForge or speculators. Raises SpecbatchError if it does not fit the target."""
     asked = config.speculation
     assert asked.draft is not None
     with of_draft(asked.draft):
@@ -55,10 +55,10 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             drafter.diagnose = partial(compare_layer_offsets, model, head)
         return drafter
 
-    behind = tuple(boundary - 1 for boundary in aux)
-    needs_all_hidden = target.config.ends_in(behind)
+    layers = tuple(boundary - 1 for boundary in aux)  # a boundary is the input of its layer
+    needs_all_hidden = target.config.ends_in(layers)
     return head_plan(
-        build, layer, config, parameters=parameters(files.shapes), needs_all_hidden=needs_all_hidden, aux=behind
+        build, layer, config, parameters=parameters(files.shapes), needs_all_hidden=needs_all_hidden, aux=layers
     )
 
 

@@ -1,11 +1,11 @@
-"""Chains and trees drafted by a head on the target's features: the mechanics that EAGLE, EAGLE-3 and MTP share.
+"""Drafting with a head on the target's features: chains and trees of EAGLE, EAGLE-3 and MTP.
 
-The pair (f_i, t_{i+1}) of a feature and the token behind it has its key and value at slot i of the head's own cache,
-under the target's pages. Which pairs are whole depends on what was accepted, so those features of a verify whose pairs
-are not written yet wait on the device, and the next draft begins with them.
+The pair (f_i, t_{i+1}) of a feature and the next token has its key and value at position i of the head's own KV cache,
+which has the target's page numbers. Which pairs are complete after a verify depends on the accepted tokens, so the
+features of a verify are buffered on the device, and the next draft starts with their pairs.
 
-A prompt that continues a shared prefix finds the last pair of that prefix as somebody else made it, perhaps with
-another token behind: this costs at most a little acceptance.
+A prompt that continues a shared prefix reuses the last pair of that prefix, which may contain another next token. This
+costs at most a little acceptance.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class HeadPrefill:
-    """Writes keys and values of a prompt's pairs. Nobody reads what the layer computes there, so it does not attend."""
+    """Writes keys and values of a prompt's pairs. The layer's output is not needed there, so attention is skipped."""
 
     def __init__(self, head: DraftHead, cache: KVCache) -> None:
         self.counters = GraphCounters()
@@ -48,7 +48,7 @@ class HeadPrefill:
         self._cache = cache
 
     def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, metadata: PrefillMetadata) -> None:
-        """tokens int64 [T] behind the features taken [T, width] of the pass's tokens."""
+        """tokens int64 [T]: the next token of each; taken [T, width]: features of the pass's tokens."""
         self.counters.fall_back("off")
         self._write(tokens, taken, metadata.positions, metadata.kv_slots, self._overrides(metadata))
 
@@ -69,10 +69,10 @@ class HeadPrefill:
 
 
 class HeadPrefillGraphs(HeadPrefill):
-    """The same from one recording per token bucket."""
+    """The same with one CUDA graph per token bucket."""
 
     def __init__(self, head: DraftHead, cache: KVCache, recorder: Recorder, most: int) -> None:
-        """most: tokens of the largest pass."""
+        """most: number of tokens of the largest pass."""
         super().__init__(head, cache)
         self._recorder = recorder
         self._buckets = token_buckets(most)
@@ -107,20 +107,20 @@ class HeadPrefillGraphs(HeadPrefill):
         for static, here in zip(self._places, (tokens, metadata.positions, metadata.kv_slots), strict=True):
             static[:count].copy_(here)
         self._taken[:count].copy_(taken)
-        self._places[2, count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
+        self._places[2, count:bucket].zero_()  # padding tokens write to the page of padding rows
         self._graphs[bucket]()
         self.counters.replays += 1
         self.counters.padded += bucket - count
 
 
 class FeatureChain(NoDraft):
-    """Up to `count` drafts per iteration, one pass each; the first also writes the pairs that have waited.
+    """Drafts a chain of up to `count` tokens per step, one pass each. The first pass also writes the buffered pairs.
 
-    It remembers per device row up to count + 1 projected features, those of a verify, and how many of them stand for
-    tokens that were kept: `ready`. They are those before the root, so their places are lengths - ready and on.
+    Per device row it buffers up to count + 1 projected features, those of a verify, and the number `ready` of them that
+    belong to committed tokens. These precede the root, so their positions are lengths - ready, lengths - ready + 1, ...
 
-    An iteration takes in as many waiting pairs as its own verify makes. Before it drafts fewer than the one before,
-    `shorten` therefore leaves one. Without drafts keys and values are written, and no more is computed.
+    A step consumes as many buffered pairs as its own verify can produce. Before a step with fewer drafts than the one
+    before, `shorten` therefore writes all but one of them. A step without drafts only writes keys and values.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ class FeatureChain(NoDraft):
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         taken = self._head.take(features)
-        # Behind a prompt's last token stands whatever was there; that pair waits, too, and is written again.
+        # The next token of a prompt's last token is not known yet; that pair is buffered, too, and written again.
         self._prefill(batch.tokens[metadata.slots, metadata.positions + 1], taken, metadata)
         rows = metadata.slots[metadata.last]
         self._waiting[rows, 0] = self._head.project(taken[metadata.last])
-        self._ready.index_fill_(0, rows, 1)  # by an index and a number it would wait for the device
+        self._ready.index_fill_(0, rows, 1)  # assigning a number by index would synchronize with the device
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
@@ -149,15 +149,15 @@ class FeatureChain(NoDraft):
             return no_drafts(step)
         hidden, places = self._newest(step)
         drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
-        laws: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
         for index in range(step.num_drafts):
-            embedded, law = self.choose(hidden, step.sampling, places[index], drafts[:, index])
-            laws += [] if law is None else [law]
+            embedded, distribution = self.choose(hidden, step.sampling, places[index], drafts[:, index])
+            distributions += [] if distribution is None else [distribution]
             if index + 1 < step.num_drafts:
                 place = places[index + 1]
                 hidden = self._run(step.decode_metadata(place, 1), embedded, hidden, place)
         drafted = step.batch.filled(step.num_drafts, step.slots)
-        return Proposal(drafts, drafted, torch.cat(laws, 1) if laws else None)
+        return Proposal(drafts, drafted, torch.cat(distributions, 1) if distributions else None)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         hidden = self._head.project(self._head.take(features))
@@ -172,22 +172,23 @@ class FeatureChain(NoDraft):
     def choose(
         self, hidden: torch.Tensor, sampling: Sampling, places: torch.Tensor, out: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One token for each hidden [B, hidden_size], behind the pairs at `places` int64 [B]: to `out` int64 [B].
-        Returns its embedding [B, hidden_size], and float32 [B, 1, V] that it was drawn from, None if it is the
-        likeliest."""
+        """Choose one token for each hidden [B, hidden_size] of the pairs at positions `places` int64 [B] and write it
+        to `out` int64 [B]. Returns its embedding [B, hidden_size] and the distribution float32 [B, 1, V] that it was
+        sampled from, None for argmax."""
         head = self._head
         logits, ids = head.logits(hidden), head.vocabulary
         if not sampling.flags.sampled:
             return argmax_embedding(logits, head.embedding, ids, out), None
         positions = places[:, None] + 2  # a token is one position after its pair
-        tokens, law = sampling.sample_with_probabilities(logits[:, None], positions, DRAFT)
-        if ids is not None:  # what the head cannot draft has probability 0
-            tokens, law = ids[tokens], law.new_zeros(*law.shape[:2], self._vocabulary).index_copy_(2, ids, law)
-        return head.embed(out.copy_(tokens[:, 0])), law
+        tokens, distribution = sampling.sample_with_probabilities(logits[:, None], positions, DRAFT)
+        if ids is not None:  # tokens outside the draft vocabulary have probability 0
+            padded = distribution.new_zeros(*distribution.shape[:2], self._vocabulary)
+            tokens, distribution = ids[tokens], padded.index_copy_(2, ids, distribution)
+        return head.embed(out.copy_(tokens[:, 0])), distribution
 
     def _newest(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the pairs that have waited; the hidden state [B, hidden_size] of the newest, which ends in the root,
-        and the places from its own on, int64 [n, B]."""
+        """Run the buffered pairs. Returns the hidden state [B, hidden_size] of the newest pair, whose token is the
+        root, and the positions from that pair on, int64 [n, B]."""
         most = min(step.num_drafts + 1, self._waiting.shape[1])
         due = self._due(step, most)
         return self._run(
@@ -195,7 +196,7 @@ class FeatureChain(NoDraft):
         ), due.places
 
     def _write(self, step: StepInput, most: int = 1) -> None:
-        """Write the pairs that have waited, up to `most` of a row, and compute nothing else."""
+        """Write keys and values of the buffered pairs, up to `most` per row, without attention."""
         due, size, cache = self._due(step, most), step.page_size, self._cache
         rows = step.slots.repeat_interleave(most)
         slots = step.batch.page_table[rows, due.positions // size] * size + due.positions % size
@@ -203,8 +204,8 @@ class FeatureChain(NoDraft):
         split_qkv_rope(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
 
     def _due(self, step: StepInput, most: int) -> PendingInputs:
-        """Up to `most` pairs of each row. Of those beyond the ready ones the places are written again before anything
-        sees them."""
+        """Up to `most` buffered pairs per row. Rows with fewer ready pairs get invalid ones after them, whose positions
+        are overwritten before they are read."""
         memory = self._waiting, self._ready
         return pending_inputs(step.batch.tokens, step.slots, step.lengths, *memory, self._head.embedding, most)
 
@@ -216,7 +217,7 @@ class FeatureChain(NoDraft):
         positions: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Pairs of `shape` through the layer: the hidden states [n, hidden_size] of `rows`, or of all."""
+        """Run pairs through the layer. Returns hidden states [n, hidden_size] of `rows`, or of all."""
         head = self._head
         x, qkv = head.enter(embedded, hidden)
         attended = metadata.bind(self._cache).attend(0, qkv, head.heads, positions)
@@ -226,7 +227,7 @@ class FeatureChain(NoDraft):
 
 
 class FeatureTree(FeatureChain):
-    """The same by best-first expansion. The pair of the root is the tree's own root: nodes stand behind it."""
+    """Drafts a tree by best-first expansion. The pair whose token is the root is the root of the tree."""
 
     def __init__(
         self, head: DraftHead, cache: KVCache, prefill: HeadPrefill, shape: DraftShape, slots: int, vocabulary: int
@@ -263,8 +264,8 @@ def head_plan(
     needs_all_hidden: bool = True,
     aux: tuple[int, ...] = (),
 ) -> DraftPlan:
-    """What a head of one `layer` takes; weights, parameters, every and aux as in `DraftPlan`. Of a request that ends,
-    the pairs of the newest verify still wait."""
+    """The plan of a head with one `layer`; other arguments as in `DraftPlan`. When a request ends, the pairs of its
+    last verify are still buffered, which gives the `uncached_tail`."""
     shape = config.speculation.shape
     return DraftPlan(
         build,
@@ -280,7 +281,7 @@ def head_plan(
 
 
 def feature_chain(head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int) -> FeatureChain:
-    """The drafter of an engine, and its pairs among the loader's ways through a prompt."""
+    """Build the drafter of an engine and register its prefill with the loader."""
     cache = loader.cache(head.config, 1, "draft")
     prefill = HeadPrefill(head, cache)
     if loader.recorder is not None:

@@ -1,4 +1,4 @@
-"""What is checked and told of a draft head before anything is loaded: does it belong to this target?"""
+"""Checks that a draft head fits its target, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 
 
 def expect(files: DraftFiles, algorithm: str) -> None:
-    """Refuse an EAGLE-3 head as "eagle" and the reverse: it would run, and no draft would be accepted."""
+    """Refuse an EAGLE-3 head with algorithm "eagle" and vice versa: it would run, but no draft would be accepted."""
     names = files.shapes
     found = "eagle3" if f"{LAYER}.hidden_norm.weight" in names else "eagle"
     if "fc.weight" not in names or (found == "eagle" and f"{LAYER}.input_layernorm.weight" in names):
-        works = (
-            "its tensors are those of no EAGLE head: fc, and a first layer with hidden_norm or without input_layernorm"
-        )
+        works = "these are not tensors of an EAGLE head: fc, and layer 0 with hidden_norm or without input_layernorm"
         raise refuse("draft", files.origin, works)
     if found != algorithm:
         has = "a" if found == "eagle3" else "no"
@@ -34,14 +32,14 @@ def expect(files: DraftFiles, algorithm: str) -> None:
 def fit(
     layer: ModelConfig, target_hidden: int, files: DraftFiles, target: Checkpoint, asked: Speculation, log: Log
 ) -> ModelConfig:
-    """`layer` as it runs beside the target, after comparing both; tells what was compared."""
+    """Compare a head's `layer` with the target and log the result. Returns the layer as it will run."""
     beside = target.config
     for what, own, wanted in (
         ("vocabulary", layer.vocab_size, beside.vocab_size),
         ("hidden size of features", target_hidden, beside.hidden_size),
     ):
         if own != wanted:
-            works = f"its {what} is {own} and that of {target.name} is {wanted}; use a head that was made for it"
+            works = f"its {what} is {own} and that of {target.name} is {wanted}; use a head that was trained for it"
             raise refuse("draft", files.origin, works)
     rope = layer.rope
     if asked.draft_rope_theta is not None:
@@ -52,18 +50,18 @@ def fit(
         f"{layer.hidden_size}, {layer.num_heads} heads ({layer.num_kv_heads} KV) of {layer.head_dim}"
         + (f"; the target's {' and '.join(lent)}" if lent else "")
     )
-    log(f"draft: {rope}, the target's theta is {beside.rope.theta:g}; made for {layer.max_position} positions")
-    # Heads are trained on short texts and used on long ones: farther out they are worse, not wrong.
+    log(f"draft: {rope}, the target's theta is {beside.rope.theta:g}; trained for {layer.max_position} positions")
+    # Heads are trained on short texts and used on long ones: beyond they are less accurate, not invalid.
     return replace(layer, rope=rope, max_position=max(layer.max_position, beside.max_position))
 
 
 def parameters(shapes: Shapes) -> int:
-    """Of its weights; a map between vocabularies is none."""
+    """Number of parameters, without the maps between vocabularies."""
     return sum(math.prod(shape) for name, shape in shapes.items() if name not in ("d2t", "t2d"))
 
 
 def usual_head(target: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Llama layer of the target's sizes, as most published heads have it."""
+    """The config.json of a head with a Llama layer of the target's sizes, as most published heads."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": target.vocab_size,

@@ -1,5 +1,8 @@
-"""Are an EAGLE-3 head's feature layers counted by the other convention? Where hardly any draft is accepted, its first
-drafts are made once more, with the layers beside them, on a few texts that have ended."""
+"""Layer-offset check of an EAGLE-3 head, run when hardly any draft was accepted.
+
+Published configs count feature layers by inputs or by outputs. The check repeats the first drafts on a few completed
+texts with the configured layers and with those one before and one after.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ LONGEST = 2048  # tokens of a text
 
 @torch.inference_mode()
 def compare_layer_offsets(model: Decoder, head: DraftHead, ended: Sequence[Completion]) -> str:
-    """For a person: the share of right first drafts with the features that are read, and with those of the inputs of
-    the layers before and behind, which is what the other convention would read; a share within two standard errors of
-    the first is said to be no other. model: hands over what is read."""
+    """A line for the log: the share of correct first drafts with the configured feature layers, and with those one
+    before and one after, which is what the other convention would read. A share within two standard errors of the first
+    is marked as no difference. model: the target with the auxiliary layers that the head reads."""
     texts = [((*item.prompt_token_ids, *item.token_ids)[:LONGEST], len(item.prompt_token_ids)) for item in ended]
     shares: list[str] = []
     own_share, drafted = 0.0, 0
@@ -37,21 +40,23 @@ def compare_layer_offsets(model: Decoder, head: DraftHead, ended: Sequence[Compl
                 same = shift and _alike(own_share, share, max(drafted, 1))
                 shares.append(f"{share:.1%} with {boundaries}{' (no difference: chance)' if same else ''}")
     except torch.OutOfMemoryError:
-        return "feature layers: not compared with those beside them, as no memory is left for it"
+        return "feature layers: not compared with their neighbors, for lack of memory"
     own, *others = shares
     if not drafted or not others:
         return f"feature layers: nothing to compare, {drafted} drafts and {len(others)} other choices of layers"
-    return f"feature layers: of {drafted} first drafts are right {own} as run, and by --aux-layers {'; '.join(others)}"
+    return (
+        f"feature layers: of {drafted} first drafts {own} are correct as run, and with --aux-layers {'; '.join(others)}"
+    )
 
 
 def _alike(share: float, other: float, drafted: int) -> bool:
-    """Do shares of as many drafts differ by no more than two standard errors?"""
+    """Whether two shares of `drafted` drafts each differ by at most two standard errors."""
     error = math.sqrt((share * (1 - share) + other * (1 - other)) / drafted)
     return abs(share - other) <= 2 * error
 
 
 def _counts(model: Decoder, head: DraftHead, texts: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[int, int]]:
-    """Of each text: first drafts behind its outputs that are the next output, and how many there are."""
+    """Per text: number of first drafts that equal the next output token, and number of first drafts."""
     counts = [(0, 0)]
     for text, prompt in texts:
         if len(text) < prompt + 2:
@@ -59,7 +64,7 @@ def _counts(model: Decoder, head: DraftHead, texts: Sequence[tuple[tuple[int, ..
         tokens = torch.tensor(text, device=model.device)
         positions = torch.arange(len(text), device=model.device)
         features = model.forward(tokens, positions, UncachedContext(model, 1, len(text)))
-        # Pair i: the feature of token i and the token behind it, which drafts the one behind that.
+        # Pair i: the feature of token i and token i + 1. It drafts token i + 2.
         x, qkv = head.enter(head.embed(tokens[1:]), head.project(head.take(features))[:-1])
         attended = UncachedContext(model, 1, len(text) - 1).attend(0, qkv, head.heads, positions[:-1])
         drafts = head.logits(head.leave(x, attended)[prompt - 1 : -1]).argmax(-1)

@@ -1,4 +1,4 @@
-"""MTP, which SGLang calls NEXTN: the target's own draft head, stored beside it; its one layer makes every draft."""
+"""MTP (NEXTN in SGLang) drafting: the draft head that is stored with the target; its one layer makes every draft."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """The tensors `mtp.*` of the target. Raises SpecbatchError where there are none, or others than those of one layer
-    in the layout of Qwen3-Next."""
+    """The draft is the target's tensors `mtp.*`. Raises SpecbatchError if there are none, or if they are not those of
+    one layer in the layout of Qwen3-Next."""
     _check_layers(target, config.speculation.algorithm)
     is_dummy = config.load_format == "dummy"
     if is_dummy:
         layer = mtp_config(target.config).stacked()
     else:
         if not target.mtp:
-            works = f"{target.name} holds no tensors {PREFIX}*; use a target that does, or 'eagle3'"
+            works = f"{target.name} has no tensors {PREFIX}*; use a target that has, or 'eagle3'"
             raise refuse("algorithm", config.speculation.algorithm, works)
         layer = mtp_config(target.config, target.mtp)
         check_tensors(layer.tensor_shapes(), target.mtp, f"{target.name}, {PREFIX}*")
     mlp = f"{layer.mixture.experts} experts" if layer.mixture else "a dense MLP"
-    stored = ", float8" if len(layer.tensor_shapes()) > len(layer.weight_shapes()) else ""
+    stored = ", FP8" if len(layer.tensor_shapes()) > len(layer.weight_shapes()) else ""
     log(
         f"draft: the MTP head of {target.name}, {layer.parameter_count() / 1e6:.1f} M parameters{stored}; "
         f"{layer.num_heads} heads ({layer.num_kv_heads} KV) of {layer.head_dim}, {mlp}; the target's embedding and "
@@ -41,7 +41,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:
         read = target.tensor
-        if is_dummy:  # made where it is used, as the target's are
+        if is_dummy:  # generated on its device, as the target's
             device = str(model.device)
             read = DummyCheckpoint(layer, name="mtp", seed=config.seed + 1, tokenizer=None, device=device).tensor
         return feature_chain(Mtp(layer, read, model, loader.max_positions), loader, config, target.config.vocab_size)
@@ -52,5 +52,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 def _check_layers(target: Checkpoint, algorithm: str) -> None:
     layers = target.config.mtp_layers
     if layers not in (None, 1):
-        works = f"the config of {target.name} counts {layers!r} layers of such a head and those of one layer are run"
+        works = (
+            f"the config of {target.name} has a head of {layers!r} layers, and only heads of one layer are supported"
+        )
         raise refuse("algorithm", algorithm, f"{works}; use 'eagle3', 'dflash' or 'ngram'")

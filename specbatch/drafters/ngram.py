@@ -1,6 +1,6 @@
-"""NGRAM ("prompt lookup"): what followed the last few tokens when they occurred before. No draft model.
+"""NGRAM drafting (prompt lookup): drafts what followed an earlier occurrence of the last few tokens. No draft model.
 
-As a tree: what followed the best few occurrences, as far as it differs, merged where it begins alike.
+Trees merge the continuations of several occurrences at their common prefixes.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ class NGram(NoDraft):
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """No memory: the tokens are on the device already."""
+    """It needs no memory: the tokens are already on the device."""
     asked = config.speculation
     return DraftPlan(lambda *_: NGram(asked.shape, asked.ngram_min, asked.ngram_max), target.config)

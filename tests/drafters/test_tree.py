@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,7 +182,10 @@ def test_a_wrong_expansion_is_seen(name: str) -> None:
     if where is not tree:
         module = {"__name__": "expansion with a mutant"}
         exec(inspect.getsource(tree), module)
-        module |= {key: mutant[key] for key in ("top_children", "grow", "keep") if key in mutant}
+        if where is rules:
+            module |= {"tree_draft": SimpleNamespace(**mutant), "Candidates": mutant["Candidates"]}
+        else:
+            module["topk_logprobs"] = mutant["topk_logprobs"]
 
     def differs(seed: int) -> bool:
         shape = DraftShape(4, 3, 10)

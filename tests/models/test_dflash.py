@@ -207,7 +207,7 @@ def test_the_plan_of_a_dummy_and_what_is_said_of_it() -> None:
     assert planned("qwen3-8b", draft_tokens=7)[0].drafted == 7
     with pytest.raises(SpecbatchError, match="draft_steps=7: a block is drafted in one pass"):
         planned("qwen3-8b", draft_tokens=7, draft_steps=7)
-    with pytest.raises(SpecbatchError, match="draft_tokens=16: the draft's blocks are of 16; use at most 15"):
+    with pytest.raises(SpecbatchError, match="draft_tokens=16: the draft's block size is 16; use at most 15"):
         planned("qwen3-8b", draft_tokens=16)
 
 
@@ -216,7 +216,7 @@ def test_a_draft_for_another_target_is_refused_with_what_differs(tmp_path: Path)
     with pytest.raises(SpecbatchError) as caught:
         planned("toy", draft=str(tmp_path))
     for part in (
-        "not made for toy",
+        "not trained for toy",
         "vocab_size is 151936 and the target has 257",
         "num_target_layers is 3 and the target has 4",
         "feature layer 9 is not among the target's 0 to 2",
@@ -313,5 +313,5 @@ def test_a_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:
     assert plan.config.tensor_shapes()["lm_head.weight"] == (50, 64)
     assert "50 of 257 tokens drafted" in text
     for wrong in (ids.clamp(min=7), ids + 200):
-        with pytest.raises(SpecbatchError, match="d2t must hold offsets to 50 different tokens of 257"):
+        with pytest.raises(SpecbatchError, match="d2t must have offsets to 50 different tokens of 257"):
             planned(wrong)

@@ -241,7 +241,7 @@ def test_an_mtp_head_computes_what_its_weights_stand_for(
     asked = EngineConfig(model=str(tmp_path), speculation=Speculation("mtp"))
     layer = mtp.plan(checkpoint, asked, lines.append).weights
     assert isinstance(layer, MtpConfig)
-    assert "M parameters, float8; 4 heads" in lines[0]
+    assert "M parameters, FP8; 4 heads" in lines[0]
     found = []
     for head in (Mtp(config, meant.__getitem__, target, 64), Mtp(layer, checkpoint.tensor, target, 64)):
         generator = torch.Generator().manual_seed(6)

@@ -17,7 +17,7 @@ from specbatch.records import low_acceptance
 
 from .conftest import LAYERS
 
-LOOK = re.compile(r"of (\d+) first drafts are right ([\d.]+)% with ([\d,]+) as run, and by --aux-layers (.*)")
+LOOK = re.compile(r"of (\d+) first drafts ([\d.]+)% with ([\d,]+) are correct as run, and with --aux-layers (.*)")
 
 
 @pytest.fixture

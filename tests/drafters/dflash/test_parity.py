@@ -316,12 +316,12 @@ def propose_with_the_anchors_row(self: DFlashDrafter, step: Any) -> Any:
 ORIGINAL = DFlashDrafter.propose
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "input norm on the context": (DFlash, "context", context_with_input_norm),
-    "prompt keys one position late": (dflash, "write_context", shifted(context_kv.write_context_kv_ref, 4, 1)),
-    "keys at other positions": (dflash, "write_verified", turned_elsewhere),
+    "prompt keys one position late": (dflash, "write_context_kv", shifted(context_kv.write_context_kv_ref, 4, 1)),
+    "keys at other positions": (dflash, "write_verified_kv", turned_elsewhere),
     "rows 0 to B-2": (DFlashDrafter, "propose", propose_with_the_anchors_row),
-    "the block left in place of the context": (dflash, "write_verified", lambda *_: None),
-    "the last accepted row left out": (dflash, "write_verified", shifted(context_kv.write_verified_kv_ref, 7, -1)),
-    "context one slot late": (dflash, "write_verified", shifted(context_kv.write_verified_kv_ref, 6, 1)),
+    "the block left in place of the context": (dflash, "write_verified_kv", lambda *_: None),
+    "the last accepted row left out": (dflash, "write_verified_kv", shifted(context_kv.write_verified_kv_ref, 7, -1)),
+    "context one slot late": (dflash, "write_verified_kv", shifted(context_kv.write_verified_kv_ref, 6, 1)),
 }
 
 

@@ -63,7 +63,7 @@ def test_what_is_no_head_is_run_as_none(kit: Any, write: Any, plan: Plan, algori
     if model:
         del tensors["fc.weight"]
     message = refusal(plan, algorithm, write(kit.llama(), tensors))
-    assert "its tensors are those of no EAGLE head" in message
+    assert "these are not tensors of an EAGLE head" in message
 
 
 OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
@@ -153,7 +153,7 @@ def test_what_is_told_of_a_head(kit: Any, write: Any, plan: Plan) -> None:
     lines = plan("eagle3", folder)
     assert len(lines) == 4
     assert "hidden size 24, 4 heads (2 KV) of 8; the target's embedding" in lines[0]
-    assert "rope theta 500 (from rope_theta), the target's theta is 77; made for 64 positions" in lines[1]
+    assert "rope theta 500 (from rope_theta), the target's theta is 77; trained for 64 positions" in lines[1]
     assert "inputs of layers 2, 3, 4 of 8" in lines[2]
     assert "read as inputs of layers: a guess, see --aux-layers" in lines[2]
     assert "drafts 9 of the target's 13 tokens" in lines[3]
@@ -168,7 +168,7 @@ def test_a_head_for_short_texts_leaves_long_ones_to_the_target(kit: Any, write: 
 
 def test_a_target_without_an_mtp_head_or_with_another_one_is_refused(kit: Any, plan: Plan) -> None:
     message = refusal(plan, "mtp", None, kit.TargetStub(2))
-    assert "algorithm='mtp': target holds no tensors mtp.*" in message
+    assert "algorithm='mtp': target has no tensors mtp.*" in message
     stub = kit.TargetStub(2, mtp={**kit.stored(kit.mtp()), "layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)})
     assert "describes no tensor mtp.layers.0.mlp.experts.0.up_proj.weight" in refusal(plan, "mtp", None, stub)
     stub = kit.TargetStub(2, mtp={**kit.stored(kit.mtp()), "layers.1.mlp.up_proj.weight": torch.zeros(2, 2)})
@@ -180,7 +180,7 @@ def test_a_target_without_an_mtp_head_or_with_another_one_is_refused(kit: Any, p
         stub = kit.TargetStub(2, mtp=kit.stored(kit.mtp()))
         stub.config = ModelConfig.from_dict(kit.llama(num_hidden_layers=2, **{key: layers}))
         message = refusal(plan, "mtp", None, stub)
-        assert message.startswith(f"algorithm='mtp': the config of target counts {layers} layers of such a head")
+        assert message.startswith(f"algorithm='mtp': the config of target has a head of {layers} layers")
 
 
 def test_an_mtp_head_lies_beside_a_target_on_disk(kit: Any, tmp_path: Path, plan: Plan) -> None:

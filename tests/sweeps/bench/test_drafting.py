@@ -154,7 +154,7 @@ def test_a_draft_that_does_not_fit_is_refused_before_anything_is_planned(run, co
     words = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--algorithm", "dflash", "--draft", "dummy")
     result = run(command, *words, "--draft-tokens", "20")
     assert result.exit_code == 2
-    assert "error: draft_tokens=20: the draft's blocks are of 16; use at most 15" in result.stderr
+    assert "error: draft_tokens=20: the draft's block size is 16; use at most 15" in result.stderr
     assert "memory" not in result.stderr
 
 
