@@ -24,7 +24,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_speed_is_of_the_last_seconds(clock):
+def test_speed_covers_the_last_seconds(clock):
     speed = Speed(clock)
     assert str(speed) == "0 tok/s, 0 running"
     for index in range(3):
@@ -41,7 +41,7 @@ def test_speed_is_of_the_last_seconds(clock):
     assert str(speed).endswith("0 running")
 
 
-def test_without_a_terminal_there_is_a_line_a_minute(clock, capsys):
+def test_without_a_terminal_there_is_one_line_per_minute(clock, capsys):
     with progress("work", 40) as report:
         report(41, 100, "5 tok/s")
         clock.now += SECONDS_BETWEEN_LINES
@@ -55,7 +55,7 @@ def test_without_a_terminal_there_is_a_line_a_minute(clock, capsys):
     assert capsys.readouterr().err == f"{expected}\n"
 
 
-def test_nothing_is_known_of_the_time_left_before_the_first(clock, capsys):
+def test_no_remaining_time_before_the_first_item(clock, capsys):
     with progress("work", 3) as report:
         clock.now += SECONDS_BETWEEN_LINES
         report(3, 9)

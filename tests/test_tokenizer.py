@@ -53,7 +53,7 @@ def clone(backend: Backend) -> Backend:
     return Backend.from_str(backend.to_str())
 
 
-def test_text_goes_round(tmp_path: Path, backend: Backend) -> None:
+def test_round_trip(tmp_path: Path, backend: Backend) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path, backend), name="mine")
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.bos_id) == ("mine", 300, None)
     assert tokenizer.eos_ids == frozenset()
@@ -68,7 +68,7 @@ def test_text_goes_round(tmp_path: Path, backend: Backend) -> None:
     assert tokenizer.vocabulary() == [backend.id_to_token(index) for index in range(300)]
 
 
-def test_every_file_that_names_an_end_is_read(tmp_path: Path, backend: Backend) -> None:
+def test_end_of_text_ids_come_from_every_file(tmp_path: Path, backend: Backend) -> None:
     folder = write(
         tmp_path,
         backend,
@@ -88,7 +88,7 @@ def test_every_file_that_names_an_end_is_read(tmp_path: Path, backend: Backend) 
     (True, False, True),
     (True, True, True),
 ])  # fmt: skip
-def test_a_first_token_is_added_where_the_files_say_so(
+def test_a_beginning_of_text_token_is_added_if_the_files_ask_for_it(
     tmp_path: Path, backend: Backend, said: bool | None, template: bool, expected: bool
 ) -> None:
     changed = clone(backend)
@@ -142,7 +142,7 @@ def test_folders_without_a_readable_tokenizer(tmp_path: Path, backend: Backend) 
         Tokenizer.from_folder(tmp_path)
 
 
-def test_the_splitting_rule_of_the_file_is_kept(tmp_path: Path, backend: Backend) -> None:
+def test_the_pre_tokenizer_of_the_file_is_kept(tmp_path: Path, backend: Backend) -> None:
     """A class name that stands for another rule must not replace it: GPT-2's has no single digits."""
     digits = clone(backend)
     parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -153,7 +153,7 @@ def test_the_splitting_rule_of_the_file_is_kept(tmp_path: Path, backend: Backend
     assert Tokenizer.from_folder(folder).encode(text) == digits.encode(text).ids
 
 
-def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path, backend: Backend) -> None:
+def test_a_folder_without_tokenizer_json_uses_transformers(tmp_path: Path, backend: Backend) -> None:
     described = json.loads(backend.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(backend.get_vocab()))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in described["merges"]))
@@ -173,7 +173,7 @@ def test_thousands_of_prompts_are_encoded_fast(tmp_path: Path, backend: Backend)
     assert time.perf_counter() - start < 10
 
 
-def test_bytes_are_a_tokenizer() -> None:
+def test_byte_tokenizer() -> None:
     tokenizer = ByteTokenizer(300)
     for text in TEXTS:
         assert tokenizer.encode(text) == list(text.encode())
@@ -209,7 +209,7 @@ def split(name: str, text: str) -> list[str]:
     return [part for part, _ in gguf_tokenizer.pre_tokenizer(name).pre_tokenize_str(text)]
 
 
-def test_splitting_rules_of_gguf_files() -> None:
+def test_pre_tokenizers_of_gguf_files() -> None:
     assert gguf_tokenizer.QWEN2_SPLIT == PRETOKENIZE_REGEX
     assert split("smollm", "a  12") == ["a", "ĠĠ", "1", "2"]
     assert split("qwen2", "a  12345") == ["a", "Ġ", "Ġ", "1", "2", "3", "4", "5"]
@@ -219,7 +219,7 @@ def test_splitting_rules_of_gguf_files() -> None:
         gguf_tokenizer.pre_tokenizer("gpt-9")
 
 
-def test_a_template_may_have_a_switch_for_thinking(tmp_path: Path, backend: Backend) -> None:
+def test_a_template_can_have_enable_thinking(tmp_path: Path, backend: Backend) -> None:
     template = "{{ messages[0].content }}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
     tokenizer = Tokenizer.from_folder(write(tmp_path, backend, chat_template=template))
     messages = [{"role": "user", "content": "x"}]

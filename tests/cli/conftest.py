@@ -19,6 +19,8 @@ from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
 
+SMALL_SWEEP = ("--device", "cpu", "--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 12)
+
 
 class StubTokenizer:
     """One token per byte; 256 ends."""
@@ -196,3 +198,28 @@ def jsonl(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def swept(run: Callable[..., Result], tmp_path: Path) -> Path:
+    """A sweep: out/baseline, out/v1, out/v2 at concurrency 1."""
+    result = run("sweep", "--concurrency", "1", "--repeats", 2, "--output", tmp_path / "out", *SMALL_SWEEP)
+    assert result.exit_code == 0, result.output
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def resumed(run: Callable[..., Result], engine: type[StubEngine], jsonl: Callable[..., Path], tmp_path: Path) -> Path:
+    """Jobs of 12 prompts with speculation: a.jsonl ran in one go, b.jsonl was interrupted after 5 and continued."""
+    prompts = [{"prompt_token_ids": [number]} for number in range(12)]
+
+    def generate(name: str, *words: object) -> Result:
+        drafts = ("--spec", "v1", "--temperature", 1)
+        return run("generate", jsonl(*prompts), "-o", tmp_path / name, "--max-new-tokens", 5, *words, *drafts)
+
+    assert generate("a.jsonl").exit_code == 0
+    engine.interrupt_after = 5
+    assert generate("b.jsonl").exit_code == 130
+    engine.interrupt_after = None
+    assert generate("b.jsonl").exit_code == 0
+    return tmp_path

@@ -52,7 +52,7 @@ def test_rows_keep_the_order_of_the_input(run, jsonl, tmp_path):
     assert not (tmp_path / "deep" / "out.jsonl.partial").exists()
 
 
-def test_a_record_lies_beside_the_rows(run, jsonl, tmp_path):
+def test_a_record_is_written_next_to_the_output(run, jsonl, tmp_path):
     result = run("generate", jsonl(*PROMPTS), "-o", tmp_path / "out.jsonl", "--json")
     found = json.loads(result.stdout.splitlines()[-1])
     record = json.loads((tmp_path / "out.jsonl.record.json").read_text())
@@ -103,7 +103,7 @@ def test_an_interrupted_run_keeps_what_is_finished_and_continues(run, engine, js
     assert once.read_text() == out.read_text()
 
 
-def test_a_seed_belongs_to_the_row(run, engine, jsonl, tmp_path, monkeypatch):
+def test_seeds_depend_on_the_row(run, engine, jsonl, tmp_path, monkeypatch):
     seen = []
     complete = engine._complete
     monkeypatch.setattr(
@@ -165,7 +165,7 @@ def test_overwrite_replaces_a_finished_output(run, jsonl, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [["--max-running", "0"], ["--max-new-tokens", "300"]])
-def test_overwrite_throws_nothing_away_before_the_job_is_checked(run, jsonl, tmp_path, wrong):
+def test_overwrite_deletes_nothing_before_the_job_is_checked(run, jsonl, tmp_path, wrong):
     out = tmp_path / "out.jsonl"
     run("generate", jsonl(*PROMPTS), "-o", out)
     before = out.read_text()
@@ -187,7 +187,7 @@ def test_an_interrupted_overwrite_keeps_the_old_output_and_continues(run, engine
     assert len(rows(out)[0]["token_ids"]) == 128
 
 
-def test_a_refused_job_leaves_nothing_that_stands_in_the_way(run, engine, jsonl, tmp_path):
+def test_a_rejected_job_leaves_no_files(run, engine, jsonl, tmp_path):
     out = tmp_path / "out.jsonl"
     assert run("generate", jsonl(*PROMPTS), "-o", out, "--max-new-tokens", 300).exit_code == 2
     engine.interrupt_after = 0
@@ -208,7 +208,7 @@ def test_one_process_at_a_time_writes_an_output(run, jsonl, tmp_path):
 BAD = ["{", '{"prompt": ""}', '{"prompt": "\\ud800"}', "5"]
 
 
-def test_bad_lines_are_told_all_at_once_before_anything_is_loaded(run, engine, jsonl, tmp_path):
+def test_malformed_lines_are_reported_together_before_loading(run, engine, jsonl, tmp_path):
     result = run("generate", jsonl(PROMPTS[0], *BAD, "", PROMPTS[3], *["{"] * 30), "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 2
     first, *lines = result.stderr.splitlines()
@@ -220,7 +220,7 @@ def test_bad_lines_are_told_all_at_once_before_anything_is_loaded(run, engine, j
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_bad_lines_are_skipped_when_asked(run, engine, jsonl, tmp_path):
+def test_malformed_lines_are_skipped_with_skip_bad(run, engine, jsonl, tmp_path):
     out, source = tmp_path / "out.jsonl", jsonl(PROMPTS[0], *BAD, "", PROMPTS[1], {"prompt": "x" * 300}, PROMPTS[3])
     engine.interrupt_after = 1
     result = run("generate", source, "-o", out, "--skip-bad")
@@ -240,7 +240,7 @@ def test_bad_lines_are_skipped_when_asked(run, engine, jsonl, tmp_path):
     assert (tmp_path / "b.jsonl").read_text() == out.read_text()
 
 
-def test_prompts_that_the_engine_cannot_run_are_bad_lines_too(run, engine, jsonl, tmp_path):
+def test_prompts_that_the_engine_cannot_run_are_malformed_lines(run, engine, jsonl, tmp_path):
     long = {"prompt": "x" * 300}
     result = run("generate", jsonl(PROMPTS[0], long, long), "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 2
@@ -250,7 +250,7 @@ def test_prompts_that_the_engine_cannot_run_are_bad_lines_too(run, engine, jsonl
 
 
 @pytest.mark.parametrize("lines", [BAD, [{"prompt": "x" * 300}] * 2])
-def test_nothing_but_bad_lines_is_refused_all_the_same(run, engine, jsonl, tmp_path, lines):
+def test_only_malformed_lines_are_an_error_even_with_skip_bad(run, engine, jsonl, tmp_path, lines):
     result = run("generate", jsonl(*lines), "-o", tmp_path / "out.jsonl", "--skip-bad")
     assert result.exit_code == 2
     assert f"{len(lines)} of {len(lines)} lines are malformed; fix them:" in result.stderr
@@ -272,7 +272,7 @@ def test_a_shorter_context_on_resume_keeps_what_is_finished(run, engine, jsonl, 
     assert [row["index"] for row in rows(out)] == [1]
 
 
-def test_an_output_that_another_process_made_meanwhile_stays(engine, jsonl, tmp_path):
+def test_an_output_that_another_process_wrote_meanwhile_is_kept(engine, jsonl, tmp_path):
     out = tmp_path / "out.jsonl"
     job = BatchJob.open(jsonl(*PROMPTS), out, EngineConfig(), SamplingParams(max_new_tokens=4))
     out.write_text("theirs")
@@ -309,7 +309,7 @@ def ids_of_good(line):
 @given(lines=LINES, cuts=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 200)), max_size=4))
 @example(lines=[b'{"prompt": "a"}', b"{", b'{"prompt": "b"}'], cuts=[(1, 3), (1, 0)])
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_rows_are_the_good_lines_in_order_whatever_was_cut_off_where(engine, lines, cuts):
+def test_rows_are_the_valid_lines_in_order_after_any_interruptions(engine, lines, cuts):
     """cuts: after how many more completions a run is interrupted, and how many bytes its file then loses."""
     config, params = EngineConfig(), SamplingParams(max_new_tokens=4)
     wanted = {index: ids for index, line in enumerate(lines) if (ids := ids_of_good(line)) is not None}
@@ -343,7 +343,7 @@ def test_rows_are_the_good_lines_in_order_whatever_was_cut_off_where(engine, lin
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out", "qwen3.5/"])
-def test_a_table_has_the_rows_of_the_lines(run, engine, jsonl, tmp_path, name):
+def test_a_data_set_output_has_the_rows_of_jsonl(run, engine, jsonl, tmp_path, name):
     source = jsonl(*PROMPTS[:3], PROMPTS[3] | {"id": "4"})
     options = ("--max-new-tokens", 1)  # nothing is verified, so that there is no accept length
     run("generate", source, "-o", tmp_path / "out.jsonl", *options)
@@ -368,7 +368,7 @@ def test_a_table_has_the_rows_of_the_lines(run, engine, jsonl, tmp_path, name):
     assert {file.name for file in tmp_path.iterdir()} == ours
 
 
-def test_a_data_set_is_run_like_lines(run, jsonl, tmp_path):
+def test_a_data_set_is_run_like_jsonl(run, jsonl, tmp_path):
     texts = ["a", "b?", "", "d"]
     table = datasets.Dataset.from_dict({"body": texts, "id": [5, 6, 7, 8]})
     datasets.DatasetDict({"a": table, "b": table}).save_to_disk(tmp_path / "saved")
@@ -416,7 +416,7 @@ def test_the_same_text_in_another_form_is_another_job(run, engine, jsonl, tmp_pa
     ],
 )
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
-def test_an_output_that_cannot_be_is_refused_at_once(run, engine, jsonl, tmp_path, output, says, overwrite):
+def test_an_impossible_output_is_rejected_at_once(run, engine, jsonl, tmp_path, output, says, overwrite):
     for folder in ("deep/er", "deep.parquet"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "notes").write_text("mine")
@@ -437,7 +437,7 @@ def test_the_input_in_the_folder_of_the_output_is_not_overwritten(run, tmp_path)
     assert "is the input" in result.stderr
 
 
-def test_an_empty_folder_may_be_filled(run, jsonl, tmp_path):
+def test_an_empty_folder_can_be_the_output(run, jsonl, tmp_path):
     (tmp_path / "out").mkdir()
     assert run("generate", jsonl({"prompt": "a"}), "-o", tmp_path / "out").exit_code == 0
     assert len(read_output(tmp_path / "out")) == 1
@@ -452,7 +452,7 @@ def test_a_summary_is_the_last_line_on_standard_error(run, jsonl, tmp_path):
     assert summary(nothing, drafts=True) == "0 prompts, 0 output tokens in 0.0 s"
 
 
-def test_the_time_left_counts_no_earlier_work(run, engine, jsonl, tmp_path, monkeypatch):
+def test_the_remaining_time_ignores_earlier_work(run, engine, jsonl, tmp_path, monkeypatch):
     begun = []
     monkeypatch.setattr(
         "specbatch.cli.generate.progress", lambda *words: begun.append(words) or nullcontext(lambda *told: None)
@@ -464,7 +464,7 @@ def test_the_time_left_counts_no_earlier_work(run, engine, jsonl, tmp_path, monk
     assert begun == [("generate", 0), ("generate", 3)]
 
 
-def test_progress_says_how_fast_and_where_an_earlier_run_stopped(engine, jsonl, tmp_path):
+def test_progress_shows_speed_and_where_an_earlier_run_stopped(engine, jsonl, tmp_path):
     config, params = EngineConfig(), SamplingParams(max_new_tokens=3)
 
     def work():

@@ -55,7 +55,7 @@ def test_help_lists_every_command(run):
     assert all(f" {command} " in shown for command in COMMANDS)
 
 
-def test_help_shows_what_stands_in_brackets():
+def test_help_shows_text_in_brackets():
     """It passes through a language of marks, in which a table of TOML is one."""
     wide = {"COLUMNS": "1000"}
     commands = typer.main.get_command(app).commands
@@ -76,7 +76,7 @@ def test_help_of_a_command_has_an_example_and_the_shared_options(run, command):
     assert ("--spec " in shown) == (command != "sweep")  # a sweep takes its schedules from --configs
 
 
-def test_help_of_bench_has_an_example_and_none_of_what_its_points_decide(run):
+def test_help_of_bench_omits_options_that_its_points_set(run):
     shown = plain(run("bench", "--help").output)
     assert "specbatch bench --model qwen3-8b --load-format dummy" in shown
     for option in ("--model", "--dtype", "--page-size", "--prefill-chunk", "--sections", "--draft ", "--json"):
@@ -85,7 +85,7 @@ def test_help_of_bench_has_an_example_and_none_of_what_its_points_decide(run):
         assert option not in shown
 
 
-def test_help_of_train_draft_has_an_example_and_none_of_what_drafts_while_running(run):
+def test_help_of_train_draft_omits_options_of_speculation(run):
     shown = plain(run("train-draft", "--help").output)
     assert "specbatch train-draft --algorithm dflash --answers" in shown
     for option in ("--model", "--dtype", "--max-running", "--block-size", "--unroll", "--vocab", "--held-out", "--lr"):
@@ -95,7 +95,7 @@ def test_help_of_train_draft_has_an_example_and_none_of_what_drafts_while_runnin
 
 
 @pytest.mark.parametrize("command", ["compare", "gate"])
-def test_help_of_a_command_that_judges_has_an_example_and_no_engine(run, command):
+def test_help_of_compare_and_gate_has_no_engine_options(run, command):
     shown = plain(run(command, "--help").output)
     assert f"specbatch {command} out/" in shown
     assert "--output" in shown

@@ -84,7 +84,7 @@ def test_points_records_and_table(sweep, run, engine, tmp_path):
     assert all(len(prompt) == 6 for prompt in asked)
 
 
-def test_text_with_a_rate_and_what_looks_wrong(sweep, jsonl, tmp_path):
+def test_text_with_a_request_rate_and_suspicious_outputs(sweep, jsonl, tmp_path):
     source = jsonl({"question": "6 x 7?"}, {"question": "4?"})
     script = Script(extra_prompt_tokens=1)
     words = ("--dataset", source, "--chat-template", "--request-rate", 200, "--concurrency", 2, *SMALL[2:])
@@ -100,7 +100,7 @@ def test_text_with_a_rate_and_what_looks_wrong(sweep, jsonl, tmp_path):
         assert f"DOUBTFUL: {work['doubts'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
 
 
-def test_requests_that_fail_are_named_in_the_table_and_make_the_exit_status_1(sweep, tmp_path):
+def test_failed_requests_are_in_the_table_and_make_the_exit_status_1(sweep, tmp_path):
     script = Script(fails=lambda number: {"status": 500, "message": "boom"} if number in (2, 3) else None)
     result = sweep(script, "--concurrency", 1, *SMALL)
     assert result.exit_code == 1
@@ -110,7 +110,7 @@ def test_requests_that_fail_are_named_in_the_table_and_make_the_exit_status_1(sw
     assert record["counters"]["errors"] == {"HTTP 500: boom": 2}
 
 
-def test_a_server_that_dies_leaves_the_finished_points_from_which_the_same_command_goes_on(run, tmp_path, tokenizer):
+def test_the_same_command_continues_after_a_server_died(run, tmp_path, tokenizer):
     script = Script(fails=lambda number: {"status": 502, "message": "gone"} if 5 <= number < 9 else None)
     with serving(script) as url:
         words = ("sweep", "--engine", "http", "--base-url", url, "--concurrency", "1", "--repeats", 3, *SMALL)
@@ -125,7 +125,7 @@ def test_a_server_that_dies_leaves_the_finished_points_from_which_the_same_comma
     assert len(script.bodies) == 1 + 4 + 4 + 1 + 4 + 4
 
 
-def test_what_a_server_counts_of_its_drafts_is_in_the_table(sweep, tmp_path):
+def test_a_servers_draft_counters_are_in_the_table(sweep, tmp_path):
     def metrics(script: Script) -> str:
         names = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 3}
         return "\n".join(f"vllm:spec_decode_num_{name}_total {n * len(script.bodies)}" for name, n in names.items())

@@ -36,7 +36,7 @@ def test_meaning_of_spec(asked, expected):
     assert (speculation.algorithm, speculation.schedule, speculation.draft) == expected
 
 
-def test_numbers_of_speculation_arrive():
+def test_settings_of_speculation_are_passed_on():
     numbers = {"draft_tokens": 7, "draft_steps": 7, "ngram_min": 3, "ngram_max": 5, "simulate_accept_length": 2.5}
     asked = EngineOptions(spec="v2", **numbers)
     assert asked.speculation() == Speculation(algorithm="ngram", **numbers)
@@ -51,7 +51,7 @@ def test_the_number_of_drafts_may_be_auto():
             EngineOptions(algorithm="ngram", draft_tokens=wrong).speculation()
 
 
-def test_settings_of_heads_arrive():
+def test_settings_of_draft_heads_are_passed_on():
     asked = EngineOptions(algorithm="eagle3", draft="head", aux_layers="2,18,33", draft_rope_theta=1e4)
     expected = Speculation("eagle3", draft="head", aux_layers=(2, 18, 33), draft_rope_theta=1e4)
     assert asked.speculation() == expected
@@ -60,7 +60,7 @@ def test_settings_of_heads_arrive():
 
 
 @pytest.mark.parametrize("name", _ONLY_WITH_DRAFTS)
-def test_a_number_of_speculation_without_speculation_is_refused(name):
+def test_a_setting_of_speculation_without_speculation_is_an_error(name):
     with pytest.raises(SpecbatchError, match=f"{name}=9: nothing is drafted"):
         EngineOptions(**{name: 9}).config()
     EngineOptions(**{name: 9}, spec="off").config()
@@ -74,11 +74,11 @@ def test_concurrency_sets_max_running_unless_it_is_given(max_running, concurrenc
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, False), (True, True), (False, False)])
-def test_a_measuring_command_has_no_prefix_cache_unless_asked(asked, expected):
+def test_a_command_can_turn_the_prefix_cache_off_by_default(asked, expected):
     assert EngineOptions(prefix_cache=asked).config(prefix_cache=False).prefix_cache is expected
 
 
-def test_zero_is_a_value_and_not_a_default():
+def test_zero_is_not_replaced_by_a_default():
     with pytest.raises(SpecbatchError, match="max_running=0"):
         EngineOptions(max_running=0).config(concurrency=4)
 
@@ -94,7 +94,7 @@ def test_zero_is_a_value_and_not_a_default():
         ("cpu", None, None, Graphs()),
     ],
 )
-def test_graphs_where_a_device_can(monkeypatch, device, decode, prefill, gets, compares):
+def test_default_graphs_by_device(monkeypatch, device, decode, prefill, gets, compares):
     """But for prompts where a command has configurations with and without."""
     monkeypatch.setattr("specbatch.engine.builder.find_device", torch.device)
     found = EngineOptions(device=device, decode_graph=decode, prefill_graph=prefill).config(compares=compares).graphs

@@ -50,7 +50,7 @@ def test_sweep(run):
     assert record["metrics"]["cached_tokens"] == 0
 
 
-def test_eval_of_given_texts(run):
+def test_eval_of_likelihoods(run):
     """Which are longer than this model: a byte is a token."""
     words = ("eval", "one_digit_choices", "--limit", 12, "--output")
     result = run(*words, "a")
@@ -68,7 +68,7 @@ def test_eval_of_given_texts(run):
     )
 
 
-def test_a_sweep_says_where_drafts_lose_and_why(run):
+def test_a_sweep_reports_where_speculation_is_slower_and_why(run):
     # Eight passes of half a model that agrees with the whole one by chance: nothing can pay for that.
     words = ("--draft", "self:skip=0", "--draft-tokens", 8, "--input-len", 8, "--output-len", 12)
     result = run("sweep", "--concurrency", "1,3", "--configs", "baseline,v1", *words, "--output", "out")
@@ -85,7 +85,7 @@ def test_a_sweep_says_where_drafts_lose_and_why(run):
     assert "| reached draft 1, 2, ... (%)" in Path("out/summary.md").read_text()
 
 
-def test_send_one_and_generate_say_where_drafts_were_accepted(run):
+def test_send_one_and_generate_report_acceptance(run):
     words = ("--prompt", "abab", "--max-new-tokens", 30)
     assert "reached draft 1, 2, ... (%)" in run("send-one", *words, "--draft", "self:skip=0").stdout
     assert "reached draft" not in run("send-one", *words).stdout
@@ -111,7 +111,7 @@ def test_generate_gives_the_same_tokens_under_every_schedule(run, spec):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_a_generate_that_is_killed_goes_on_with_the_same_command(run, sent):
+def test_the_same_generate_command_continues_after_a_kill(run, sent):
     Path("in.jsonl").write_text("".join(json.dumps({"prompt": f"{n}" * 3}) + "\n" for n in range(24)))
     words = ("generate", "in.jsonl", "--max-new-tokens", "30", "--temperature", "1", "--concurrency", "2")
     command = [sys.executable, "-m", "specbatch", *words, "-o", "out.jsonl", *TOY]
@@ -138,7 +138,7 @@ def test_a_generate_that_is_killed_goes_on_with_the_same_command(run, sent):
     assert not partial.exists()
 
 
-def test_what_this_model_cannot_take_is_a_bad_line(run):
+def test_a_prompt_that_the_model_cannot_take_is_a_malformed_line(run):
     chat = {"messages": [{"role": "user", "content": "x"}]}
     lines = [{"prompt": "ab"}, {"prompt_token_ids": [999999]}, chat, {"prompt": "x" * 90}, {"prompt_token_ids": [3]}]
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -158,14 +158,14 @@ def test_send_one_streams_what_it_returns(run):
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_prompts_that_are_too_long_are_refused_by_their_lengths(tmp_path, dry):
+def test_prompts_that_are_too_long_are_an_error(tmp_path, dry):
     words = ("--dataset", "gsp", "--groups", 2, "--shared-len", 9000, "--input-len", 5, "--out", tmp_path / "out")
     result = CliRunner().invoke(app, ["sweep", "--concurrency", "2", *map(str, words), *TOY[:-2], *dry])
     assert result.exit_code == 2
     assert "shared_len=9000: with input_len=5 and output_len=64 that is max_model_len=9069: " in result.stderr
 
 
-def test_a_dry_run_loads_and_leaves_nothing(run):
+def test_a_dry_run_loads_and_writes_nothing(run):
     result = run("sweep", "--concurrency", "1,3", "--repeats", 2, "--out", "out", "--dry-run")
     assert not Path("out").exists()
     lines = result.stdout.splitlines()
@@ -175,7 +175,7 @@ def test_a_dry_run_loads_and_leaves_nothing(run):
 
 
 @pytest.mark.slow
-def test_models_of_a_file_run_one_after_the_other(run):
+def test_several_models_run_one_after_the_other(run):
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n[ngram]\nalgorithm = "ngram"\nseed = 1\n')
     words = ("--concurrency", 2, "--input-len", 8, "--output-len", 6, "--configs", "grid.toml", "--out", "out")
     result = run("sweep", *words)
@@ -212,7 +212,7 @@ def _wait_for_points(process, count):
 
 
 @pytest.mark.slow
-def test_the_process_of_a_model_ends_with_a_command_that_is_killed(two_models):
+def test_the_process_of_a_model_ends_when_the_command_is_killed(two_models):
     process, children = two_models
     process.kill()
     process.wait()
@@ -222,7 +222,7 @@ def test_the_process_of_a_model_ends_with_a_command_that_is_killed(two_models):
 
 
 @pytest.mark.slow
-def test_the_process_of_a_model_ends_with_a_command_that_is_interrupted(two_models):
+def test_the_process_of_a_model_ends_when_the_command_is_interrupted(two_models):
     process, children = two_models
     for one in children:  # a terminal tells them, too; they wait for the command's word
         one.send_signal(signal.SIGINT)

@@ -129,7 +129,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("command", "lines", "says"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_refused_before_an_engine_exists(run, engine, jsonl, tmp_path, command, lines, says):
+def test_errors_come_before_an_engine_is_built(run, engine, jsonl, tmp_path, command, lines, says):
     source = jsonl(*lines)
     result = run(*(word.replace("{in}", str(source)).replace("{tmp}", str(tmp_path)) for word in command.split()))
     assert result.exit_code == 2, result.output
@@ -142,7 +142,7 @@ def test_refused_before_an_engine_exists(run, engine, jsonl, tmp_path, command, 
 
 
 @pytest.mark.slow  # all tasks of lm-eval are read
-def test_a_task_that_is_not_known(run, engine):
+def test_an_unknown_task(run, engine):
     result = run("eval", "no_such_task")
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ")
@@ -165,7 +165,7 @@ def test_a_prompt_longer_than_the_context_names_its_line(run, engine, jsonl, tmp
     assert engine.order == []
 
 
-def test_a_spoiled_partial_output(run, jsonl, tmp_path):
+def test_an_invalid_partial_output(run, jsonl, tmp_path):
     (tmp_path / "o.jsonl.partial").write_text("hello\n")
     result = run("generate", jsonl(GOOD), "-o", tmp_path / "o.jsonl")
     assert result.exit_code == 2

@@ -117,7 +117,7 @@ def test_an_interrupted_sweep_keeps_its_points_and_their_summary(run, engine, tm
     assert next(csv.DictReader((tmp_path / "out/summary.csv").open()))["configuration"] == "baseline"
 
 
-def test_the_same_command_goes_on(run, engine, tmp_path):
+def test_the_same_command_continues(run, engine, tmp_path):
     words = ("sweep", "--concurrency", "1", "--repeats", 2, "--output", tmp_path / "out", *SMALL)
     engine.interrupt_after = 3 * 1 + 4 + 2
     assert run(*words).exit_code == 130
@@ -209,7 +209,7 @@ def test_one_run_at_a_time_writes_to_a_folder(run, tmp_path):
     assert "another run is writing to it" in result.stderr
 
 
-def test_shared_prefixes_that_arrive_by_a_clock(run, engine, tmp_path):
+def test_shared_prefixes_with_a_request_rate(run, engine, tmp_path):
     asked = ("--dataset", "gsp", "--groups", 3, "--group-prompts", 2, "--shared-len", 20, "--request-rate", 50)
     result = run(
         "sweep", "--concurrency", "2", "--configs", "baseline,v2", "--output", tmp_path / "out", *asked, *SMALL
@@ -239,13 +239,13 @@ def test_a_sweep_of_shared_prefixes_without_a_cache(run, engine, tmp_path):
     assert "prefix cache: off" in (tmp_path / "out/summary.md").read_text()
 
 
-def test_a_rate_that_is_none_is_refused(run, tmp_path):
+def test_an_invalid_request_rate_is_an_error(run, tmp_path):
     result = run("sweep", "--request-rate", 0, "--output", tmp_path / "out")
     assert result.exit_code == 2
     assert "request_rate=0" in result.stderr
 
 
-def test_of_several_models_none_runs_if_one_cannot(run, tmp_path, monkeypatch):
+def test_no_model_runs_if_one_cannot(run, tmp_path, monkeypatch):
     def prepare(config, say):
         if config.model == "toy-of-nobody":
             raise refuse("model", config.model, "is nobody's")

@@ -59,7 +59,7 @@ def call(*words: object) -> Result:
 
 
 @pytest.mark.parametrize(("command", "says"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_refused_in_one_line(source, tmp_path, monkeypatch, command, says):
+def test_errors_are_one_line(source, tmp_path, monkeypatch, command, says):
     monkeypatch.chdir(tmp_path)
     words = [word.replace("{in}", str(source)).replace("{tmp}", str(tmp_path)) for word in command.split()]
     result = call(*words)
@@ -71,7 +71,7 @@ def test_refused_in_one_line(source, tmp_path, monkeypatch, command, says):
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
-def test_from_prompts_to_a_head_and_from_its_answers_to_another(source, tmp_path):
+def test_a_head_from_prompts_and_another_from_its_answers(source, tmp_path):
     out = tmp_path / "head"
     result = call("--algorithm", "eagle3", "--data", source, "--out", out, "--unroll", 2, *SMALL)
     assert result.exit_code == 0, result.output
@@ -101,7 +101,7 @@ def test_weights_are_stored_in_the_type_that_they_run_in(source, tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
-def test_a_crash_while_the_head_is_written_is_gone_on_from(source, tmp_path, monkeypatch):
+def test_training_continues_after_a_crash_while_writing(source, tmp_path, monkeypatch):
     out, seen = tmp_path / "head", []
     command = ("--algorithm", "eagle3", "--data", source, "--out", out, *SMALL)
     write = files.write_atomic
@@ -118,7 +118,7 @@ def test_a_crash_while_the_head_is_written_is_gone_on_from(source, tmp_path, mon
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != "record.json"} == whole
 
 
-def test_a_learning_rate_that_is_too_high_is_said_so_and_costs_no_answers(source, tmp_path, monkeypatch):
+def test_a_learning_rate_that_is_too_high_is_reported_and_loses_no_answers(source, tmp_path, monkeypatch):
     from specbatch.training import trainer
 
     command = ("--algorithm", "eagle3", "--data", source, "--out", tmp_path / "head", *SMALL)

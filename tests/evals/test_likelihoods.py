@@ -200,7 +200,7 @@ def test_results_are_those_of_lm_evals_own_model(
     assert "4 texts lost their beginning because they are longer than max_model_len=64." in reports["choice"].table()
 
 
-def test_texts_without_a_context_and_without_anything(checkpoint: tuple[Path, Any, Any], hflm: Any) -> None:
+def test_texts_without_a_context_and_empty_texts(checkpoint: tuple[Path, Any, Any], hflm: Any) -> None:
     place, model, tokenizer = checkpoint
     asked = [("", "and"), ("", "é"), ("a ", " and"), ("</s>", "a")]
     requests = [Instance("loglikelihood", {}, pair, 0, metadata=("toy", place, 1)) for place, pair in enumerate(asked)]
@@ -230,7 +230,7 @@ def test_texts_without_a_context_and_without_anything(checkpoint: tuple[Path, An
         ("a", "b" * 41, "max_model_len=40: question 4 of toy has a continuation of 41 tokens; use at least 41"),
     ],
 )
-def test_refuses_texts_of_which_nothing_can_be_said(
+def test_texts_that_cannot_be_scored_are_an_error(
     make_engine: Any, context: str, continuation: str, complaint: str
 ) -> None:
     engine = make_engine(str, max_model_len=40)
@@ -299,7 +299,7 @@ def test_a_row_per_question(make_engine: Any, folder: Path, tmp_path: Path) -> N
     assert not (output / "answers.partial.jsonl").exists()
 
 
-def test_what_was_not_measured_has_no_cell(make_engine: Any, folder: Path, tmp_path: Path) -> None:
+def test_the_table_has_no_columns_without_measurements(make_engine: Any, folder: Path, tmp_path: Path) -> None:
     report = run_eval(make_engine(likes(0)), EvalOptions("rolling", output=tmp_path / "out"))
     table = report.table()
     assert table == (tmp_path / "out" / "summary.md").read_text().removesuffix("\n")
@@ -317,9 +317,7 @@ def test_what_was_not_measured_has_no_cell(make_engine: Any, folder: Path, tmp_p
     assert "logprob" in report.questions[0]
 
 
-def test_an_error_by_resampling_prints_nothing(
-    capfd: pytest.CaptureFixture[str], make_engine: Any, folder: Path
-) -> None:
+def test_a_bootstrapped_error_prints_nothing(capfd: pytest.CaptureFixture[str], make_engine: Any, folder: Path) -> None:
     """lm-eval does so for a perplexity, and says it, in processes of its own."""
     report = run_eval(make_engine(likes(0)), EvalOptions("likely"))
     assert capfd.readouterr() == ("", "")
@@ -331,7 +329,7 @@ def test_an_error_by_resampling_prints_nothing(
     assert report.questions[0].keys() >= {"target", "logprob", "is_greedy"}
 
 
-def test_an_interrupted_run_keeps_what_was_scored(make_engine: Any, folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_finished_scores(make_engine: Any, folder: Path, tmp_path: Path) -> None:
     engine = make_engine(likes(0))
     engine.stop_after = 2
     with pytest.raises(KeyboardInterrupt):
@@ -349,13 +347,15 @@ def test_an_interrupted_run_keeps_what_was_scored(make_engine: Any, folder: Path
         ("rolling", {"chat_template": True}, "chat_template=True: task rolling"),
     ],
 )
-def test_refuses_what_the_task_would_not_use(folder: Path, task: str, asked: dict[str, Any], complaint: str) -> None:
+def test_options_that_the_task_ignores_are_an_error(
+    folder: Path, task: str, asked: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(SpecbatchError) as refused:
         prepare(EvalOptions(task, **asked))
     assert str(refused.value).startswith(complaint)
 
 
-def test_refuses_drafts_and_ablations(make_engine: Any, folder: Path, tmp_path: Path) -> None:
+def test_speculation_and_ablations_are_an_error(make_engine: Any, folder: Path, tmp_path: Path) -> None:
     """Before anything is loaded: an engine is not even asked for."""
     drafting = EngineConfig(speculation=Speculation("ngram"), graphs=Graphs(decode="whole"))
     with pytest.raises(SpecbatchError) as refused:

@@ -24,7 +24,7 @@ def params_of(make_engine: Any, wanted: dict[str, Any], **options: Any) -> Sampl
     return params
 
 
-def test_the_whole_list_goes_to_the_engine_at_once_and_comes_back_in_order(make_engine: Any) -> None:
+def test_all_requests_go_to_the_engine_at_once_and_return_in_order(make_engine: Any) -> None:
     engine = make_engine(lambda prompt: f"<{prompt}>\nrest")
     seen: list[tuple[int, int]] = []
     model = SpecBatchLM(engine, "toy", concurrency=3, on_answer=lambda answer, n: seen.append((answer.doc_id, n)))
@@ -52,20 +52,20 @@ def test_the_whole_list_goes_to_the_engine_at_once_and_comes_back_in_order(make_
         ({"do_sample": True, "temperature": 0.2, "top_p": 0.9}, 0.2, 0.9),
     ],
 )
-def test_sampling_is_as_the_task_asks(
+def test_sampling_parameters_are_the_tasks(
     make_engine: Any, wanted: dict[str, Any], temperature: float, top_p: float
 ) -> None:
     params = params_of(make_engine, wanted)
     assert (params.temperature, params.top_p) == (temperature, top_p)
 
 
-def test_answer_budget_is_ours_then_the_tasks_then_the_default(make_engine: Any) -> None:
+def test_the_answer_limit_is_the_users_then_the_tasks_then_the_default(make_engine: Any) -> None:
     assert params_of(make_engine, {}).max_new_tokens == MAX_NEW_TOKENS == 512
     assert params_of(make_engine, {"max_gen_toks": 32}).max_new_tokens == 32
     assert params_of(make_engine, {"max_gen_toks": 32}, max_new_tokens=7).max_new_tokens == 7
 
 
-def test_stops_are_strings_and_the_tokens_among_them(make_engine: Any) -> None:
+def test_stop_strings_that_are_tokens_are_stop_tokens_too(make_engine: Any) -> None:
     params = params_of(make_engine, {"until": ["Question:", "</s>", "<|im_end|>"]})
     assert params.stop == ("Question:", "</s>", "<|im_end|>")
     assert params.stop_token_ids == (258,)
@@ -78,7 +78,7 @@ def test_the_tasks_arguments_are_not_changed(make_engine: Any) -> None:
     assert request.args[1] == {"until": ["\n"], "do_sample": True}
 
 
-def test_refuses_arguments_it_would_have_to_ignore(make_engine: Any) -> None:
+def test_unknown_generation_arguments_are_an_error(make_engine: Any) -> None:
     with pytest.raises(SpecbatchError, match="task='toy': sets num_beams"):
         params_of(make_engine, {"num_beams": 4})
 
@@ -93,14 +93,14 @@ def test_special_tokens_are_added_once(make_engine: Any) -> None:
     assert chat == [256, 257, *b"user\nab", 258, 10, 257, *b"assistant\n"]
 
 
-def test_an_answer_that_has_begun_is_continued(make_engine: Any) -> None:
+def test_an_answer_begun_by_the_task_is_continued(make_engine: Any) -> None:
     model = SpecBatchLM(make_engine(lambda prompt: "x"), "toy", chat_template=True)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The answer is"}]
     text = model.apply_chat_template(turns, add_generation_prompt=False)
     assert text == "<s><|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nThe answer is"
 
 
-def test_refuses_what_does_not_fit_before_any_work(make_engine: Any) -> None:
+def test_prompts_that_do_not_fit_are_an_error_before_any_work(make_engine: Any) -> None:
     engine = make_engine(lambda prompt: "x", max_model_len=40)
     fits, long = ask("a" * 29, 3), ask("a" * 30, 4)  # and the <s>
     SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits])
@@ -129,7 +129,7 @@ def test_answers_reach_lm_evals_cache(make_engine: Any) -> None:
     ]
 
 
-def test_reasoning_is_not_scored_and_stays_in_the_answers(make_engine: Any) -> None:
+def test_reasoning_is_not_scored_but_kept_in_the_answers(make_engine: Any) -> None:
     said = {"a": "<think>7?</think> 8", "b<think>": "7?</think>9", "c": "10", "d": "<think>11?", "e<think>\n": "12?"}
     model = SpecBatchLM(make_engine(said.__getitem__), "toy", chat_template=True)
     assert model.generate_until([ask(prompt) for prompt in said]) == ["8", "9", "10", "", ""]
@@ -137,7 +137,7 @@ def test_reasoning_is_not_scored_and_stays_in_the_answers(make_engine: Any) -> N
 
 
 @pytest.mark.parametrize(("thinking", "switch"), [(None, {}), (False, {"enable_thinking": False})])
-def test_the_templates_switch(make_engine: Any, thinking: bool | None, switch: dict[str, bool]) -> None:
+def test_enable_thinking(make_engine: Any, thinking: bool | None, switch: dict[str, bool]) -> None:
     engine, told = make_engine(lambda prompt: "x"), []
     engine.tokenizer.apply_chat_template = lambda messages, **options: told.append(options) or "rendered"
     model = SpecBatchLM(engine, "toy", chat_template=True, thinking=thinking)
@@ -146,7 +146,7 @@ def test_the_templates_switch(make_engine: Any, thinking: bool | None, switch: d
     assert told == [switch, switch]
 
 
-def test_the_token_that_ends_a_text() -> None:
+def test_end_of_text_token() -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2}))
     assert Tokenizer(backend, name="words", eos_ids=(2, 1)).eos_id == 1
     assert Tokenizer(backend, name="words", eos_ids=(2, 1), special_tokens={"eos_token": "c"}).eos_id == 2

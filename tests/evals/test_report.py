@@ -53,7 +53,7 @@ def test_csv_has_a_row_per_score(tmp_path: Path, make_engine: Any, mixed_reply: 
     assert float(rows[0]["truncated"]) == 0.25
 
 
-def test_aborted_answers_are_named(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+def test_aborted_answers_are_reported(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
     report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=2))
     assert "aborted" not in report.table()
     report.questions[0]["finish_reason"] = "abort"
@@ -69,7 +69,7 @@ def test_a_simulated_acceptance_is_in_table_and_csv(make_engine: Any, mixed_repl
     assert report._flat()[0]["simulated_accept_length"] == 3.5
 
 
-def test_where_drafts_were_accepted_is_in_the_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+def test_acceptance_by_position_is_in_the_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
     report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=2))
     assert "reached draft" not in report.table()
     counts = {"drafted": [10, 10], "tried": [10, 6], "accepted": [6, 3], "context": [[64, 10, 19]]}

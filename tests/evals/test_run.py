@@ -17,7 +17,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_scores_worked_out_by_hand(make_engine: Any, mixed_reply: Any, scored_file: Path, shots_file: Path) -> None:
+def test_scores_computed_by_hand(make_engine: Any, mixed_reply: Any, scored_file: Path, shots_file: Path) -> None:
     """Eight questions, two of each kind. strict-match: the two in GSM8K's form; flexible-extract: also the two that
     only name the number. Standard errors are sqrt(p (1 - p) / 7)."""
     report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file))
@@ -55,7 +55,7 @@ def test_a_row_per_question(make_engine: Any, mixed_reply: Any, scored_file: Pat
     assert len({row["prompt_hash"] for row in report.questions}) == 8
 
 
-def test_what_a_task_draws_is_the_same_in_every_run(
+def test_random_choices_of_a_task_are_the_same_in_every_run(
     make_engine: Any, mixed_reply: Any, scored_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready, drawn = prepare(EvalOptions("gsm8k", data=scored_file)), []
@@ -119,7 +119,7 @@ def test_progress_and_concurrency(make_engine: Any, mixed_reply: Any, scored_fil
     assert report.max_new_tokens == 5
 
 
-def test_writes_its_folder(tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
+def test_files_of_the_output_folder(tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
     output = tmp_path / "deep" / "out"
     report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, output=output))
     assert sorted(path.name for path in output.iterdir()) == [
@@ -135,7 +135,7 @@ def test_writes_its_folder(tmp_path: Path, make_engine: Any, mixed_reply: Any, s
     assert workload["prompts_sha256"] == report.prompts_sha256
 
 
-def test_an_interrupted_run_keeps_what_was_answered(
+def test_an_interrupted_run_keeps_finished_answers(
     tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path
 ) -> None:
     output = tmp_path / "out"

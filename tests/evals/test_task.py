@@ -181,7 +181,7 @@ def test_tasks_with_examples_of_their_own(scored_file: Path, shots_file: Path) -
         load("gsm8k_cot_zeroshot", data=scored_file, num_fewshot=5)
 
 
-def test_files_that_do_not_go_together(scored_file: Path, shots_file: Path) -> None:
+def test_files_that_cannot_be_combined(scored_file: Path, shots_file: Path) -> None:
     with pytest.raises(SpecbatchError, match="needs data as well"):
         load("gsm8k", fewshot_data=shots_file)
     with pytest.raises(SpecbatchError, match=r"8 of its questions are scored in scored\.jsonl too"):

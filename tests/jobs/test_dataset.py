@@ -41,7 +41,7 @@ def saved(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["d.csv", "d.tsv", "d.parquet", "d.arrow", "folder"])
-def test_rows_are_read_as_they_stand(tmp_path, name, capfd):
+def test_rows_are_read_unconverted(tmp_path, name, capfd):
     source = saved(tmp_path / name)
     capfd.readouterr()
     assert is_dataset(source)
@@ -53,7 +53,7 @@ def test_rows_are_read_as_they_stand(tmp_path, name, capfd):
         read_rows("input", source, None, ("text",), ("id",))
 
 
-def test_cells_that_a_row_never_had_are_not_there(tmp_path):
+def test_missing_cells_are_left_out(tmp_path):
     chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]
     rows = [{"prompt": "a"}, {"messages": chat}, {"prompt_token_ids": [1, 2]}]
     path = tmp_path / "d.parquet"
@@ -72,7 +72,7 @@ def test_a_folder_of_splits(tmp_path):
             read_rows("input", tmp_path / "two", split, ("prompt",))
 
 
-def test_a_name_of_the_hub(monkeypatch):
+def test_a_data_set_of_the_hub(monkeypatch):
     seen = []
 
     def load(*names, **options):
@@ -90,7 +90,7 @@ def test_a_name_of_the_hub(monkeypatch):
         read_rows("input", "hf:owner/name", None, ("prompt",))
 
 
-def test_a_hub_out_of_reach(monkeypatch):
+def test_an_unreachable_hub(monkeypatch):
     def offline(*names, **options):
         raise ConnectionError("no route.\nat all")
 
@@ -109,7 +109,7 @@ def test_a_hub_out_of_reach(monkeypatch):
         ("none.csv", None, r"\(No such file or directory\)"),
     ],
 )
-def test_what_is_no_data_set_is_refused_with_the_librarys_reason(tmp_path, name, content, said, capfd, monkeypatch):
+def test_errors_contain_the_librarys_reason(tmp_path, name, content, said, capfd, monkeypatch):
     logged = logging.Handler()
     logged.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # type: ignore[method-assign]
     monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [logged])
@@ -121,7 +121,7 @@ def test_what_is_no_data_set_is_refused_with_the_librarys_reason(tmp_path, name,
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out"])
-def test_a_table_has_its_types_and_replaces_what_was_there(tmp_path, name, capfd):
+def test_a_written_table_has_types_and_replaces_an_old_one(tmp_path, name, capfd):
     path = tmp_path / name
     for rows in (OUT[:1], OUT):
         write_rows(path, rows, TYPES)
@@ -135,7 +135,7 @@ def test_a_table_has_its_types_and_replaces_what_was_there(tmp_path, name, capfd
 
 @pytest.mark.parametrize("name", ["out.parquet", "out"])
 @pytest.mark.parametrize("fails", ["convert", "move"])
-def test_a_table_that_fails_leaves_the_old_one(tmp_path, monkeypatch, name, fails):
+def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch, name, fails):
     path = tmp_path / name
     write_rows(path, OUT[:1], TYPES)
     replace = os.replace
@@ -157,7 +157,7 @@ def test_a_table_that_fails_leaves_the_old_one(tmp_path, monkeypatch, name, fail
     assert len(found) == 1
 
 
-def test_a_folder_with_other_things_is_no_saved_one(tmp_path):
+def test_a_folder_with_other_files_is_not_a_saved_data_set(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path)
     assert is_saved(tmp_path)
     (tmp_path / "notes.txt").write_text("")

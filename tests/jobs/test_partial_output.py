@@ -40,7 +40,7 @@ def opened(tmp_path):
         (text_of(HEADER | {"place": "there"}, *ROWS), ROWS),
     ],
 )
-def test_what_a_crash_leaves_is_gone_on_with(opened, left, taken):
+def test_a_job_continues_from_what_a_crash_leaves(opened, left, taken):
     kept = opened()
     kept.path.write_text(left)
     kept.load()
@@ -75,7 +75,7 @@ def test_what_a_crash_leaves_is_gone_on_with(opened, left, taken):
         (text_of(HEADER) + "\udcff\n", "rows:2': is not a row"),
     ],
 )
-def test_anything_else_is_refused_and_stays(opened, left, says):
+def test_other_files_are_an_error_and_unchanged(opened, left, says):
     kept = opened()
     kept.path.write_text(left, errors="surrogateescape")
     with pytest.raises(SpecbatchError) as caught:
@@ -84,14 +84,14 @@ def test_anything_else_is_refused_and_stays(opened, left, says):
     assert kept.path.read_bytes() == left.encode(errors="surrogateescape")
 
 
-def test_a_folder_is_refused(opened):
+def test_a_folder_is_an_error(opened):
     kept = opened()
     kept.path.mkdir()
     with pytest.raises(SpecbatchError, match=r"rows': cannot be read \(Is a directory\)"):
         kept.load()
 
 
-def test_what_an_older_version_did_not_have_is_said_to_be_new():
+def test_settings_that_an_older_version_lacks_are_reported_as_new():
     old, new = ({"engine": {"seed": seed} | more} for seed, more in ((1, {"gone": 2}), (3, {"fresh": True})))
     found = describe_differences(old, new, ["engine"])
     assert found == "seed (1 there, 3 now), fresh (not set by the version there, True now)"

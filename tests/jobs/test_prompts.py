@@ -41,7 +41,7 @@ def scanned(tmp_path):
         (b'{"prompt": "a", "id": "\\ud800"}', "id has half of a surrogate pair"),
     ],
 )
-def test_a_bad_line_is_told_and_the_others_stay(scanned, line, what):
+def test_a_malformed_line_is_returned_between_the_others(scanned, line, what):
     before, bad, after = scanned(b'{"prompt": "a"}\n\n' + line + b'\n{"question": "b", "id": 7}')
     assert before == Prompt(1, "prompt", "a")
     assert isinstance(bad, BadLine)
@@ -50,7 +50,7 @@ def test_a_bad_line_is_told_and_the_others_stay(scanned, line, what):
     assert after == Prompt(4, "question", "b", 7)
 
 
-def test_what_editors_add_to_a_file_is_no_part_of_it(scanned):
+def test_byte_order_marks_and_line_endings_are_ignored(scanned):
     lines = [
         '\ufeff{"prompt": "a"}',
         "",
@@ -64,7 +64,7 @@ def test_what_editors_add_to_a_file_is_no_part_of_it(scanned):
     assert scanned("\r\n".join(lines).encode()) == found
 
 
-def test_a_json_file_holds_an_array_or_lines(tmp_path):
+def test_a_json_file_has_an_array_or_lines(tmp_path):
     path = tmp_path / "in.json"
     path.write_text('\n[{"prompt": "2024-01-01", "id": "a"},\n 5, {"messages": [{"role": "user", "content": "x"}]}]')
     first, bad, last = scan_prompts(path)
@@ -80,12 +80,12 @@ def test_a_json_file_holds_an_array_or_lines(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf"])
-def test_a_file_without_a_line_is_refused(scanned, content):
+def test_an_empty_file_is_an_error(scanned, content):
     with pytest.raises(SpecbatchError, match=r"in\.jsonl': has no prompts"):
         scanned(content)
 
 
-def test_who_reads_all_of_a_file_hears_of_the_first_bad_line(tmp_path):
+def test_read_prompts_raises_for_the_first_malformed_line(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{\n[\n')
     with pytest.raises(SpecbatchError, match=r"data='.*in\.jsonl:2': not JSON"):
         read_prompts(tmp_path / "in.jsonl", "data")
@@ -102,7 +102,7 @@ def test_who_reads_all_of_a_file_hears_of_the_first_bad_line(tmp_path):
         ("messages", CHAT, "messages"),
     ],
 )
-def test_a_column_may_hold_any_form_or_the_one_it_is_named_for(scanned, column, value, form):
+def test_a_column_has_any_form_or_the_one_of_its_name(scanned, column, value, form):
     row = {"prompt": "other", "messages": CHAT, column: value, "id": 3}
     assert scanned(json.dumps(row).encode(), column=column) == [Prompt(1, form, value, 3)]
 
@@ -117,12 +117,12 @@ def test_a_column_may_hold_any_form_or_the_one_it_is_named_for(scanned, column, 
         ({"body": [{"role": "user"}]}, "body must be a string, a list"),
     ],
 )
-def test_a_row_without_a_prompt_in_that_column_is_bad(scanned, row, what):
+def test_a_row_without_a_prompt_in_the_column_is_malformed(scanned, row, what):
     (bad,) = scanned(json.dumps(row).encode(), column="body")
     assert isinstance(bad, BadLine)
     assert bad.what.startswith(what)
 
 
-def test_lines_have_no_splits(scanned):
+def test_jsonl_has_no_splits(scanned):
     with pytest.raises(SpecbatchError, match=r"split='test': .*in\.jsonl has no splits"):
         scanned(b'{"prompt": "a"}', split="test")

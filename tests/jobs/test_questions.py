@@ -31,7 +31,7 @@ def test_keeps_question_and_answer_and_skips_blank_lines(tmp_path: Path) -> None
         ("\n\n", "has no rows"),
     ],
 )
-def test_names_the_line_that_is_wrong(tmp_path: Path, content: str, complaint: str) -> None:
+def test_errors_name_the_line(tmp_path: Path, content: str, complaint: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
     with pytest.raises(SpecbatchError) as refused:
@@ -41,14 +41,14 @@ def test_names_the_line_that_is_wrong(tmp_path: Path, content: str, complaint: s
     assert "\n" not in str(refused.value)
 
 
-def test_refuses_bytes_that_are_not_text(tmp_path: Path) -> None:
+def test_invalid_utf8_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"question": "\xff\xfe", "answer": "1"}\n')
     with pytest.raises(SpecbatchError, match="line 1 is not JSON"):
         read_questions("data", path)
 
 
-def test_refuses_a_file_that_is_not_there_or_is_a_folder(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.jsonl", tmp_path):
         with pytest.raises(SpecbatchError, match="cannot be read"):
             read_questions("data", path)

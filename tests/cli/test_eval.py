@@ -1,0 +1,78 @@
+"""`specbatch eval`: what it passes on, prints and keeps."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def evals(monkeypatch):
+    """What `prepare` was given, and an evaluation that answers one question and may be interrupted after it."""
+    from specbatch.evals import run
+
+    seen = {"interrupt": False}
+
+    class Report:
+        def table(self):
+            return "| exact_match | 0.5 |"
+
+        def as_dict(self):
+            return {"exact_match": 0.5}
+
+    class Ready:
+        def __init__(self, options):
+            seen["options"] = options
+            self.task = types.SimpleNamespace(generates=True)
+
+        def engine_config(self, config):
+            return config
+
+        def run(self, engine, progress=None):
+            seen["engine"] = engine.config
+            progress(1, 2)
+            (seen["options"].output / run.PARTIAL).write_text("{}\n")
+            if seen["interrupt"]:
+                raise KeyboardInterrupt
+            return Report()
+
+    monkeypatch.setattr(run, "prepare", Ready)
+    return seen
+
+
+def test_options_reach_the_evaluation(run, evals, tmp_path):
+    words = "--limit 3 --num-fewshot 2 --data d.jsonl --concurrency 7 --seed 9 --chat-template --no-thinking --spec v1"
+    result = run("eval", "gsm8k", *words.split(), "--max-new-tokens", 11, "--output", tmp_path / "o")
+    assert result.exit_code == 0, result.output
+    assert "| exact_match | 0.5 |" in result.stdout
+    engine = evals["engine"]
+    assert (engine.speculation.algorithm, engine.speculation.schedule) == ("ngram", "v1")
+    assert (engine.max_running, engine.seed) == (7, 9)
+    assert vars(evals["options"]) == {
+        "task": "gsm8k", "limit": 3, "num_fewshot": 2, "data": Path("d.jsonl"), "fewshot_data": None,
+        "chat_template": True, "max_new_tokens": 11, "concurrency": 7, "seed": 1234, "output": tmp_path / "o",
+            "thinking": False,
+    }  # fmt: skip
+
+
+def test_json(run, evals):
+    result = run("eval", "gsm8k", "--json")
+    (line,) = result.stdout.splitlines()
+    assert json.loads(line)["exact_match"] == 0.5
+    assert Path(json.loads(line)["output"]).is_dir()
+
+
+def test_an_interruption_reports_what_was_kept(run, evals, tmp_path):
+    evals["interrupt"] = True
+    result = run("eval", "gsm8k", "--output", tmp_path / "o")
+    assert result.exit_code == 130
+    assert f"interrupted; kept 1 finished answers in {tmp_path / 'o' / 'answers.partial.jsonl'}" in result.stderr
+
+
+def test_an_interruption_before_the_first_answer_leaves_nothing(run, engine, evals, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "__enter__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run("eval", "gsm8k", "--output", tmp_path / "o").exit_code == 130
+    assert not (tmp_path / "o").exists()

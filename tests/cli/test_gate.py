@@ -1,0 +1,149 @@
+"""`specbatch gate`: exit status, what is printed and written, and the policies and workflow in the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "ci-gate.md"
+
+
+def policy(folder: Path, text: str) -> Path:
+    path = folder.parent / "policy.toml"
+    path.write_text(text)
+    return path
+
+
+def test_times_of_a_resumed_job_fail(run, resumed):
+    rules = resumed / "policy.toml"
+    rules.write_text("[bounds]\naccept_length = {at_least = 2.0}\noutput_throughput = {at_least = 0.1}")
+    for name, status, passed in (("a.jsonl", 0, True), ("b.jsonl", 1, False)):
+        result = run("gate", resumed / name, "--policy", rules, "--json")
+        assert result.exit_code == status
+        checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+        assert checks["requests finished"]["found"] == "12"
+        assert checks["accept_length"]["passed"]
+        assert checks["output_throughput"]["passed"] == passed
+        assert ("5 of 12 answers come from earlier" in checks["output_throughput"]["detail"]) != passed
+
+
+@pytest.mark.parametrize(("least", "status"), [(2.0, 0), (2.1, 1)])
+def test_exit_status(run, swept, tmp_path, least, status):
+    rules = policy(swept, f"[bounds]\naccept_length = {{at_least = {least}, worsens_at_most = 0.1}}")
+    words = ("gate", swept / "v1", "--policy", rules, "--baseline", swept / "v2")
+    result = run(*words, "--output", tmp_path / "gate")
+    assert result.exit_code == status, result.output
+    assert result.stderr == ""
+    assert result.stdout.rstrip() == (tmp_path / "gate/summary.md").read_text().rstrip()
+    assert ("gate: passed (3 checks)" if status == 0 else "gate: FAILED (1 of 3 checks)") in result.stdout
+    suites = ElementTree.parse(tmp_path / "gate/junit.xml").getroot()
+    assert (suites.get("tests"), suites.get("failures")) == ("3", str(status))
+    shown = run(*words, "--json")
+    assert shown.exit_code == status
+    assert json.loads(shown.stdout) == json.loads((tmp_path / "gate/gate.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        ("[bounds]\nspeed = {at_least = 1}", (), "no metric is called speed"),
+        ("[accuracy]", ("--baseline", "out/v2"), "holds no answers of specbatch eval"),
+        ("[accuracy]", (), "name its record with --baseline"),
+        ("[bounds]\naccept_length = {at_least = 1}", ("--baseline", "out/v2"), "leave it out"),
+        ("[bounds]\naccept_length = {worsens_at_most = 0}", ("--baseline", "nowhere"), "holds no record.json"),
+    ],
+)
+def test_without_a_verdict_the_exit_status_is_2_and_nothing_is_written(run, swept, tmp_path, text, more, said):
+    words = ("gate", "out/v1/c1/r1", "--policy", policy(swept, text), *more)
+    result = run(*words, "--output", tmp_path / "gate")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "gate").exists()
+
+
+def test_a_policy_is_required(run, swept):
+    assert run("gate", swept).exit_code == 2
+
+
+def test_graphs_that_were_never_replayed_fail(run, swept):
+    for file in swept.glob("v1/*/*/record.json"):
+        body = json.loads(file.read_text())
+        body["config"]["graphs"]["decode"] = "whole"
+        file.write_text(json.dumps(body))
+    result = run("gate", swept / "v1", "--policy", policy(swept, "[bounds]\naccept_length = {at_least = 1}"))
+    assert result.exit_code == 1
+    assert re.search(r"decode graphs replayed *\| 0 *\| > 0 *\| - *\| \*\*FAILED\*\*", result.stdout)
+
+
+def test_compare_and_gate_import_nothing_heavy(run, swept):
+    rules = policy(swept, "[bounds]\naccept_length = {at_least = 1}")
+    lines = [["compare", str(swept), str(swept)], ["gate", str(swept), "--policy", str(rules)]]
+    code = (
+        "import sys; from specbatch.cli.app import app; from typer.testing import CliRunner;"
+        f"results = [CliRunner().invoke(app, words) for words in {lines!r}];"
+        "assert all(result.exit_code == 0 for result in results), [result.output for result in results];"
+        "print([name for name in ('torch', 'transformers', 'lm_eval', 'datasets') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+# The docs
+
+
+def blocks(language: str, page: Path = DOCS) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_policies_in_the_docs_are_valid(tmp_path):
+    from specbatch.evals.gate.policy import load_policy
+
+    found = [*blocks("toml"), *blocks("toml", ROOT / "README.md")]
+    assert len(found) >= 2
+    for text in found:
+        (tmp_path / "policy.toml").write_text(text)
+        load_policy(tmp_path / "policy.toml")
+
+
+def test_the_workflow_in_the_docs_is_valid():
+    import yaml
+    from typer.main import get_command
+
+    from specbatch.cli.app import app
+
+    (text,) = blocks("yaml")
+    workflow = yaml.safe_load(text)
+    (job,) = workflow["jobs"].values()
+    lines = [line for step in job["steps"] for line in step.get("run", "").replace("\\\n", " ").splitlines()]
+    ours = [shlex.split(line) for line in lines if line.strip().startswith("specbatch ")]
+    assert {words[1] for words in ours} == {"models", "eval", "gate"}
+    commands = get_command(app).commands
+    for _, command, *words in ours:
+        known = {name for parameter in commands[command].params for name in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+    always = [step for step in job["steps"] if "GITHUB_STEP_SUMMARY" in step.get("run", "")]
+    assert [step["if"] for step in always] == ["always()"]
+
+
+def test_every_rule_and_metric_is_documented():
+    from specbatch.evals.gate.policy import Accuracy, Bound
+    from specbatch.sweeps.compare import COMPARED
+
+    text = DOCS.read_text()
+    for name in (*Accuracy.model_fields, *Bound.model_fields, *COMPARED):
+        assert f"`{name}`" in text, name
+
+
+def test_the_dependencies_are_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"scipy", "pydantic"} <= {re.split("[<>=]", name)[0] for name in project["dependencies"]}
