@@ -107,7 +107,7 @@ class PreparedEval:
         """Answer all questions and score the answers.
 
         Finished answers are kept in `answers.partial.jsonl` in the output folder until the report is written, so that
-        an interrupted run (KeyboardInterrupt passes through) loses none.
+        an interrupted run loses none: its KeyboardInterrupt reports how many were kept.
         """
         from specbatch.evals.lm import SpecBatchLM
 
@@ -231,13 +231,26 @@ def _open_folder(folder: Path) -> None:
 
 @contextmanager
 def _kept(folder: Path | None) -> Iterator[Callable[[Answer | Scored], None]]:
-    """Yield a function that appends an answer to the partial file, which is deleted if the block succeeds."""
+    """Yield a function that appends an answer to the partial file, which is deleted if the block succeeds; an
+    interruption reports how many answers it keeps."""
     if folder is None:
         yield lambda answer: None
         return
-    path = folder / PARTIAL
+    path, kept = folder / PARTIAL, 0
     with path.open("w", encoding="utf-8", buffering=1) as file:
-        yield lambda answer: print(json.dumps(answer.as_row(), ensure_ascii=False), file=file)
+
+        def keep(answer: Answer | Scored) -> None:
+            nonlocal kept
+            print(json.dumps(answer.as_row(), ensure_ascii=False), file=file)
+            kept += 1
+
+        try:
+            yield keep
+        except KeyboardInterrupt:
+            if kept:
+                raise KeyboardInterrupt(f"kept {kept} finished answers in {path}") from None
+            path.unlink()
+            raise
     path.unlink()
 
 

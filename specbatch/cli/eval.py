@@ -66,7 +66,7 @@ def evaluate(
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --ablation do not
     apply.
     """
-    from specbatch.evals.run import PARTIAL, EvalOptions, prepare
+    from specbatch.evals.run import EvalOptions, prepare
 
     if ablation and engine.spec is not None:
         raise refuse("spec", engine.spec, "--ablation runs every schedule; leave it out")
@@ -95,16 +95,9 @@ def evaluate(
                 "whole",
                 f"task {task} ({ready.task.kind}) scores given texts and decodes nothing; leave it out",
             )
+        say(f"data: {ready.task.data_source}")
         with open_engine(ready.engine_config(config)) as running, progress(f"eval {task}") as report:
-            try:
-                result = ready.run(running, report)
-            except KeyboardInterrupt:
-                partial = folder / PARTIAL
-                kept = partial.read_text().count("\n") if partial.exists() else 0
-                if not kept:
-                    partial.unlink(missing_ok=True)
-                    raise
-                raise KeyboardInterrupt(f"kept {kept} finished answers in {partial}") from None
+            result = ready.run(running, report)
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
 

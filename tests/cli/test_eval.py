@@ -26,7 +26,7 @@ def evals(monkeypatch):
     class Ready:
         def __init__(self, options):
             seen["options"] = options
-            self.task = types.SimpleNamespace(generates=True)
+            self.task = types.SimpleNamespace(generates=True, data_source="some questions")
 
         def engine_config(self, config):
             return config
@@ -34,9 +34,9 @@ def evals(monkeypatch):
         def run(self, engine, progress=None):
             seen["engine"] = engine.config
             progress(1, 2)
-            (seen["options"].output / run.PARTIAL).write_text("{}\n")
             if seen["interrupt"]:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt("kept 1 finished answers")
+            (seen["options"].output / "summary.md").write_text(Report().table())
             return Report()
 
     monkeypatch.setattr(run, "prepare", Ready)
@@ -69,7 +69,8 @@ def test_an_interruption_reports_what_was_kept(run, evals, tmp_path):
     evals["interrupt"] = True
     result = run("eval", "gsm8k", "--output", tmp_path / "o")
     assert result.exit_code == 130
-    assert f"interrupted; kept 1 finished answers in {tmp_path / 'o' / 'answers.partial.jsonl'}" in result.stderr
+    assert result.stderr.splitlines()[-1] == "interrupted; kept 1 finished answers"
+    assert "data: some questions" in result.stderr
 
 
 def test_an_interruption_before_the_first_answer_leaves_nothing(run, engine, evals, tmp_path, monkeypatch):

@@ -141,7 +141,7 @@ def test_an_interrupted_run_keeps_finished_answers(
     output = tmp_path / "out"
     engine = make_engine(mixed_reply)
     engine.stop_after = 3
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=rf"^kept 3 finished answers in {output}/answers.partial.jsonl$"):
         run_eval(engine, EvalOptions("gsm8k", data=scored_file, output=output))
     assert [path.name for path in output.iterdir()] == ["answers.partial.jsonl"]
     kept = lines(output / "answers.partial.jsonl")
@@ -152,6 +152,16 @@ def test_an_interrupted_run_keeps_finished_answers(
         "text": " it is 105.",
         "token_ids": list(b" it is 105."),
     }
+
+
+def test_an_interruption_before_the_first_answer_leaves_no_file(
+    tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path
+) -> None:
+    engine = make_engine(mixed_reply)
+    engine.stop_after = 0
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        run_eval(engine, EvalOptions("gsm8k", data=scored_file, output=tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_answers_are_on_disk_as_they_finish(
