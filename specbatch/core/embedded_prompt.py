@@ -1,4 +1,4 @@
-"""Prompts with embeddings in place of some tokens' own, as those of a picture that another model has looked at."""
+"""Prompts with given embeddings for some of their tokens, such as those of an image from a vision encoder."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from specbatch.errors import SpecbatchError, refuse
 
 @dataclass(frozen=True)
 class EmbeddedPrompt:
-    """Token ids, and what is computed with in place of the embeddings of some of them.
+    """Token ids, and embeddings that replace those of some of the tokens.
 
     embeddings: floating point [n, hidden_size] of the target, on any device, by the position of the first of n tokens.
-    The tokens there are placeholders of the vocabulary, as a chat template has them for pictures. They are looked up by
-    n-grams, and by drafts whose embeddings have another width than the target's; all others that read tokens (EAGLE,
-    EAGLE-3, MTP, a draft model) get what is given, but for a draft model of a chain, to which the last token of a
-    prompt is itself. DFLASH reads no tokens of a prompt. Prefixes are shared up to the first such position. Positions
-    count tokens: a target whose pictures turn by rows and columns (mrope) sees them as text.
+    The token ids there are placeholders of the vocabulary, as chat templates insert them for images. N-gram lookup uses
+    these ids, and so do drafts whose embeddings have another width than the target's. All other drafters that read
+    tokens (EAGLE, EAGLE-3, MTP, a draft model) get the given embeddings, except that the draft model of a chain looks
+    up the last token of a prompt. DFLASH reads no tokens of a prompt. Prefixes are shared up to the first such
+    position. Positions count tokens: a target with two-dimensional positions for images (mrope) sees them as text.
     """
 
     token_ids: Sequence[int]
     embeddings: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def checked(self, index: int, hidden: int) -> EmbeddedPrompt:
-        """The same in plain types. Raises SpecbatchError for what does not fit; index: of the prompt."""
+        """The prompt in plain types. Raises SpecbatchError if the embeddings do not fit; index: of the prompt."""
         try:
             tokens = [operator.index(token) for token in self.token_ids]
         except TypeError:
@@ -47,7 +47,7 @@ class EmbeddedPrompt:
                 most = len(tokens) - start
                 raise _misfit(index, f"{list(values.shape)} at {start}", f"use [n, {hidden}] with n from 1 to {most}")
             if not values.isfinite().all():
-                raise _misfit(index, f"values that are not finite at {start}", "check what made them")
+                raise _misfit(index, f"values that are not finite at {start}", "check their source")
         parts = dict(sorted(self.embeddings.items()))
         for (start, values), (following, _) in pairwise(parts.items()):
             if start + len(values) > following:

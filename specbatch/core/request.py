@@ -1,4 +1,4 @@
-"""A request's life: parameters, tokens so far, the one trimming function, and the finished completion."""
+"""A request from its parameters to its completion: tokens so far, stop conditions, metrics. Host only."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RequestMetrics:
 
 @dataclass
 class Completion:
-    """What became of one prompt. `finish_reason` is "stop", "length" or "abort"; `index` is its place in the input."""
+    """The result of one prompt. `finish_reason` is "stop", "length" or "abort"; `index` is its place in the input."""
 
     index: int
     prompt_token_ids: list[int]
@@ -118,24 +118,24 @@ class Completion:
     logprobs: list[float] | None = None
 
     def as_row(self) -> dict[str, Any]:
-        """The raw per-request row of a record: the numbers, not the tokens."""
+        """The request's entry in a record: its numbers, not its tokens."""
         row = asdict(self.metrics)
         return {"index": self.index, "finish_reason": self.finish_reason, **row}
 
 
 class IncrementalText:
-    """Text of a growing token list, one push per token, never splitting a character.
+    """Incremental detokenization, one push per token, that never splits a character.
 
-    Byte-level tokens can end in the middle of a character; that end is held back until it is whole. Only the last
-    few tokens are decoded again on each push.
+    Byte-level tokens can end in the middle of a character; that end is held back until it is complete. Only the
+    last few tokens are decoded again on each push.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._start = 0  # decoding starts here, so that joining rules (leading spaces) see the token before
-        self._whole = 0  # tokens before here are whole characters and have been handed out
-        self._known = 0  # characters from _start on that have been handed out
+        self._start = 0  # decoding starts here, so that joining rules (leading spaces) see the previous token
+        self._whole = 0  # tokens before this one are complete characters and have been returned
+        self._known = 0  # characters from _start on that have been returned
         self.text = ""
 
     def push(self, token: int) -> str:
@@ -152,7 +152,7 @@ class IncrementalText:
 
 
 class Request:
-    """One prompt on its way through the engine. Host only: knows nothing of torch or of the device."""
+    """One prompt on its way through the engine. The scheduler alone writes the fields of its section."""
 
     def __init__(
         self,
@@ -177,24 +177,25 @@ class Request:
         self._text = IncrementalText(decode) if params.stop else None
         self._cut: int | None = None  # characters before the stop string
 
-        # Owned by the scheduler while the request runs.
+        # Written by the scheduler only.
         self.slot: int | None = None
         self.pages: list[int] = []
-        self.prefilled = 0  # tokens whose KV exists or is on its way (prefill)
-        self.branch = 0  # tokens of its prompt that others began with
-        self.committed = 0  # KV length that the last handled result told of
-        self.in_flight = 0  # iterations launched whose result is not handled yet
-        self.pending = 0  # the same, a first token from prefill included: each will leave at least one token
+        self.prefilled = 0  # tokens whose prefill is launched
+        self.branch = 0  # tokens of its prompt that another prompt began with
+        self.committed = 0  # KV length by the last handled result
+        self.in_flight = 0  # decode steps launched whose result is not handled yet
+        self.pending = 0  # the same, with a first token from prefill: each leaves at least one token
         # From this position on the draft, which was idle, has no keys. None: it has them all.
         self.draft_kv_valid_until: int | None = None
-        self.epoch = 0  # raised by each retraction: results launched before it are void
+        self.epoch = 0  # incremented by each retraction: results launched before it are void
 
         self.submitted = submitted
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.embeddings = embeddings or {}
-        self.textual = min(self.embeddings, default=sys.maxsize)  # so many tokens say all of what was computed with
+        # The tokens before the first given embedding: they alone identify a prefix.
+        self.textual = min(self.embeddings, default=sys.maxsize)
         embedded = sum(map(len, self.embeddings.values()))
         self.metrics = RequestMetrics(prompt_tokens=self.prompt_len, embedded_tokens=embedded)
 
@@ -211,9 +212,9 @@ class Request:
         return self.finish_reason is not None
 
     def append(self, tokens: list[int], now: float, logprobs: list[float] | None = None) -> int:
-        """Add a run of emitted tokens, cut at the first stop token, stop string or the length limit.
+        """Add emitted tokens, up to the first stop token, stop string or the length limit.
 
-        The only place where a run is trimmed. Inside the budget a stop beats the limit. Returns how many were kept.
+        Within the limit, a stop is the finish reason. Returns how many tokens were kept.
         """
         kept = 0
         for token in tokens[: self.params.max_new_tokens - self.generated]:
@@ -235,8 +236,8 @@ class Request:
         return kept
 
     def count_verify(self, kept: int, drafted: int, accepted: int, depth: int) -> None:
-        """Book one verify that left `kept` tokens, and that can accept `depth` drafts at most; one that left no token
-        is booked nowhere."""
+        """Count a verify that emitted `kept` tokens and can accept at most `depth` drafts; ignored if it emitted
+        none."""
         if not kept:
             return
         metrics = self.metrics
@@ -266,7 +267,7 @@ class Request:
         return bool(found)
 
     def completion(self, now: float) -> Completion:
-        """The finished request as its user sees it."""
+        """The finished request's result."""
         assert self.finish_reason is not None
         metrics, output = self.metrics, self.output
         metrics.output_tokens = len(output)
@@ -289,7 +290,7 @@ class Request:
         )
 
     def _shown(self, output: list[int]) -> str:
-        """The output's text: up to its stop string, without the token that ended it."""
+        """The output's text, up to its stop string and without its end token."""
         if self._text is not None and self._cut is not None:
             return self._text.text[: self._cut]
         ended = self.finish_reason == "stop" and bool(output) and output[-1] in self._ends

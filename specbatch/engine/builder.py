@@ -34,7 +34,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.progress import Report
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, graph_bytes
-from specbatch.runtime.loader import Loader, float8_said, rounds_activations, weight_bytes
+from specbatch.runtime.loader import Loader, fp8_lines, quantizes_activations, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
@@ -99,8 +99,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
             config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
-    if not config.float8_activations and not rounds_activations(True, dtype, device, target.config, draft.config):
-        log("float8_activations: off, which changes nothing: on gives this model nothing to multiply in float8 here")
+    if not config.float8_activations and not quantizes_activations(True, dtype, device, target.config, draft.config):
+        log("float8_activations: off, which changes nothing: with on, this model has no FP8 GEMM here either")
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
@@ -208,8 +208,8 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
-    float8 = rounds_activations(config.float8_activations, dtype, device, target.config, draft.config)
-    for line in float8_said(model, draft.config, loads=(shared is None, draft.weights is not None), rounds=float8):
+    float8 = quantizes_activations(config.float8_activations, dtype, device, target.config, draft.config)
+    for line in fp8_lines(model, draft.config, loads=(shared is None, draft.weights is not None), quantizes=float8):
         log(line)
     needs_all_hidden = draft.needs_all_hidden
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
@@ -308,7 +308,7 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
 
 
 def find_device(name: str) -> torch.device:
-    """The device that `name` (auto, cpu, cuda, cuda:N) stands for on this machine."""
+    """The device that `name` (auto, cpu, cuda, cuda:N) names on this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda"):
@@ -342,7 +342,7 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def find_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
-    """The type that `name` stands for with a checkpoint published in `stored`: auto is float32 on a CPU."""
+    """The type that `name` names for a checkpoint published in `stored`: auto is float32 on a CPU."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else stored or "bfloat16"
     dtype: torch.dtype = getattr(torch, name)

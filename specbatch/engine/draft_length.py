@@ -1,13 +1,13 @@
-"""How many tokens to draft: what `draft_tokens="auto"` goes by. Host code only: no device, no clock.
+"""Chooses how many tokens to draft, for `draft_tokens="auto"`. Host code only: no device, no clock.
 
-An iteration with N drafts leaves E(N) = 1 + p_1 + p_1 p_2 + ... + p_1 .. p_N tokens a request on average, where p_j is
-the share of drafts at place j that are accepted where all before them are, and takes t(N) seconds at its batch. The N
-with the largest E(N) / t(N) is drafted; 0, if it is best but for APART.
+A step with N drafts emits E(N) = 1 + p_1 + p_1 p_2 + ... + p_1 .. p_N tokens per request on average, where p_j is the
+share of drafts at position j that are accepted if all before them are, and takes t(N) seconds at its batch size. The N
+with the largest E(N) / t(N) is drafted, where N = 0 may be worse by APART.
 
-p comes from results as they are handled, whatever the batch. t comes from iterations timed at start, moved by what the
-steps of the run take: a longer context adds about the same to all N. What lies behind the drafts that are made shows
-no acceptance; its last known one stands. Rarely, therefore, another N is tried for an iteration: by turns the largest,
-which shows all acceptance at once, and the next best, whose time may not be what it was at start.
+p comes from results as they are handled, at any batch size. t comes from steps timed at start, corrected by the times
+of the run's steps: a longer context adds about the same to all N. Positions past the drafts that are made show no
+acceptance, and keep their last known one. Rarely, therefore, a step probes another N: in turn the largest, which shows
+the acceptance of all positions, and the next best, whose time may have changed since the start.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from math import inf
 
 from specbatch.draft_shape import AUTO
 
-MARGIN = 1.01  # how much better another length must be. 3% may be lost: this, probes, and what a drafter takes at 0
-# Drafts cost what no step shows: requests that began together end apart, so that batches shrink and prompts come in
-# more passes.
+MARGIN = 1.01  # how much better another length must be. 3% may be lost: to this, to probes and to a drafter's work at 0
+# A cost of drafting that no step shows: requests that began together end at different times, so that batches shrink and
+# prompts come in more passes.
 APART = 1.02
-MEMORY = 256  # steps after which evidence counts e times less ...
-KEPT = 32.0  # ... but never less than so many verifies: what is not tried anew stays known
-TIES = 4.0  # verifies that the place before is worth, for places of which little is known
-# Acceptance of the first draft, worth 8 verifies, before any was seen. It is high on purpose: what is drafted is seen,
-# and a guess too high is gone after a few steps, while one too low drafts nothing and learns from probes alone. On
-# devices and texts made up (tests) 0.5 to 0.95 lose 3% of the first 400 steps at most, 0.3 loses half.
+MEMORY = 256  # steps after which an observation counts e times less ...
+KEPT = 32.0  # ... but never less than so many verifies: positions that are not tried stay known
+TIES = 4.0  # verifies that the previous position counts as, for positions with few of their own
+# Prior acceptance of the first draft, worth 8 verifies. It is high on purpose: drafts are observed, and a prior that is
+# too high is gone after a few steps, while one that is too low drafts nothing and learns from probes only. In
+# simulations (tests) 0.5 to 0.95 lose at most 3% of the first 400 steps, 0.3 loses half.
 GUESS = 0.8
 PROBES = 0.005  # share of the time that probes may cost
-REST = 64  # steps between probes at least
-SMOOTH = 1 / 8  # weight of a step's time beside those before it
-PROBE = 1 / 2  # the same of a probe's
+REST = 64  # fewest steps between probes
+SMOOTH = 1 / 8  # weight of a step's time against those before it
+PROBE = 1 / 2  # the same for a probe
 
 
 def rising(measured: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
-    """Seconds by batch bucket and length, none above that of a larger bucket or a longer draft: what else a machine
-    does only adds to a time."""
+    """Seconds by batch bucket and length, none above that of a larger bucket or a longer draft: disturbances only add
+    to a time."""
     found: dict[int, dict[int, float]] = {}
     above: dict[int, float] = {}
     for bucket in sorted(measured, reverse=True):
@@ -49,27 +49,27 @@ def rising(measured: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, f
 
 
 class DraftLength:
-    """Chooses one of `lengths` for each iteration; with a single one there is nothing to choose or to learn.
+    """Chooses one of `lengths` for each decode step; with a single one there is nothing to choose or to learn.
 
-    times: seconds of an iteration by batch bucket and length, to be filled in at start. catch_up_s: what a probe costs
-    besides, where nothing was drafted before it.
+    times: seconds of a step by batch bucket and length, filled in at start. catch_up_s: the additional cost of a probe
+    after steps without drafts.
     """
 
     def __init__(self, lengths: tuple[int, ...], buckets: list[int]) -> None:
-        """lengths: rising; buckets: batch sizes, rising, the last of which holds every batch."""
+        """lengths: ascending; buckets: batch sizes, ascending, the last of which holds every batch."""
         self.lengths = lengths
         self.buckets = buckets
         self.times: dict[int, dict[int, float]] = {}
         self.catch_up_s = 0.0
-        self.probing = False  # is what was chosen last a probe?
+        self.probing = False  # is the last choice a probe?
         self._most = lengths[-1]
         self._tried = [0.0] * self._most
         self._right = [0.0] * self._most
         if self._most:
             self._tried[0], self._right[0] = 8.0, 8.0 * GUESS
         self._current: dict[int, int] = {}
-        self._drift: dict[int, float] = {}  # seconds that steps of a bucket take beyond `times`
-        self._saved = 0.0  # seconds that a probe may cost by now
+        self._drift: dict[int, float] = {}  # seconds that steps of a bucket take more than `times`
+        self._saved = 0.0  # seconds that a probe may cost
         self._rested = 0
         self._longest_next = True
 
@@ -81,7 +81,7 @@ class DraftLength:
         return self.buckets[bisect_left(self.buckets, rows)]
 
     def choose(self, rows: int) -> int:
-        """The length for an iteration of so many requests."""
+        """The length for a step of so many requests."""
         self.probing = False
         if not self.is_auto:
             return self._most
@@ -97,7 +97,7 @@ class DraftLength:
         probe = self._most
         if current == self._most or not self._longest_next:
             probe = max((length for length in self.lengths if length != current), key=speed.__getitem__)
-        # What the probe takes, less what its tokens would have taken.
+        # The time of the probe, less what its tokens would have taken.
         loss = self._time(bucket, probe) - left[probe] / speed[current]
         loss += 0.0 if current and probe else self.catch_up_s
         if self._rested < REST or self._saved < loss:
@@ -107,7 +107,7 @@ class DraftLength:
         return probe
 
     def learn(self, length: int, accepted: Iterable[int]) -> None:
-        """An iteration with `length` drafts was handled, of which its requests accepted so many each."""
+        """Observe a step with `length` drafts, of which its requests accepted so many each."""
         counts = [0] * (length + 1)
         for count in accepted:
             counts[count] += 1
@@ -121,11 +121,11 @@ class DraftLength:
             self._right[place] += right
 
     def took(self, rows: int, length: int, seconds: float) -> None:
-        """A step of so many requests took `seconds`. Steps of a length that was not chosen for good, which are probes,
-        correct what is known of that length; the others what all of the bucket take beyond it."""
+        """Observe that a step of so many requests took `seconds`. Probes correct the time of their length; other steps
+        correct the drift of all lengths of their bucket."""
         bucket = self.bucket(rows)
         expected = self._time(bucket, length)
-        off = min(max(seconds - expected, -expected / 2), expected)  # an outlier is no news
+        off = min(max(seconds - expected, -expected / 2), expected)  # outliers are limited
         if length != self._current.get(bucket, length):
             self.times[bucket][length] += PROBE * off
         else:
@@ -133,7 +133,7 @@ class DraftLength:
             self._drift[bucket] = self._drift.get(bucket, 0.0) + (off if first else SMOOTH * off)
 
     def acceptance(self) -> list[float]:
-        """p_1, p_2, ... as far as they are known; behind that, that of the place before."""
+        """p_1, p_2, ...; a position that was never tried has that of the one before."""
         found: list[float] = []
         for tried, right in zip(self._tried, self._right, strict=True):
             found.append((right + TIES * found[-1]) / (tried + TIES) if found else right / tried)

@@ -1,7 +1,7 @@
-"""Spec v1 and spec v2: two orders of the same three helpers around the same iteration.
+"""Spec v1 and spec v2: two orders of the same three operations, prefill, decode and handle.
 
-Tokens and acceptance are equal by construction. v1 waits for result n before it plans n + 1; v2 plans and launches
-n + 1 from upper bounds while n runs, and handles n one step late.
+Tokens and acceptance are the same by construction. v1 waits for the result of step n before it plans step n + 1. v2
+plans and launches step n + 1 from upper bounds while n runs, and handles n one step late.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specbatch.engine.scheduler import OutOfPagesError
 
 class Schedule(Protocol):
     def step(self) -> bool:
-        """Advance everything by one iteration; false when there was nothing to do."""
+        """Advance all requests by one decode step; false if there was nothing to do."""
         ...
 
     def drop(self) -> None:
@@ -60,7 +60,7 @@ class Overlapped:
         try:
             self._in_flight = runner.decode(may_retract=previous is None)
         except OutOfPagesError:
-            # What is in flight may end requests and free their pages: look at it before taking anybody's.
+            # The result in flight may end requests and free their pages: handle it before retracting a request.
             assert previous is not None
             runner.handle(previous)
             previous = None
@@ -68,7 +68,7 @@ class Overlapped:
         late = previous is not None
         if previous is not None:
             runner.handle(previous, overlapped=self._in_flight is not None)
-        if first is not None:  # waits for the prefill only: the iteration behind it goes on
+        if first is not None:  # waits for the prefill only, while the decode step after it runs
             runner.handle(first)
         return late or self._in_flight is not None or runner.counters.prefill_passes > before
 

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: a Chrome trace of some steps, and every place where the host waited.
+"""Traces decode steps: a Chrome trace, the kernels by time, and every source line at which the host waited.
 
 The trace opens in chrome://tracing or ui.perfetto.dev. A wait is a call that blocks the host until the device has
 caught up: an event or stream that is synchronised, or an operation that reads a device value (`.item()`,
@@ -36,7 +36,7 @@ EXCLUSIVE = (
 
 @dataclass
 class HostWaits:
-    """Waits by the source line that made the host wait: how often, and for how long where that is known."""
+    """Waits by the source line that caused them: how often, and for how long where known."""
 
     count: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class HostWaits:
 
 @contextmanager
 def host_waits(cuda: bool) -> Iterator[HostWaits]:
-    """Collect what makes the host wait while the block runs."""
+    """Collect the host's waits while the block runs."""
     waits = HostWaits()
     if not cuda:
         yield waits
@@ -102,7 +102,7 @@ def host_waits(cuda: bool) -> Iterator[HostWaits]:
 
 
 def _place() -> str:
-    """The innermost line of ours, this file aside."""
+    """The innermost source line of this package, outside this file."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
@@ -113,13 +113,13 @@ def _place() -> str:
 
 
 def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> dict[str, Any]:
-    """Decode `prompts`, record `steps` steps behind a warm-up to `path`, and sum them up.
+    """Decode `prompts`, record `steps` steps after a warm-up to `path`, and sum them up.
 
     Returns batch, configuration, steps, rows_per_step, step_ms (host time of a step, tracing included), metrics of the
     record, kernels (see `kernel_rows`) and waits (None without a CUDA device). Refused: a batch that the engine cannot
     hold at once.
     """
-    # Long enough that none ends while others still start.
+    # Long enough that no request ends while others still start.
     spare = sum(map(len, prompts)) // engine.caps["prefill_chunk"] + 4
     new_tokens = (WARM_UP_STEPS + steps + spare) * engine.caps["verify_rows"]
     held = held_at_once(engine.caps, [len(prompt) + new_tokens for prompt in prompts])
@@ -129,7 +129,7 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     cuda = engine.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    engine.generate(prompts, params)  # whatever is compiled on first use is there
+    engine.generate(prompts, params)  # compile what is compiled on first use
     events = engine.stream(prompts, params)
     try:
         started: set[int] = set()
@@ -196,7 +196,7 @@ def _advance(engine: Engine, events: Any, steps: int) -> None:
 
 
 def text(result: dict[str, Any], kernels: int = 15) -> str:
-    """The sums as Markdown."""
+    """The summary as Markdown."""
     from tabulate import tabulate
 
     def table(rows: list[dict[str, Any]], nothing: str) -> str:
@@ -210,7 +210,7 @@ def text(result: dict[str, Any], kernels: int = 15) -> str:
     for name, title, factor, unit in (
         ("device_idle_share", "device idle", 100, "%"),
         ("launch_lead_s", "launch lead", 1000, " ms"),
-        ("host_waits_per_step", "host waits with nothing launched behind", 1, " per step"),
+        ("host_waits_per_step", "host waits with nothing launched after", 1, " per step"),
         ("graph_coverage", "graph coverage", 100, "%"),
     ):
         if metrics[name] is not None:

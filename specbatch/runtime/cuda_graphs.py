@@ -1,7 +1,7 @@
-"""CUDA graphs of whole iterations, and what they have in common with those of prompt passes (`forward.py`).
+"""CUDA graphs of whole decode steps, and what they share with those of prefill passes (`prefill_forward.py`).
 
-A graph is a recording of kernel launches with their addresses: its inputs and outputs are fixed tensors, and sizes
-that change are read from the device. A batch is therefore padded to the next bucket that was recorded.
+A graph is a recording of kernel launches with their addresses: its inputs and outputs are static tensors, and sizes
+that change are read from the device. A batch is therefore padded to the next recorded bucket.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from specbatch.kernels.elementwise.gather_rows import ring_push
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Program = Callable[[], None]
-# Results that may be on their way at the same time: one being made, one being copied, one being read.
+# Results that may be in flight at the same time: one being computed, one being copied, one being read.
 RING = 4
-SHORT_TOKENS = 1024  # prompt passes of no more, without a prefix, are recorded as a whole too
+SHORT_TOKENS = 1024  # prefill passes of up to so many, without a prefix, are recorded as a whole, too
 
 
 @dataclass
 class GraphCounters:
-    """How often a recording was replayed, what ran eagerly instead and why, and what padding cost."""
+    """Replays, eager fallbacks by reason, and padding."""
 
     replays: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
-    padded: int = 0  # rows or tokens computed for nobody
-    recorded_late: int = 0  # recordings made while requests waited
+    padded: int = 0  # computed requests or tokens that are padding
+    recorded_late: int = 0  # recordings made while requests wait
 
     def reset(self) -> None:
         self.replays = self.padded = self.recorded_late = 0
@@ -46,7 +46,7 @@ class GraphCounters:
 class Recorder:
     """Records programs into CUDA graphs that share one memory pool.
 
-    They may share it because each leaves what outlives its replay in tensors made outside, and replays on one stream.
+    They may share it because each leaves its results in tensors made outside, and all replay on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,14 +54,15 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
 
     def warm(self, program: Program) -> None:
-        """Run once, so that whatever is compiled or allocated on first use is there."""
+        """Run once, for what is compiled or allocated on first use."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             program()
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, program: Program) -> Program:
-        """The replay of what `program` launches. Not `torch.cuda.graph`, which collects garbage at every entry."""
+        """Record what `program` launches; returns its replay. `torch.cuda.graph` would collect garbage at every
+        entry."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), _no_collection():
@@ -77,7 +78,7 @@ class Recorder:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The garbage collector waits: a graph of a forgotten engine, destroyed meanwhile, would spoil a recording."""
+    """Disable the garbage collector: destroying a graph of a dropped engine would invalidate the recording."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -88,9 +89,9 @@ def _no_collection() -> Iterator[None]:
 
 
 def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, lengths: int = 1) -> int:
-    """An estimate of what the recordings themselves take on the device: about 64 KiB a graph for its launches.
+    """Estimated device memory of the recordings themselves: about 64 KiB a graph for its launches.
 
-    lengths: how many numbers of drafts an iteration may have."""
+    lengths: how many numbers of drafts a step may have."""
     count = len(batch_buckets(most)) * lengths * layers // 4 if graphs.decode == "whole" else 0
     if graphs.prefill == "piecewise":
         buckets = token_buckets(chunk)
@@ -99,13 +100,13 @@ def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, lengths: 
 
 
 def batch_buckets(most: int) -> list[int]:
-    """Batch sizes that are recorded: 1, 2, 4, 8, then steps of 8, 16 and 32, up to `most`."""
+    """Recorded batch sizes: 1, 2, 4, 8, then steps of 8, 16 and 32, up to `most`."""
     sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, most, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
 def token_buckets(most: int) -> list[int]:
-    """Prompt tokens that are recorded, up to `most`: no pass of over 1024 computes more than an eighth in vain."""
+    """Recorded numbers of prompt tokens, up to `most`: at most an eighth of a pass of over 1024 is padding."""
     sizes = [16, *range(32, 256, 32), *range(256, 1024, 64), *range(1024, 2048, 128)]
     sizes += [*range(2048, 4096, 256), *range(4096, most, 512)]
     return [size for size in sizes if size < most] + [most]
@@ -118,7 +119,7 @@ def bucket_of(sizes: list[int], count: int) -> int:
 
 @runtime_checkable
 class Recordings(Protocol):
-    """Something whose buckets are recorded before work begins."""
+    """Something that is recorded before work begins, bucket by bucket."""
 
     def capture(self) -> Iterator[None]:
         """Record everything; yields once per bucket."""
@@ -130,9 +131,9 @@ class Recordings(Protocol):
 
 
 class WholeGraphs:
-    """One recording of draft -> verify -> accept -> commit per batch bucket, number of drafts and kind of sampling.
+    """One recording of a whole decode step per batch bucket, number of drafts and sampling flags.
 
-    The plain kind is recorded before work begins, the others when a request first asks for them.
+    Greedy steps are recorded before work begins, others when a request first asks for them.
     """
 
     def __init__(
@@ -143,17 +144,17 @@ class WholeGraphs:
         lengths: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        """run: the iteration over device rows [B] with so many drafts, one of `lengths`; most: largest batch."""
+        """run: the decode step over slots [B] with so many drafts, one of `lengths`; most: largest batch."""
         self.counters = GraphCounters()
         self._run = run
         self._recorder = recorder
         self._buckets = batch_buckets(most)
         self._lengths = lengths
         self._graphs: dict[tuple[int, int, SamplingFlags], Program] = {}
-        # Where the last result is. Replays count for themselves, so that as a rule the host has nothing to tell them.
+        # The place of the last result in the ring. Replays count it on the device, so that the host need not send it.
         self._turn = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
-        # The device rows. They are sent when others than the last ones run.
+        # The slots. They are sent only when they differ from those of the last step.
         self._rows = torch.zeros(most, dtype=torch.int64, device=device)
         self._sent: list[int] = []
         self._host = torch.zeros(RING, most, dtype=torch.int64)
@@ -173,7 +174,7 @@ class WholeGraphs:
                 yield
 
     def __call__(self, slots: list[int], flags: SamplingFlags, drafts: int) -> Result:
-        """One iteration over the device rows `slots`."""
+        """One decode step over `slots`."""
         bucket = bucket_of(self._buckets, len(slots))
         replay = self._graphs.get((bucket, drafts, flags))
         if replay is None:
@@ -192,7 +193,7 @@ class WholeGraphs:
         return packed[turn], logprobs[turn] if flags.logprobs else None
 
     def _results(self, count: int, drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where results of `count` rows are, one behind the other: [RING, count, N + 3] and [RING, count, N]."""
+        """Views of the ring for results of `count` requests: [RING, count, N + 3] and [RING, count, N]."""
         rows = drafts + 1
         packed = self._packed[:, : count * (rows + 3)].unflatten(1, (count, rows + 3))
         return packed, self._logprobs[:, : count * rows].unflatten(1, (count, rows))
@@ -207,7 +208,7 @@ class WholeGraphs:
             if logprobs is not None:
                 all_logprobs.index_copy_(0, self._place, logprobs[None])
 
-        # A pass over padding rows harms nobody, if its result goes where the next one will: others may be on their way.
+        # A step over padding slots is harmless if its result goes to the next place: others may be in flight.
         self._rows.zero_()
         self._sent = []
         self._recorder.warm(program)

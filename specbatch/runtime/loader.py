@@ -1,4 +1,4 @@
-"""From a checkpoint to a model that runs: its weights, its KV cache and its way through a prompt."""
+"""Loads models for an engine: weights, KV cache and prefill forward pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
-    """Weights that stay float8 in memory, and their bytes with their scales."""
+    """Weights that stay FP8 in memory, and their bytes including scales."""
     if config.float8 is None or not keeps_fp8(device):
         return {}
     shapes = config.tensor_shapes()
@@ -45,36 +45,38 @@ def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
     }
 
 
-def rounds_activations(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
-    """Are there products of these models in float8, if that is `asked`? Of activations in float32 there are none."""
+def quantizes_activations(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
+    """Do these models have FP8 GEMMs, which quantize activations, if `asked`? With float32 activations there are
+    none."""
     return asked and dtype.itemsize == 2 and any(kept_float8(model, device) for model in models)
 
 
-def float8_said(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], rounds: bool) -> Iterator[str]:
-    """What became of float8 weights at load, and of the activations beside them. loads: whether an engine has loaded
-    the target, and the draft; rounds: see `rounds_activations`."""
+def fp8_lines(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool) -> Iterator[str]:
+    """Log lines on how FP8 weights were loaded and whether activations are quantized. loads: whether the engine loads
+    the target, and the draft; quantizes: see `quantizes_activations`."""
     name, device = str(model.dtype).removeprefix("torch."), model.device
-    stored = "kept" if keeps_fp8(device) else f"made {name}, as this device has no product with them"
+    stored = "kept" if keeps_fp8(device) else f"dequantized to {name}, as this device has no FP8 GEMM"
     if loads[0] and model.config.float8 is not None:
-        said = f"float8 weights: {stored}"
+        line = f"float8 weights: {stored}"
         if model.dequantized:
-            said += (
-                f", but {len(model.dequantized)} that are {name} now, as the matrices that they go into cut their "
-                f"blocks of scales: {min(model.dequantized)} and others alike"
+            line += (
+                f", but {len(model.dequantized)} dequantized to {name}, as their matrices are no whole number of scale "
+                f"blocks, such as {min(model.dequantized)}"
             )
-        yield said
+        yield line
     if loads[1] and len(draft.tensor_shapes()) > len(draft.weight_shapes()):  # scales
         yield f"draft: float8 weights: {stored}"
     if kept_float8(model.config, device) or kept_float8(draft, device):
-        yield f"float8 activations: {'on, rounded by token and 128 columns' if rounds else f'off, they are {name}'}"
+        state = "on, quantized per token and 128 columns" if quantizes else f"off, they are {name}"
+        yield f"float8 activations: {state}"
 
 
 @dataclass(frozen=True)
 class Loader:
     """What the models of an engine have in common: type, device, room for positions, size of the KV pool.
 
-    A model is used as "target" or as "draft". With a `recorder` prompt passes of up to `chunk` tokens are replayed in
-    pieces. `forwards` collects what was handed out.
+    A model is used as "target" or as "draft". With a `recorder`, prefill passes of up to `chunk` tokens are replayed
+    from piecewise graphs. `forwards` collects the forward passes by role.
     """
 
     dtype: torch.dtype
@@ -103,15 +105,15 @@ class Loader:
         )
 
     def target(self, model: Decoder, *, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
-        """The target's way through a prompt, and its cache. every: the features of all tokens are wanted."""
-        return self._way(model, "target", needs_all_hidden)
+        """The target's prefill forward pass and its cache. needs_all_hidden: of all tokens, see `DraftPlan`."""
+        return self._forward(model, "target", needs_all_hidden)
 
     def draft(self, model: Decoder) -> tuple[Forward, KVCache]:
-        """The same for a model that drafts."""
-        return self._way(model, "draft", False)
+        """The same for a draft model."""
+        return self._forward(model, "draft", False)
 
     def cache(self, config: ModelConfig, layers: int, role: str, states: RecurrentStates | None = None) -> KVCache:
-        """A cache alone, for who fills it otherwise than by prompt passes. layers: those that attend."""
+        """A cache that is not filled by prefill passes of its own model. layers: attention layers."""
         backend = self.attention[role]
         return KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, backend, states)
 
@@ -124,7 +126,7 @@ class Loader:
             shapes, model.recurrent_layers, device_rows, self.rows, types, self.device, self.cached_states
         )
 
-    def _way(self, model: Decoder, role: str, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
+    def _forward(self, model: Decoder, role: str, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
         cache = self.cache(model.config, model.attention_layers, role, self._states(model))
         forward: Forward = EagerForward(model, cache)
         if self.recorder is not None:

@@ -1,8 +1,8 @@
-"""A model's way through prompt chunks: launch by launch, or from graphs of the pieces between its cuts, which are where
-layers look at the context.
+"""Prefill forward pass: eager or piecewise CUDA graphs.
 
-The host needs some milliseconds to launch the pieces and what lies between them, as long as a device may need for a
-few hundred tokens. Short passes without a prefix therefore have a graph of their own, cuts included.
+Piecewise graphs record the segments between attention (or recurrent) operations, which run eagerly. The host needs some
+milliseconds to launch the segments and operations, as long as a device may need for a few hundred tokens. Short passes
+without a prefix therefore have one graph of their own, attention included.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from specbatch.models.decoder import Decoder, Features
 from specbatch.models.layers import Attention, Recurrent
 from specbatch.runtime.cuda_graphs import SHORT_TOKENS, GraphCounters, Program, Recorder, bucket_of, token_buckets
 
-SHORT_SPANS = 16  # and no more of a pass that is recorded as a whole
+SHORT_SPANS = 16  # most sequences of a pass that is recorded as a whole
 
 
 class PromptWork(Protocol):
-    """Something that prompts pass through, from recordings or not."""
+    """The part of a prefill pass that one model runs, from recordings or not."""
 
     counters: GraphCounters
 
 
 class Forward(PromptWork, Protocol):
-    """Fills the model's cache with the keys and values of a prompt pass."""
+    """Runs a model over a prefill pass and fills its cache."""
 
     def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
-        """tokens int64 [T]; rows int64 [n]: those whose last features are wanted, None is all."""
+        """tokens int64 [T]; rows int64 [n]: the tokens whose last hidden states are needed, None for all."""
         ...
 
 
 class EagerForward:
-    """Without graphs."""
+    """Runs without graphs."""
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.counters = GraphCounters()
@@ -55,7 +55,7 @@ class EagerForward:
 
 
 def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, needs_all_hidden: bool, aux: int = 0) -> int:
-    """Memory of the tensors that the pieces of a model with `aux` auxiliary layers share with their surroundings."""
+    """Bytes of the static tensors through which the segments of a model with `aux` auxiliary layers are called."""
     projected, mixed = config.mixer_widths
     heads = projected + mixed + (config.num_heads + config.num_kv_heads) * config.head_dim  # q and k
     features = (1 + needs_all_hidden + aux) * config.hidden_size
@@ -63,9 +63,9 @@ def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, needs_al
 
 
 class PiecewiseGraphs:
-    """Recorded between the cuts, at which attention and recurrences run eagerly: from what comes out of one to what
-    goes into the next, keys and values being in the cache. Behind the last one few rows are wanted as a rule, and they
-    run eagerly."""
+    """Records a model in segments: from the output of one attention or recurrent operation to the input of the next,
+    whose keys and values are then in the cache. After the last operation few rows are needed as a rule; they run
+    eagerly."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class PiecewiseGraphs:
         *,
         needs_all_hidden: bool,
     ) -> None:
-        """most: tokens of the largest pass. page_table: the one that all passes use. every: the last features are
-        wanted of all rows, so that what lies behind the last attention is recorded too."""
+        """most: tokens of the largest pass; page_table: the one that all passes use; needs_all_hidden: the last hidden
+        states of all tokens are needed, so that what follows the last operation is recorded, too."""
         config = model.config
         mixers = [layer.mixer for layer in model.layers]
         self.counters = GraphCounters()
@@ -87,7 +87,7 @@ class PiecewiseGraphs:
         self._recorder = recorder
         self._needs_all_hidden = needs_all_hidden
         self._buckets = token_buckets(most)
-        self._pieces: dict[int, list[Program]] = {}
+        self._segments: dict[int, list[Program]] = {}
         self._wholes: dict[int, Program] = {}
         short = [bucket for bucket in self._buckets if bucket <= SHORT_TOKENS and cache.attention.recordable]
         self._spans = {b: StaticRaggedBatch(b, SHORT_SPANS, page_table, cache.page_size) for b in short}
@@ -112,9 +112,9 @@ class PiecewiseGraphs:
 
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):
-            for piece in self._programs(bucket):
-                self._recorder.warm(piece)
-            self._pieces[bucket] = [self._recorder.record(piece) for piece in self._programs(bucket)]
+            for segment in self._programs(bucket):
+                self._recorder.warm(segment)
+            self._segments[bucket] = [self._recorder.record(segment) for segment in self._programs(bucket)]
             if bucket in self._spans:
                 whole = partial(self._run, list(self._programs(bucket)), bucket, self._spans[bucket])
                 self._recorder.warm(whole)
@@ -122,12 +122,12 @@ class PiecewiseGraphs:
             yield
 
     def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
-        """As `Decoder.forward`. The result may lie in memory that the next call writes to."""
-        assert (rows is None) == self._needs_all_hidden, "which rows are wanted is recorded"
+        """As `Decoder.forward`. The next call may overwrite the result."""
+        assert (rows is None) == self._needs_all_hidden, "the recording fixes which rows are needed"
         count, spans = len(tokens), metadata.spans
         self._cache.begin(spans.table[2, :-1])
         overrides = metadata.embedding_overrides(self._model.embedding)
-        if overrides is not None:  # recorded is what looks up every token
+        if overrides is not None:  # the recorded segments look up every token
             self.counters.fall_back("embeddings")
             return self._model.forward(tokens, metadata.positions, metadata.bind(self._cache), rows, overrides)
         bucket = bucket_of(self._buckets, count)
@@ -137,12 +137,12 @@ class PiecewiseGraphs:
             (self._slots, metadata.kv_slots),
         ):
             static[:count].copy_(here)
-        self._slots[count:bucket].zero_()  # what is computed for nobody goes to the page of padding rows
+        self._slots[count:bucket].zero_()  # padding tokens are written to the padding page
         if bucket in self._wholes and spans.fresh and len(spans.counts) <= SHORT_SPANS:
             self._spans[bucket].load(spans)
             self._wholes[bucket]()
         else:
-            self._run(self._pieces[bucket], count, spans)
+            self._run(self._segments[bucket], count, spans)
         self.counters.replays += 1
         self.counters.padded += bucket - count
         aux = None if self._aux is None else self._aux[:count]
@@ -151,15 +151,15 @@ class PiecewiseGraphs:
             return Features(self._model.finish(self._residual[:count], mixed, rows), aux)
         return Features(self._last[:count], aux)
 
-    def _run(self, pieces: list[Program], count: int, spans: RaggedBatch) -> None:
-        """The pieces, and between them the cuts of the first `count` rows."""
-        pieces[0]()
+    def _run(self, segments: list[Program], count: int, spans: RaggedBatch) -> None:
+        """Run the segments, and between them the operations over the first `count` rows."""
+        segments[0]()
         for index in range(len(self._model.layers)):
-            self._cut(index, count, spans)
-            if index + 1 < len(pieces):
-                pieces[index + 1]()
+            self._operation(index, count, spans)
+            if index + 1 < len(segments):
+                segments[index + 1]()
 
-    def _cut(self, index: int, count: int, spans: RaggedBatch) -> None:
+    def _operation(self, index: int, count: int, spans: RaggedBatch) -> None:
         cache, place, mixer = self._cache, self._model.places[index], self._model.layers[index].mixer
         projected, out = _rows(self._projected, count, mixer.width), _rows(self._mixed, count, mixer.mixed)
         if isinstance(mixer, Attention):
@@ -174,7 +174,7 @@ class PiecewiseGraphs:
             out.copy_(mixed)
 
     def _programs(self, bucket: int) -> Iterator[Program]:
-        """The pieces in order. The residual stream goes from one to the next through memory of the pool."""
+        """The segments in order. The residual stream passes from one to the next in memory of the graphs' pool."""
         model, layers = self._model, self._model.layers
         tokens, positions, slots, q, k, last_input = (
             static[:bucket] for static in (self._tokens, self._positions, self._slots, self._q, self._k, self._residual)
@@ -182,38 +182,38 @@ class PiecewiseGraphs:
         aux = None if self._aux is None else self._aux[:bucket]
         residual: list[torch.Tensor] = []
 
-        def going_in(index: int) -> torch.Tensor:
+        def input_of(index: int) -> torch.Tensor:
             return _rows(self._projected, bucket, layers[index].mixer.width)
 
-        def coming_out(index: int) -> torch.Tensor:
+        def output_of(index: int) -> torch.Tensor:
             return _rows(self._mixed, bucket, layers[index].mixer.mixed)
 
-        def hand_over(index: int, x: torch.Tensor) -> None:
-            """To layer `index`, whose projection is there."""
+        def prepare(index: int, x: torch.Tensor) -> None:
+            """Prepare the operation of layer `index`, whose projection is computed."""
             mixer, place = layers[index].mixer, model.places[index]
             if isinstance(mixer, Attention):
                 k_cache, v_cache = self._cache.k[place], self._cache.v[place]
-                split_qkv_rope(going_in(index), mixer.heads, positions, slots, k_cache, v_cache, out=(q, k))
+                split_qkv_rope(input_of(index), mixer.heads, positions, slots, k_cache, v_cache, out=(q, k))
             residual[:] = [x] if index + 1 < len(layers) else [last_input.copy_(x)]
 
         def enter() -> None:
-            x, _ = model.enter(tokens, out=going_in(0))
-            hand_over(0, x)
+            x, _ = model.enter(tokens, out=input_of(0))
+            prepare(0, x)
 
-        def piece(index: int) -> Program:
+        def segment(index: int) -> Program:
             def program() -> None:
-                x, _ = model.advance(index, residual[0], coming_out(index), out=going_in(index + 1), aux=aux)
-                hand_over(index + 1, x)
+                x, _ = model.advance(index, residual[0], output_of(index), out=input_of(index + 1), aux=aux)
+                prepare(index + 1, x)
 
             return program
 
         def finish() -> None:
             assert self._last is not None
-            self._last[:bucket].copy_(model.finish(residual[0], coming_out(len(layers) - 1), aux=aux))
+            self._last[:bucket].copy_(model.finish(residual[0], output_of(len(layers) - 1), aux=aux))
             residual.clear()
 
         yield enter
-        yield from (piece(index) for index in range(len(layers) - 1))
+        yield from (segment(index) for index in range(len(layers) - 1))
         if self._needs_all_hidden:
             yield finish
 

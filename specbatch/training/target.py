@@ -8,7 +8,7 @@ from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
-from specbatch.runtime.loader import rounds_activations
+from specbatch.runtime.loader import quantizes_activations
 from specbatch.training.data import Batch
 from specbatch.weights import Checkpoint
 
@@ -29,7 +29,7 @@ class Target:
         tied = checkpoint.config.tie_embeddings
         self.head = self.embedding if tied else checkpoint.tensor(HEAD).to(device=device, dtype=dtype)
         self.norm = self._model.norm.weight
-        self._rounds = rounds_activations(True, dtype, device, checkpoint.config)  # as an engine does
+        self._rounds = quantizes_activations(True, dtype, device, checkpoint.config)  # as an engine does
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:

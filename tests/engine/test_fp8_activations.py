@@ -61,9 +61,9 @@ NEXT = MOE | {
 }
 PLAIN = {key: value for key, value in DENSE.items() if key != "quantization_config"}
 KEPT = "float8 weights: kept"
-ON = "float8 activations: on, rounded by token and 128 columns"
+ON = "float8 activations: on, quantized per token and 128 columns"
 OFF = "float8 activations: off, they are float16"
-NOTHING = "float8_activations: off, which changes nothing: on gives this model nothing to multiply in float8 here"
+NOTHING = "float8_activations: off, which changes nothing: with on, this model has no FP8 GEMM here either"
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 GRAPHS = Graphs(decode="whole", prefill="piecewise")
@@ -198,8 +198,8 @@ def test_a_second_look_is_taken_as_the_run_was(
             DENSE | {"head_dim": 48},
             {},
             [
-                f"{KEPT}, but 6 that are float16 now, as the matrices that they go into cut their blocks of scales: "
-                "model.layers.0.self_attn.k_proj.weight and others alike",
+                f"{KEPT}, but 6 dequantized to float16, as their matrices are no whole number of scale blocks, such as "
+                "model.layers.0.self_attn.k_proj.weight",
                 ON,
             ],
         ),
@@ -244,7 +244,7 @@ def test_a_cpu_multiplies_nothing_in_float8(tmp_path: Path) -> None:
     lines: list[str] = []
     with Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu"), log=lines.append) as engine:
         assert engine.caps["float8_activations"] == "off"
-    assert "float8 weights: made float32, as this device has no product with them" in lines
+    assert "float8 weights: dequantized to float32, as this device has no FP8 GEMM" in lines
 
 
 def test_it_is_on_or_off() -> None:
