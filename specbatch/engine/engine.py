@@ -1,12 +1,12 @@
-"""The engine: owns model, caches, drafter and schedule; prompts go in, completions come out."""
+"""The engine: prompts in, completions out. Owns the models, caches, scheduler and schedule."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,17 @@ from specbatch.core.async_copy import on_device
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.request import Completion, Request, SamplingParams
 from specbatch.engine.builder import build
+from specbatch.engine.record_window import RecordWindow
 from specbatch.engine.runner import Runner
 from specbatch.engine.schedules import SCHEDULES
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
-from specbatch.memory.state_cache import StateCounters
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress import Report
 from specbatch.records.low_acceptance import LowAcceptanceWarning
 from specbatch.records.run_record import RunRecord
-from specbatch.records.summarize import device_metrics, emitted_histogram, summarize, total_acceptance
 from specbatch.weights import Log
 
 Prompt = str | list[int] | EmbeddedPrompt
@@ -47,10 +46,12 @@ class StreamEvent:
 
 
 class Engine:
-    """Runs prompts on one model in this process. `log` gets lines such as the memory plan, before the weights load.
+    """Runs prompts on one model in this process. `log` is called with lines such as the memory plan, before the weights
+    are loaded.
 
-    `report` hears of the progress in recording graphs. `weights_of`: an open engine whose target weights are used in
-    place of a copy of one's own. `share`: this engine's part of the memory, if several are built one after the other.
+    `report` is called with the progress of recording graphs. `weights_of`: an open engine whose target weights are used
+    in place of a copy of one's own. `share`: this engine's part of the memory, if several are built one after the
+    other.
     """
 
     def __init__(
@@ -94,7 +95,6 @@ class Engine:
             chunk=config.prefill_chunk,
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
         )
-        self._tally = self._scorer.tally
         self._active: dict[int, Request] = {}
         self._aborted: set[int] = set()
         self._events: list[StreamEvent] = []
@@ -121,9 +121,10 @@ class Engine:
         """Continue every prompt (text, token ids or an `EmbeddedPrompt`); completions come in the order of the prompts.
 
         `params`: one for all, or one per prompt. `concurrency`: keep at most that many requests submitted and
-        unfinished; None submits all at once. `arrivals`: when each prompt arrives, in seconds from now, rising; its
-        times count from there, also while `concurrency` or a step that runs keeps it out. `on_completion` is called as
-        each one ends. All prompts are checked before any work; an interruption drops what is unfinished.
+        unfinished; None submits all at once. `arrivals`: when each prompt arrives, in ascending seconds from now; its
+        metrics count from there, including the time that `concurrency` or a running step keeps it waiting.
+        `on_completion` is called as each one ends. All prompts are checked before any work; an interruption drops
+        unfinished requests.
         """
         done: dict[int, Completion] = {}
         with closing(self.stream(prompts, params, concurrency=concurrency, arrivals=arrivals)) as events:
@@ -142,13 +143,13 @@ class Engine:
         concurrency: int | None = None,
         arrivals: Sequence[float] | None = None,
     ) -> Events:
-        """As `generate`, handing tokens over as the host learns of them. One stream may be open at a time."""
+        """As `generate`, yielding tokens as they arrive on the host. One stream may be open at a time."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
         if arrivals is not None and (len(arrivals) != len(prompts) or sorted(arrivals) != list(arrivals)):
-            raise refuse("arrivals", f"{len(arrivals)} times", f"give {len(prompts)} seconds that rise, one per prompt")
+            raise refuse("arrivals", f"{len(arrivals)} times", f"give {len(prompts)} ascending seconds, one per prompt")
         self._require("ready")
         settings = self._settings(params, len(prompts))
         encoded = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
@@ -185,15 +186,15 @@ class Engine:
                     raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
                 yield from self._take_events()
                 self._require("busy")
-            while self._step():  # what v2 still has in flight: void rows of requests that have ended
+            while self._step():  # v2 may have a step in flight, for requests that have ended
                 pass
             if self._watch is not None:
                 with on_device(self.device):
-                    ended = [item for item in self._completions if item.finish_reason != "abort"]
+                    ended = [item for item in self._window.completions if item.finish_reason != "abort"]
                     self._watch.finish([item for item in ended if not item.metrics.embedded_tokens])
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
-            yield from self._take_events()  # what had ended by then is not lost
+            yield from self._take_events()  # keep what has ended by then
             if isinstance(error, torch.OutOfMemoryError):
                 raise self.plan.out_of_memory("running prompts") from error
             raise
@@ -203,7 +204,7 @@ class Engine:
                 self._state = "ready"
 
     def check(self, tokens: Sequence[int], params: SamplingParams, index: int = 0) -> None:
-        """Refuse a prompt that could never run: none, too long with its answer, or with ids that the model has not."""
+        """Refuse a prompt that can never run: empty, too long with its output, or with ids outside the vocabulary."""
         self._scheduler.check(len(tokens), params.max_new_tokens, index)
         wrong = [token for token in tokens if not 0 <= token < self.model_config.vocab_size]
         if wrong:
@@ -212,9 +213,9 @@ class Engine:
             )
 
     def score(self, pairs: Sequence[Pair], *, on_score: OnScore | None = None) -> list[Likelihood]:
-        """How likely each continuation is behind its context: pairs of two lists of token ids, neither empty.
+        """Log-likelihood of each continuation after its context: pairs of two non-empty lists of token ids.
 
-        The target runs alone, whatever `speculation` says: of a given text nothing is drafted. Texts go through it as
+        The target runs alone, whatever `speculation` is: nothing is drafted for given texts. Texts go through it as
         prompts do; the prefix cache is emptied. The last token, which nothing follows, does not count in
         `max_model_len`. `on_score` is called with the index of each pair as it ends.
         """
@@ -229,7 +230,7 @@ class Engine:
             self._state = "ready"
 
     def next_logits(self, tokens: list[int]) -> torch.Tensor:
-        """float32 [V] on the host: what the model says behind `tokens`, in a prompt pass like any other."""
+        """Logits float32 [V] on the host of the token after `tokens`, from a normal prefill pass."""
         seen: list[torch.Tensor] = []
         self._worker.prefill_step.on_logits = lambda logits: seen.append(logits[0].float().cpu())
         try:
@@ -239,7 +240,7 @@ class Engine:
         return seen[0]
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that what is measured next begins with none."""
+        """Empty the prefix cache, so that the next measurement starts without cached prefixes."""
         self._require("ready")
         self._scheduler.forget_prefixes()
 
@@ -247,7 +248,7 @@ class Engine:
         """End the request of that prompt; its completion so far follows with finish_reason "abort"."""
         request = self._active.get(index)
         if request is None:
-            self._aborted.add(index)  # it may still wait for its turn
+            self._aborted.add(index)  # it may not be submitted yet
         else:
             self._end(request, "abort")
             self._finish(request, [])
@@ -256,51 +257,18 @@ class Engine:
 
     def reset_record(self) -> None:
         """Start a new measured window: with the next submission, or now if requests are under way."""
-        self._completions: list[Completion] = []
-        self._opened: float | None = time.perf_counter() if self._active else None
-        self._closed = 0.0
-        self._per_second: Counter[int] = Counter()  # output tokens, by second of the window
-        self._counters = self._runner.start_record()
-        self._tally.reset()
-        self._graph_counters = {"decode": self._worker.decode_counters}
-        self._graph_counters |= {f"{role}_prefill": forward.counters for role, forward in self._worker.forwards.items()}
-        for counters in self._graph_counters.values():
-            counters.reset()
-        if self._scheduler.state_cache is not None:
-            self._scheduler.state_cache.counters = StateCounters()
+        self._window = RecordWindow(self._runner, self._worker, self._scheduler.state_cache, self._scorer.tally)
+        if self._active:
+            self._window.open(time.perf_counter())
 
     @property
     def iterations(self) -> int:
-        """Iterations launched in the window; `record` would tell too, at some milliseconds a call."""
-        return self._counters.iterations
+        """Decode steps launched in the window; `record` has it too, but takes some milliseconds a call."""
+        return self._window.iterations
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
-        """All work since the engine was made or `reset_record` was called."""
-        window = 0.0
-        if self._opened is not None:  # up to the last completion, or to now if there is none yet
-            window = (self._closed if self._completions else time.perf_counter()) - self._opened
-        metrics = summarize(self._completions, window, concurrency)
-        metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
-        counters = self._counters.as_dict()
-        counters["emitted_histogram"] = emitted_histogram(self._completions)
-        counters["acceptance"] = total_acceptance(self._completions).as_counters()
-        counters["graphs"] = {name: asdict(item) for name, item in self._graph_counters.items()}
-        if self._scheduler.state_cache is not None:
-            counters["states"] = asdict(self._scheduler.state_cache.counters)
-        metrics |= device_metrics(counters)
-        rows = [item.as_row() for item in self._completions]
-        if self._tally.rows:
-            counters["scoring"] = self._tally.numbers()
-            if not rows:  # then this is all there is to tell
-                metrics, rows = counters["scoring"], list(self._tally.rows)
-        return RunRecord(
-            config=self.config.as_dict(),
-            caps=dict(self.caps),
-            metrics=metrics,
-            counters=counters,
-            requests=rows,
-            workload=workload or {},
-        )
+        """All work since the engine was built or `reset_record` was called."""
+        return self._window.record(self.config.as_dict(), dict(self.caps), concurrency, workload or {})
 
     def close(self) -> None:
         """Free the memory of model and caches. The engine cannot be used afterwards."""
@@ -309,7 +277,7 @@ class Engine:
         self._drop_work()
         self._state = "closed"
         self._worker.close()
-        self._watch = None  # it may know the model
+        self._watch = None  # it may refer to the model
         del self._worker, self._runner, self._scorer, self._schedule, self._model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -330,7 +298,7 @@ class Engine:
         raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
 
     def _check_sharing(self, config: EngineConfig) -> None:
-        """Refuse to lend the weights to an engine that asks for others."""
+        """Refuse to share the weights with an engine that needs others."""
         if self._state == "closed":
             raise refuse("weights_of", "a closed engine", "share the weights of an open one")
         for name in ("model", "load_format", "seed"):
@@ -347,13 +315,13 @@ class Engine:
         return events
 
     def _drop_work(self) -> None:
-        """Forget what an error, a closed stream or a closed engine leaves unfinished."""
+        """Drop requests that an error, a closed stream or a closed engine leaves unfinished."""
         for request in list(self._active.values()):
             self._end(request, "abort")
         self._events.clear()
         if self._state != "closed":
             self._schedule.drop()
-        if not self._trusted:  # a pass that was planned may not have run: its pages hold anything
+        if not self._trusted:  # a planned pass may not have run, so that its pages hold anything
             self._scheduler.forget_prefixes()
             self._trusted = True
 
@@ -374,8 +342,7 @@ class Engine:
         return asked.checked(index, self.model_config.hidden_size)
 
     def _submit(self, index: int, prompt: EmbeddedPrompt, params: SamplingParams, arrived: float) -> None:
-        if self._opened is None:
-            self._opened = arrived
+        self._window.open(arrived)
         decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         request = Request(
             index,
@@ -391,8 +358,7 @@ class Engine:
 
     def _on_tokens(self, request: Request, tokens: list[int]) -> None:
         assert request.last_token is not None
-        assert self._opened is not None
-        self._per_second[int(request.last_token - self._opened)] += len(tokens)
+        self._window.add_tokens(request.last_token, len(tokens))
         if request.finished:
             self._finish(request, tokens)
         else:
@@ -401,9 +367,8 @@ class Engine:
     def _finish(self, request: Request, tokens: list[int]) -> None:
         now = time.perf_counter()
         completion = request.completion(now)
-        self._closed = now
         self._active.pop(request.index, None)
-        self._completions.append(completion)
+        self._window.add(completion, now)
         if self._watch is not None and completion.finish_reason != "abort":
             self._watch.add(completion.metrics.acceptance)
         self._events.append(StreamEvent(request.index, tokens, completion))

@@ -1,0 +1,79 @@
+"""The measured window of an engine: completions, times and counters since the last reset, as a run record."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from specbatch.core.request import Completion
+from specbatch.engine.device_worker import DeviceWorker
+from specbatch.engine.runner import Runner
+from specbatch.engine.scoring import Tally
+from specbatch.memory.state_cache import StateCache, StateCounters
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import device_metrics, emitted_histogram, summarize, total_acceptance
+
+
+class RecordWindow:
+    """Opens with the first submission and ends with the last completion."""
+
+    def __init__(self, runner: Runner, worker: DeviceWorker, state_cache: StateCache | None, tally: Tally) -> None:
+        """Resets all counters. tally: of what was scored."""
+        self.completions: list[Completion] = []
+        self._opened: float | None = None
+        self._closed = 0.0
+        self._tokens: Counter[int] = Counter()  # output tokens by second of the window
+        self._counters = runner.start_record()
+        self._graphs = {"decode": worker.decode_counters}
+        self._graphs |= {f"{role}_prefill": forward.counters for role, forward in worker.forwards.items()}
+        for counters in self._graphs.values():
+            counters.reset()
+        self._state_cache = state_cache
+        if state_cache is not None:
+            state_cache.counters = StateCounters()
+        self._tally = tally
+        tally.reset()
+
+    @property
+    def iterations(self) -> int:
+        """Decode steps launched."""
+        return self._counters.iterations
+
+    def open(self, now: float) -> None:
+        """Start the clock, unless it runs."""
+        if self._opened is None:
+            self._opened = now
+
+    def add_tokens(self, now: float, count: int) -> None:
+        assert self._opened is not None
+        self._tokens[int(now - self._opened)] += count
+
+    def add(self, completion: Completion, now: float) -> None:
+        self.completions.append(completion)
+        self._closed = now
+
+    def record(
+        self, config: dict[str, Any], caps: dict[str, Any], concurrency: int | None, workload: dict[str, Any]
+    ) -> RunRecord:
+        seconds = 0.0
+        if self._opened is not None:  # up to the last completion, or to now if there is none yet
+            seconds = (self._closed if self.completions else time.perf_counter()) - self._opened
+        metrics = summarize(self.completions, seconds, concurrency)
+        metrics["peak_output_throughput"] = float(max(self._tokens.values(), default=0)) or None
+        counters = self._counters.as_dict()
+        counters["emitted_histogram"] = emitted_histogram(self.completions)
+        counters["acceptance"] = total_acceptance(self.completions).as_counters()
+        counters["graphs"] = {name: asdict(item) for name, item in self._graphs.items()}
+        if self._state_cache is not None:
+            counters["states"] = asdict(self._state_cache.counters)
+        metrics |= device_metrics(counters)
+        requests = [item.as_row() for item in self.completions]
+        if self._tally.rows:
+            counters["scoring"] = self._tally.numbers()
+            if not requests:  # nothing was generated
+                metrics, requests = counters["scoring"], list(self._tally.rows)
+        return RunRecord(
+            config=config, caps=caps, metrics=metrics, counters=counters, requests=requests, workload=workload
+        )
