@@ -1,4 +1,4 @@
-"""What a progress line says: a speed of the last seconds, and a time left that counts no work of earlier runs."""
+"""Progress lines: the recent speed, and a remaining time that ignores the work of earlier runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that answers at once: what the commands do around an engine is tested without one."""
+"""A stub engine that answers at once, to test the commands without a model."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class StubEngine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
-    """The stub in place of the engine, a stub of the model registry, and an empty working folder."""
+    """The stub instead of the engine, a stub of the model registry, and an empty working folder."""
     monkeypatch.setattr(StubEngine, "built", [])
     monkeypatch.setattr(StubEngine, "lenders", [])
     monkeypatch.setattr(StubEngine, "places", [])

@@ -1,4 +1,4 @@
-"""`specbatch generate`: order, resume, atomic output, interruption, bad lines, data sets."""
+"""`specbatch generate`: order, resume, atomic output, interruption, malformed lines, data sets."""
 
 from __future__ import annotations
 

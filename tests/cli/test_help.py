@@ -1,4 +1,4 @@
-"""Help is quick, complete, and teaches by example."""
+"""Help is fast and complete, and has examples."""
 
 from __future__ import annotations
 

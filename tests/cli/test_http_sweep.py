@@ -1,4 +1,4 @@
-"""`specbatch sweep --engine http`: the same workload, records and tables, made by a server on loopback."""
+"""`specbatch sweep --engine http`: the same workload, records and tables, measured on a local server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shared options mean together."""
+"""The shared options and the configuration that they make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands around the real engine, on random weights of a toy shape: the stub's promises are the engine's."""
+"""The commands with the real engine, on random weights of a toy model."""
 
 from __future__ import annotations
 

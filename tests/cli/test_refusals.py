@@ -1,11 +1,11 @@
-"""A mistake is refused in one line that names setting, value and what works, before an engine exists."""
+"""Mistakes of the user are one-line errors with setting, value and what works, before an engine is built."""
 
 from __future__ import annotations
 
 import pytest
 
 GOOD = '{"prompt": "a"}'
-# command line ({in}: a file with the given lines, {tmp}: a folder) | the file's lines | what must be said
+# command line ({in}: a file with the given lines, {tmp}: a folder) | the file's lines | part of the error message
 REFUSED = [
     ("eval t --spec v3", [], "spec='v3': use one of off, v1, v2"),
     ("eval t --algorithm magic", [], "algorithm='magic': use one of none, ngram, standalone"),
@@ -138,7 +138,7 @@ def test_errors_come_before_an_engine_is_built(run, engine, jsonl, tmp_path, com
     assert line.startswith("error: ")
     assert says in line
     assert engine.built == []
-    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())  # nothing is littered
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())  # no files are left
 
 
 @pytest.mark.slow  # all tasks of lm-eval are read
@@ -179,7 +179,7 @@ def test_an_invalid_partial_output(run, jsonl, tmp_path):
         ("nonsense",),
         ("generate",),
         ("sweep", "--spec", "v1"),
-        ("check", "--simulate-accept-length", "2"),  # its text is no model's
+        ("check", "--simulate-accept-length", "2"),  # its output is not the model's
     ],
 )
 def test_usage_errors_exit_with_2_as_well(run, words):

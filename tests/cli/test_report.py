@@ -1,4 +1,4 @@
-"""`specbatch report`: what a sweep left becomes tables, pictures and a page."""
+"""`specbatch report`: tables, charts and an HTML page from the records of a sweep."""
 
 from __future__ import annotations
 

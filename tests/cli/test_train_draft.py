@@ -1,4 +1,4 @@
-"""train-draft as it is typed: what is refused before anything is loaded, and a whole run on random weights."""
+"""`specbatch train-draft`: errors before anything is loaded, and whole runs on random weights."""
 
 from __future__ import annotations
 

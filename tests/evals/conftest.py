@@ -1,4 +1,4 @@
-"""An engine that knows the answers: canned texts, a byte tokenizer, plausible numbers."""
+"""A fake engine with canned answers, a byte tokenizer and plausible metrics."""
 
 from __future__ import annotations
 

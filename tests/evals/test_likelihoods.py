@@ -96,7 +96,7 @@ TASKS = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of tasks in place of all that lm-eval has."""
+    """A folder of tasks instead of all of lm-eval's."""
     folder = tmp_path / "lm_eval_tasks"
     folder.mkdir()
     (folder / "rows.py").write_text(ROWS)
@@ -257,7 +257,7 @@ def test_special_tokens_are_added_once(make_engine: Any) -> None:
 
 
 def likes(number: int) -> Callable[[str], str]:
-    """A model that finds choice `number` likeliest, and nothing in a text."""
+    """A model for which choice `number` is the most likely."""
 
     def reply(context: str) -> str:
         if not context:

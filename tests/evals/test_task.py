@@ -42,7 +42,7 @@ def load(name: str, **options: Any) -> EvalTask:
 
 @pytest.fixture
 def other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small folder in place of lm-eval's 14,000 tasks."""
+    """A small folder instead of lm-eval's 14,000 tasks."""
     folder = tmp_path / "lm_eval_tasks"
     folder.mkdir()
     (folder / "rows.py").write_text(ROWS)

@@ -1,4 +1,4 @@
-"""Data sets in and out: what was written with the library is read the same, and a table is written whole."""
+"""Reading data sets as the library wrote them, and writing tables atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a job under way: what is taken over, and what is left as it is."""
+"""The partial output of a job: which files a job continues, and which it rejects unchanged."""
 
 from __future__ import annotations
 

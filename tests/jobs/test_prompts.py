@@ -1,4 +1,4 @@
-"""Lines that hold prompts, and those that do not: each is told with its number and the others stay what they are."""
+"""Prompts from JSONL and data sets: their forms, and malformed lines with their numbers."""
 
 from __future__ import annotations
 

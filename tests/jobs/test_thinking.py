@@ -1,4 +1,4 @@
-"""Where reasoning ends and the answer begins."""
+"""Separating reasoning from the answer."""
 
 from __future__ import annotations
 
