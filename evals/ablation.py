@@ -103,11 +103,11 @@ def run_ablation(
     `folder` must exist. If a configuration fails, the results of those before it are kept.
     """
     ready = prepare(replace(options, output=None))
-    if log is not None:
-        log(f"data: {ready.task.data_source}")
     if not ready.task.generates:
         works = f"task {options.task} ({ready.task.kind}) scores given texts and decodes nothing"
         raise refuse("ablation", True, f"{works}; leave it out, or use a task that generates")
+    if log is not None:
+        log(f"data: {ready.task.data_source}")
     reports: dict[str, EvalReport] = {}
     ablation = Ablation(reports, dict(left_out or {}))
     done = 0

@@ -95,8 +95,9 @@ def evaluate(
                 "whole",
                 f"task {task} ({ready.task.kind}) scores given texts and decodes nothing; leave it out",
             )
+        config = ready.engine_config(config)
         say(f"data: {ready.task.data_source}")
-        with open_engine(ready.engine_config(config)) as running, progress(f"eval {task}") as report:
+        with open_engine(config) as running, progress(f"eval {task}") as report:
             result = ready.run(running, report)
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
