@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import apply_rope_ref
 
@@ -64,42 +65,10 @@ def write_verified_kv_ref(
     size, count = keys.shape[2], len(kv) // len(rows)
     row = torch.arange(count, device=kv.device)
     positions = lengths[:, None] + row
-    slots = page_table[rows].gather(1, positions // size) * size + positions % size
+    slots = kv_slots(page_table, rows[:, None], positions, size)
     slots = torch.where(row <= accepted[:, None], slots, 0)  # page 0 is nobody's
     write_context_kv_ref(kv, heads, keys, values, positions.flatten(), slots.flatten())
 
 
-def write_context_kv(
-    kv: torch.Tensor,
-    heads: ContextKVLayout,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """`write_context_kv_ref`, in one kernel on a CUDA device."""
-    if dispatch.runs_kernels(kv):
-        from specbatch.kernels.attention import context_kv_triton
-
-        context_kv_triton.write_context_kv(kv, heads, keys, values, positions, slots)
-    else:
-        write_context_kv_ref(kv, heads, keys, values, positions, slots)
-
-
-def write_verified_kv(
-    kv: torch.Tensor,
-    heads: ContextKVLayout,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    accepted: torch.Tensor,
-) -> None:
-    """`write_verified_kv_ref`, in one kernel on a CUDA device."""
-    if dispatch.runs_kernels(kv):
-        from specbatch.kernels.attention import context_kv_triton
-
-        context_kv_triton.write_verified_kv(kv, heads, keys, values, page_table, rows, lengths, accepted)
-    else:
-        write_verified_kv_ref(kv, heads, keys, values, page_table, rows, lengths, accepted)
+write_context_kv = op(write_context_kv_ref, "specbatch.kernels.attention.context_kv_triton:write_context_kv")
+write_verified_kv = op(write_verified_kv_ref, "specbatch.kernels.attention.context_kv_triton:write_verified_kv")

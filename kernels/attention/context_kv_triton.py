@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.context_kv import ContextKVLayout
+from specbatch.kernels.common.kv_slots_triton import kv_slot
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 
 _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
 
@@ -58,8 +60,7 @@ def _launch(
         kv, heads.k_norms, heads.cos, heads.sin, keys, values, positions, slots, page_table, rows, lengths, accepted,
         lines, len(kv) // len(rows) if rows is not None else 1, page_table.shape[1] if page_table is not None else 0,
         accepted.stride(0) if accepted is not None else 0, keys.stride(0), heads.eps,
-        LAYERS=layers, KV=heads.kv, DIM=heads.dim, PAGE=keys.shape[2], TILE=tile, HALF=half, PDL=kv.is_cuda,
-        launch_pdl=kv.is_cuda, num_warps=4,
+        LAYERS=layers, KV=heads.kv, DIM=heads.dim, PAGE=keys.shape[2], TILE=tile, HALF=half, **pdl(kv), num_warps=4,
     )  # fmt: skip
 
 
@@ -84,9 +85,7 @@ def _write_context(
     weight = k_norms + layer[:, None] * DIM + column[None, :]
     w1 = tl.load(weight, kept[:, None] & inside, 0.0).to(tl.float32)
     w2 = tl.load(weight + half, kept[:, None] & inside, 0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     if slots is not None:
         position = tl.load(positions + token, kept, 0)
         slot = tl.load(slots + token, kept, 0)
@@ -95,7 +94,7 @@ def _write_context(
         kept &= node <= tl.load(accepted + sequence * spacing, kept, -1)
         position = tl.load(lengths + sequence, kept, 0) + node
         row = tl.load(rows + sequence, kept, 0)
-        slot = tl.load(page_table + row * width + position // PAGE, kept, 0) * PAGE + position % PAGE
+        slot = kv_slot(page_table + row * width, position, PAGE, kept)
     mask = kept[:, None] & inside
     turned = mask & is_k[:, None]
     source = kv + line.to(tl.int64)[:, None] * DIM + column[None, :]

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.common.kv_slots_triton import kv_slot
 
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
@@ -117,10 +118,7 @@ def _processors(device: torch.device) -> int:
 @triton.jit
 def _bulk(keys, values, pages, offset, at, head, DIM: tl.constexpr, PAGE: tl.constexpr, SOURCE: tl.constexpr):
     """Keys and values [KEYS, DIM] from place `at` of a sequence, by one bulk copy each."""
-    if SOURCE == "pages":
-        line = (tl.load(pages + at // PAGE) * PAGE + at % PAGE).to(tl.int32)
-    else:
-        line = offset.to(tl.int32) + at
+    line = kv_slot(pages, at, PAGE).to(tl.int32) if SOURCE == "pages" else offset.to(tl.int32) + at
     return keys.load([line, head * DIM]), values.load([line, head * DIM])
 
 
@@ -193,7 +191,7 @@ def _attend(
         key = at + tl.arange(0, KEYS)
         if SOURCE == "slots":
             held = tl.minimum(key, high - 1)  # the last block repeats the last key, out of every row's sight
-            slot = tl.load(pages + held // PAGE) * PAGE + held % PAGE
+            slot = kv_slot(pages, held, PAGE)
             place = (slot * (KV * DIM) + head * DIM)[:, None] + column[None, :]
             if DIM < BLOCK_D:
                 k = tl.load(keys + place, mask=(column < DIM)[None, :], other=0.0)

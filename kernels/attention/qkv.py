@@ -1,4 +1,4 @@
-"""From one row of the qkv product to rotated heads."""
+"""Splits the output of the qkv GEMM into query, key and value heads, normalizes and rotates them (RoPE)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.kernels import dispatch
 from specbatch.kernels.attention.paged_attention import write_kv_ref
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import apply_rope_ref
 
@@ -46,7 +46,7 @@ def split_qkv_rope_ref(
     return qk[:, : heads.count], qk[:, heads.count :], v
 
 
-def split_qkv_rope(
+def split_qkv_rope_write_ref(
     qkv: torch.Tensor,
     heads: QKVLayout,
     positions: torch.Tensor,
@@ -55,16 +55,13 @@ def split_qkv_rope(
     v_cache: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`split_qkv_rope_ref`; k and v also go to flat `slots` [T] of the cache. One kernel on a CUDA device.
+    """`split_qkv_rope_ref`; k and v are also written to flat `slots` int64 [T] of one layer's cache.
 
     q and k are written to the memory of `out`, if given; v is a view of qkv.
     """
-    if dispatch.runs_kernels(qkv):
-        from specbatch.kernels.elementwise import elementwise_triton
-
-        q, k = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.kv))
-        elementwise_triton.split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache, q, k)
-        return q, k, qkv.view(len(qkv), -1, heads.dim)[:, -heads.kv :]
     q, k, v = split_qkv_rope_ref(qkv, heads, positions)
     write_kv_ref(k, v, k_cache, v_cache, slots)
     return (q, k, v) if out is None else (out[0].copy_(q), out[1].copy_(k), v)
+
+
+split_qkv_rope = op(split_qkv_rope_write_ref, "specbatch.kernels.attention.qkv_triton:split_qkv_rope")

@@ -6,7 +6,8 @@ from functools import cached_property
 
 import torch
 
-from specbatch.core.async_copy import upload
+from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.upload import upload
 
 
 class RaggedBatch:
@@ -55,8 +56,7 @@ class RaggedBatch:
         owner = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
         place = torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
         row, place = upload(torch.stack([torch.tensor(self.rows)[owner], place]), self.page_table.device)
-        slots: torch.Tensor = self.page_table[row, place // self.page_size] * self.page_size + place % self.page_size
-        return slots
+        return kv_slots(self.page_table, row, place, self.page_size)
 
 
 class StaticRaggedBatch(RaggedBatch):

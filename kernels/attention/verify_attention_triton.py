@@ -16,14 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.paged_attention import (
-    attention_bias,
-    attention_mask,
-    paged_attention_ref,
-    write_kv_ref,
-)
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
+from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
+from specbatch.kernels.common.kv_slots_triton import kv_slot
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
 _GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
@@ -167,9 +163,7 @@ def _verify_attention(
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
+            wait_for_previous_kernel(PDL)
             query = token * (KV * (GROUP + 2) * DIM) + (head * GROUP + row % GROUP) * DIM
             q_one, q_two = _halves(qkv, query, live, DIM, HALF)
             q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
@@ -193,8 +187,8 @@ def _verify_attention(
                     new = chunk * _NEW + tl.arange(0, _NEW)
                     if tile == 0:
                         stored = (new < n) & (length + new < capacity)
-                        home = tl.load(pages + (length + new) // PAGE, stored, 0)
-                        free = (home * PAGE + (length + new) % PAGE)[:, None] * (KV * DIM) + head * DIM + half
+                        slot = kv_slot(pages, length + new, PAGE, stored)
+                        free = slot[:, None] * (KV * DIM) + head * DIM + half
                         fits = stored[:, None] & inside
                         tl.store(k_cache + free, a, fits)
                         tl.store(k_cache + free + DIM // 2, b, fits)
@@ -325,22 +319,12 @@ def verify_attention(
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Attention of n new rows per sequence over its pages and themselves; their K and V are written to the cache.
+    """`verify_attention_ref`. splits: how many programs share the old keys of a tile; tile: its configuration; both are
+    chosen by the sizes if None.
 
-    qkv [B * n, (count + 2 kv) * dim] in the model's type; caches [pages, page_size, kv, dim] in the model's type or
-    float8_e4m3fn (a plain cast); page_table int64 [R, P] of all device rows; rows int64 [B], the device row of each
-    sequence (0: padding); lengths int64 [B], the KV length before. Row i is stored at key lengths + i, and stands at
-    that position unless `positions` int64 [B * n] says another (a tree: its depth). Row i sees all old keys, and of
-    the new ones those up to itself, or the bits of `ancestors` int64 [B, n], or with `causal` false all. With
-    `window` a row sees only keys after lengths + i - window. Keys beyond the P pages are not stored.
-    first: nodes of a tree that earlier passes left in the cache. Row i is then stored at key lengths + first + i, and
-    bit j of `ancestors`, which must be given, is key lengths + j.
-    `splits`: how many programs share the old keys of a tile; None, as for `tile`: by the sizes.
-    Returns [B * n, count * dim].
-
-    All inputs but qkv are read before the kernel launched directly in front of this one has ended: that one, as a rule
-    the qkv product, must not write them. What any earlier kernel wrote is safe, because every kernel here lets the next
-    one start only after its own wait, that is, when all before it has ended.
+    All inputs but qkv are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must not
+    write them. The writes of any earlier kernel are visible, because every kernel here lets the next one start only
+    after its own wait, that is, when all kernels before it have ended.
     """
     batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
@@ -356,47 +340,13 @@ def verify_attention(
     cells = batch * tiles * splits * few * (padded + 1)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
-    cuda = qkv.device.type == "cuda"
     _verify_attention[(tiles, splits, batch)](
         qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value),
-        CAUSAL=causal, GROWN=first > 0, PDL=cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        **({"launch_pdl": True} if cuda else {}),
+        CAUSAL=causal, GROWN=first > 0, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **pdl(qkv),
     )  # fmt: skip
     return out
-
-
-def verify_attention_ref(
-    qkv: torch.Tensor,
-    heads: QKVLayout,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    n: int,
-    *,
-    positions: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
-    first: int = 0,
-    causal: bool = True,
-    window: int | None = None,
-) -> torch.Tensor:
-    """`verify_attention` from the references of its parts."""
-    batch, page_size = lengths.shape[0], k_cache.shape[1]
-    chain = lengths[:, None] + first + torch.arange(n, device=qkv.device)
-    q, k, v = split_qkv_rope_ref(qkv, heads, chain.flatten() if positions is None else positions)
-    table = page_table[rows]
-    slots = table.gather(1, chain // page_size) * page_size + chain % page_size
-    bits = torch.uint8 if k_cache.itemsize == 1 else k_cache.dtype  # torch copies no rows of float8
-    k, v = k.to(k_cache.dtype).view(bits), v.to(v_cache.dtype).view(bits)
-    write_kv_ref(k, v, k_cache.view(bits), v_cache.view(bits), slots.flatten())
-    keys = table.shape[1] * page_size
-    seen = attention_mask(lengths, n, keys, ancestors, first, causal=causal, window=window)
-    bias = attention_bias(seen, heads.count // heads.kv, qkv.dtype)
-    q = q.reshape(batch, n, heads.count, heads.dim)
-    out = paged_attention_ref(q, k_cache.to(qkv.dtype), v_cache.to(qkv.dtype), table, bias)
-    return out.reshape(qkv.shape[0], -1)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 
 
 class PendingInputs(NamedTuple):
@@ -88,51 +88,6 @@ def buffer_features_ref(
     ready[rows] = torch.where(rows > 0, accepted + 1, 1)
 
 
-def pending_inputs(
-    tokens: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    waiting: torch.Tensor,
-    ready: torch.Tensor,
-    embedding: torch.Tensor,
-    most: int,
-) -> PendingInputs:
-    """`pending_inputs_ref`, in one launch on a CUDA device."""
-    if dispatch.runs_kernels(rows):
-        from specbatch.kernels.drafting import draft_inputs_triton
-
-        return draft_inputs_triton.pending_inputs(tokens, rows, lengths, waiting, ready, embedding, most)
-    return pending_inputs_ref(tokens, rows, lengths, waiting, ready, embedding, most)
-
-
-def beam_inputs(
-    tokens: torch.Tensor,
-    origin: torch.Tensor,
-    before: torch.Tensor,
-    root: torch.Tensor,
-    depth: int,
-    embedding: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`beam_inputs_ref`, in one launch on a CUDA device."""
-    if dispatch.runs_kernels(tokens):
-        from specbatch.kernels.drafting import draft_inputs_triton
-
-        return draft_inputs_triton.beam_inputs(tokens, origin, before, root, depth, embedding)
-    return beam_inputs_ref(tokens, origin, before, root, depth, embedding)
-
-
-def buffer_features(
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    accepted: torch.Tensor,
-    path: torch.Tensor | None,
-    waiting: torch.Tensor,
-    ready: torch.Tensor,
-) -> None:
-    """`buffer_features_ref`, in one launch on a CUDA device."""
-    if dispatch.runs_kernels(hidden):
-        from specbatch.kernels.drafting import draft_inputs_triton
-
-        draft_inputs_triton.buffer_features(hidden, rows, accepted, path, waiting, ready)
-    else:
-        buffer_features_ref(hidden, rows, accepted, path, waiting, ready)
+pending_inputs = op(pending_inputs_ref, "specbatch.kernels.drafting.draft_inputs_triton:pending_inputs")
+beam_inputs = op(beam_inputs_ref, "specbatch.kernels.drafting.draft_inputs_triton:beam_inputs")
+buffer_features = op(buffer_features_ref, "specbatch.kernels.drafting.draft_inputs_triton:buffer_features")

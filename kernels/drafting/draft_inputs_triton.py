@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 from specbatch.kernels.drafting.draft_inputs import PendingInputs
 from specbatch.kernels.elementwise.gather_rows_triton import COLUMNS, copy_part, how
 
@@ -32,9 +33,7 @@ def _due_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     sequence, place = pair // MOST, pair % MOST
     row = tl.load(rows + sequence)
@@ -67,9 +66,7 @@ def _beam_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     sequence = pair // TOPK
     parent = sequence * parents + tl.load(origin + pair)
@@ -94,9 +91,7 @@ def _wait_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     sequence, place = pair // MOST, pair % MOST
     row = tl.load(rows + sequence)

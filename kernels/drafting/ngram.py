@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.tree_verify import ancestor_words
 
 
-def ngram_match_ref(
+def lookup_ref(
     tokens: torch.Tensor, last: torch.Tensor, longest: int, shortest: int, count: int, texts: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find where the end of each row occurred before and copy what followed.
@@ -45,6 +46,28 @@ def ngram_match_ref(
                 alike = alike & (following == drafts[-1][:, index, None])
             score = score.masked_fill(alike, -1)
     return torch.stack(drafts, 1), torch.stack(found, 1)
+
+
+def ngram_match_ref(
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    longest: int,
+    shortest: int,
+    count: int,
+    texts: int = 1,
+    bound: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`lookup_ref` in the given rows: drafts int64 [B, texts, count] and found bool [B, texts].
+
+    tokens int64 [R, W] of all device rows; rows int64 [B]; lengths int64 [B]: index of each sequence's newest token,
+    none larger than `bound`.
+    """
+    end = None if bound is None else bound + 1
+    return lookup_ref(tokens[rows, :end], lengths, longest, shortest, count, texts)
+
+
+ngram_match = op(ngram_match_ref, "specbatch.kernels.drafting.ngram_triton:ngram_match")
 
 
 def merge_into_tree(

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+
 _BLOCK = 2048
 
 
@@ -25,9 +27,7 @@ def _match_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     tokens += tl.load(rows + sequence) * width
     last = tl.load(lengths + sequence)
@@ -71,12 +71,10 @@ def ngram_match(
     shortest: int,
     count: int,
     texts: int = 1,
+    bound: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ngram_match_ref(tokens[rows], lengths, ...)`: drafts int64 [B, texts, count] and found bool [B, texts].
-
-    tokens int64 [R, W]; rows int64 [B]; lengths int64 [B]: index of each sequence's newest token. One program per
-    sequence reads its tokens once for each text; the time follows the longest sequence, not W.
-    """
+    """`ngram_match_ref`. One program per sequence reads its tokens once for each text; the time depends on the longest
+    sequence, not on W, and `bound` is ignored."""
     drafts = torch.empty(len(rows), texts, count, dtype=torch.int64, device=rows.device)
     found = torch.empty(len(rows), texts, dtype=torch.bool, device=rows.device)
     _match_kernel[(len(rows),)](
@@ -92,8 +90,7 @@ def ngram_match(
         COUNT=count,
         BLOCK_COUNT=triton.next_power_of_2(count),
         BLOCK=_BLOCK,
-        PDL=rows.is_cuda,
+        **pdl(rows),
         num_warps=8,
-        launch_pdl=rows.is_cuda,
     )
     return drafts, found

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.tree_verify import ancestor_words, node_bits
 
 
@@ -21,6 +21,10 @@ class Candidates(NamedTuple):
     scores: torch.Tensor
     tokens: torch.Tensor
     parents: torch.Tensor
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.tokens.is_cuda
 
     @classmethod
     def room(cls, batch: int, count: int, device: torch.device) -> Candidates:
@@ -78,21 +82,5 @@ def prune_ref(candidates: Candidates, count: int, depth: int) -> tuple[torch.Ten
     return tokens.gather(1, kept), ancestor_words(node.gather(1, parents.gather(1, kept)), depth)
 
 
-def expand(
-    candidates: Candidates, scores: torch.Tensor, tokens: torch.Tensor, above: Level | None, start: int, first: int
-) -> Level:
-    """`expand_ref`, in one launch on a CUDA device."""
-    if dispatch.runs_kernels(tokens):
-        from specbatch.kernels.drafting import tree_draft_triton
-
-        return tree_draft_triton.expand(candidates, scores, tokens, above, start, first)
-    return expand_ref(candidates, scores, tokens, above, start, first)
-
-
-def prune(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`prune_ref`, in one launch on a CUDA device."""
-    if dispatch.runs_kernels(candidates.tokens):
-        from specbatch.kernels.drafting import tree_draft_triton
-
-        return tree_draft_triton.prune(candidates, count, depth)
-    return prune_ref(candidates, count, depth)
+expand = op(expand_ref, "specbatch.kernels.drafting.tree_draft_triton:expand")
+prune = op(prune_ref, "specbatch.kernels.drafting.tree_draft_triton:prune")

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.drafting.tree_draft import Candidates, Level
 from specbatch.kernels.sampling.accept_triton import pack
 
@@ -49,9 +50,7 @@ def _grow_kernel(
     BLOCK_TOPK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     scores += sequence * WIDTH * TOPK
     tokens += sequence * WIDTH * TOPK
@@ -114,8 +113,7 @@ def expand(
         BLOCK=block,
         BLOCK_TOPK=triton.next_power_of_2(topk),
         num_warps=_warps(block),
-        PDL=tokens.is_cuda,
-        launch_pdl=tokens.is_cuda,
+        **pdl(tokens),
     )
     return level
 
@@ -134,9 +132,7 @@ def _keep_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     score = tl.load(scores + sequence * total + candidate, candidate < total, other=0.0)
@@ -172,8 +168,7 @@ def prune(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor,
         BLOCK_COUNT=block_count,
         BLOCK=block,
         num_warps=_warps(max(block, block_count * block_count)),
-        PDL=tokens.is_cuda,
-        launch_pdl=tokens.is_cuda,
+        **pdl(tokens),
     )
     return tokens, ancestors
 

@@ -1,11 +1,11 @@
-"""What an MLP has between its products: SiLU times up, or relu squared."""
+"""Activations of MLPs: SwiGLU (SiLU of the gate times up) and squared ReLU."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 
 
 def silu_and_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -14,24 +14,10 @@ def silu_and_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu_and_mul_ref`, in one kernel on a CUDA device."""
-    if dispatch.runs_kernels(gate_up):
-        from specbatch.kernels.elementwise import elementwise_triton
-
-        return elementwise_triton.silu_and_mul(gate_up)
-    return silu_and_mul_ref(gate_up)
-
-
 def relu_squared_ref(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 in the place of x (So et al., "Primer", 2021)."""
+    """relu(x)^2 of a contiguous x, in place (So et al., "Primer", 2021)."""
     return x.relu_().square_()
 
 
-def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """`relu_squared_ref` of x [T, I], contiguous, in one kernel on a CUDA device."""
-    if dispatch.runs_kernels(x):
-        from specbatch.kernels.elementwise import elementwise_triton
-
-        return elementwise_triton.relu_squared(x)
-    return relu_squared_ref(x)
+silu_and_mul = op(silu_and_mul_ref, "specbatch.kernels.elementwise.elementwise_triton:silu_and_mul")
+relu_squared = op(relu_squared_ref, "specbatch.kernels.elementwise.elementwise_triton:relu_squared")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -23,8 +23,12 @@ class FP8Activations(NamedTuple):
     scales: torch.Tensor
     dtype: torch.dtype
 
+    @property
+    def is_cuda(self) -> bool:
+        return self.values.is_cuda
+
     def dequantize(self) -> torch.Tensor:
-        """What it stands for, float32 [T, K]."""
+        """float32 [T, K]."""
         return self.values.float() * self.scales.repeat_interleave(SCALE_BLOCK, 1)[:, : self.values.shape[1]]
 
 
@@ -39,10 +43,4 @@ def quantize_fp8_ref(x: torch.Tensor) -> FP8Activations:
     return FP8Activations(values.to(torch.float8_e4m3fn).contiguous(), largest / limit, x.dtype)
 
 
-def quantize_fp8(x: torch.Tensor) -> FP8Activations:
-    """`quantize_fp8_ref`, in one kernel on a CUDA device."""
-    if dispatch.runs_kernels(x):
-        from specbatch.kernels.elementwise import elementwise_triton
-
-        return elementwise_triton.quantize_fp8(x)
-    return quantize_fp8_ref(x)
+quantize_fp8 = op(quantize_fp8_ref, "specbatch.kernels.elementwise.elementwise_triton:quantize_fp8")

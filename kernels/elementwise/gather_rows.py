@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 
 
 def gather_rows_ref(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,20 +18,5 @@ def ring_push_ref(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) ->
     ring.index_copy_(0, turn, item[None])
 
 
-def gather_rows(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gather_rows_ref`, in one launch on a CUDA device."""
-    if dispatch.runs_kernels(rows):
-        from specbatch.kernels.elementwise import gather_rows_triton
-
-        return gather_rows_triton.gather_rows(a, b, rows)
-    return gather_rows_ref(a, b, rows)
-
-
-def ring_push(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> None:
-    """`ring_push_ref`, in one launch on a CUDA device."""
-    if dispatch.runs_kernels(item):
-        from specbatch.kernels.elementwise import gather_rows_triton
-
-        gather_rows_triton.ring_push(ring, turn, item)
-    else:
-        ring_push_ref(ring, turn, item)
+gather_rows = op(gather_rows_ref, "specbatch.kernels.elementwise.gather_rows_triton:gather_rows")
+ring_push = op(ring_push_ref, "specbatch.kernels.elementwise.gather_rows_triton:ring_push")

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.dispatch import pdl
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 
 COLUMNS = 1024  # of a row that one program copies
 
@@ -20,9 +20,7 @@ def copy_part(source, target, width, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _rows_kernel(a, b, rows, taken_a, taken_b, width_a, width_b, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     copy_part(a + row * width_a, taken_a + place * width_a, width_a, COLUMNS)
@@ -31,9 +29,7 @@ def _rows_kernel(a, b, rows, taken_a, taken_b, width_a, width_b, COLUMNS: tl.con
 
 @triton.jit
 def _put_kernel(ring, turn, item, places, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     place = (tl.load(turn) + 1) % places
     tl.debug_barrier()  # all have read it
     tl.store(turn, place)
@@ -61,8 +57,7 @@ def ring_push(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> Non
         ring.stride(0),
         item.numel(),
         BLOCK=1024,
-        PDL=item.is_cuda,
-        launch_pdl=item.is_cuda,
+        **pdl(item),
     )
 
 

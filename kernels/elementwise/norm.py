@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -19,10 +19,4 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     return ((wide * scale[..., None]).to(x.dtype) * weight).to(x.dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm_ref` of x [T, H], in one kernel on a CUDA device."""
-    if dispatch.runs_kernels(x):
-        from specbatch.kernels.elementwise import elementwise_triton
-
-        return elementwise_triton.rms_norm(x, weight, eps)
-    return rms_norm_ref(x, weight, eps)
+rms_norm = op(rms_norm_ref, "specbatch.kernels.elementwise.elementwise_triton:rms_norm")  # for x [T, H]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.elementwise.norm import rms_norm
@@ -19,14 +19,21 @@ def fp8_linear_ref(
     weight: Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias + residual for x [T, in], weight [out, in] with scales, bias [out], residual [T, out]. Of a
-    rounded x in float32, rounded once."""
+    """x @ weight.T + bias + residual for x [T, in], FP8 weight [out, in] with scales, bias [out], residual [T, out]; in
+    the memory of `out` [T, out] if given. With FP8 x it is computed in float32 and cast once, to the type before
+    quantization."""
     if isinstance(x, FP8Activations):
         y = F.linear(x.dequantize(), weight.dequantize(torch.float32), None if bias is None else bias.float())
-        return (y if residual is None else residual + y).to(x.dtype)
-    y = F.linear(x, weight.dequantize(x.dtype), bias)
-    return y if residual is None else residual + y
+        y = (y if residual is None else residual + y).to(x.dtype)
+    else:
+        y = F.linear(x, weight.dequantize(x.dtype), bias)
+        y = y if residual is None else residual + y
+    return y if out is None else out.copy_(y)
+
+
+fp8_linear = op(fp8_linear_ref, "specbatch.kernels.gemm.fp8_linear_triton:fp8_linear")
 
 
 class _Unfused(Linear):
@@ -58,13 +65,8 @@ class FP8Linear(_Unfused):
     ) -> torch.Tensor:
         """x [T, in] -> [T, out], in the memory of `out` if that is given."""
         x = x if norm is None else rms_norm(x, *norm)
-        taken = quantize_fp8(x) if fp8_activations.quantizes(x) else x
-        if dispatch.runs_kernels(x):
-            from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
-
-            return fp8_linear(taken, self._scaled, self.bias, residual, out)
-        y = fp8_linear_ref(taken, self._scaled, self.bias, residual)
-        return y if out is None else out.copy_(y)
+        inputs = quantize_fp8(x) if fp8_activations.quantizes(x) else x
+        return fp8_linear(inputs, self._scaled, self.bias, residual, out)
 
 
 class ConcatLinear(_Unfused):

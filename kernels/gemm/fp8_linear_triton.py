@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
@@ -53,7 +54,7 @@ def fp8_linear(
         x, x_scales, values, scales, bias, residual, y, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), QUANTIZED=x_scales is not None,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % inner == 0,
-        BM=block, BN=columns, BK=inner, PDL=x.is_cuda, num_warps=warps, num_stages=stages, launch_pdl=x.is_cuda,
+        BM=block, BN=columns, BK=inner, **pdl(x), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
@@ -70,9 +71,8 @@ def _scaled_linear_kernel(
     column = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     outer = tl.minimum(column, N - 1)
-    if PDL and BM > 16:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if BM > 16:
+        wait_for_previous_kernel(PDL)
     x_tile = x + row[:, None] * x_stride + ks[None, :]
     weight_tile = weight + outer.to(tl.int64)[None, :] * K + ks[:, None]
     blocks_k = tl.cdiv(K, SCALE_BLOCK)

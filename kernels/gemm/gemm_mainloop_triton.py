@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+
 # Four values of e4m3 in a word: each byte becomes the high one of two, its exponent and fraction move to where bfloat16
 # has them, and 2^120 makes up for the other bias, of subnormal values too. Nothing is rounded. The compiler's own way
 # is one instruction a value on a unit that is slower than the memory.
@@ -55,9 +57,7 @@ def gemm_mainloop(
             # it, as they pass through a branch and a variable of the loop.
             a = a_next
             if k == 0:
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
-                    tl.extra.cuda.gdc_launch_dependents()
+                wait_for_previous_kernel(PDL)
                 a = tl.load(x_tile, x_rows[:, None] & (ks < K)[None, :], other=0.0)
             a_next = tl.load(x_tile + k + BK, x_rows[:, None] & (k + BK + ks < K)[None, :], other=0.0)
         elif EVEN_K:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import runs_kernels
 from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 
@@ -44,7 +44,7 @@ class Linear:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, in] -> [T, out], in the memory of `out` if that is given; that of `residual` may be used up."""
-        if dispatch.runs_kernels(x):
+        if runs_kernels(x):
             y = self._on_cuda(x, norm, residual, out)
         else:
             x = x if norm is None else rms_norm(x, *norm)
@@ -75,7 +75,7 @@ class Linear:
 
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
-        if dispatch.runs_kernels(x):
+        if runs_kernels(x):
             from specbatch.kernels.gemm import skinny_gemm_triton
 
             if skinny_gemm_triton.is_skinny(len(x), self._weight):
@@ -86,7 +86,7 @@ class Linear:
 
     def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
-        if dispatch.runs_kernels(x):
+        if runs_kernels(x):
             from specbatch.kernels.gemm import skinny_gemm_triton
 
             if skinny_gemm_triton.is_skinny(len(x), self._weight):

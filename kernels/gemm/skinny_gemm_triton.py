@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile, tile_for
 
@@ -83,9 +84,7 @@ def _skinny_kernel(
         # come after it: in a branch and through a variable of the loop, where the pipeline leaves them.
         a = a_next
         if k == k_from:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
+            wait_for_previous_kernel(PDL)
             a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
             if HAS_RESIDUAL:
                 added = tl.load(residual_tile, mask=exists, other=0.0)

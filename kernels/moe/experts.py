@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.errors import refuse
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import silu_and_mul_ref
 from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm
@@ -49,6 +49,25 @@ def experts_ref(
         h = silu_and_mul_ref(h) if activation == "swiglu" else h.relu().square()
         outputs[token, place] = product(h, down.of(expert))
     return (weights[..., None] * outputs.float()).sum(1).to(x.dtype)
+
+
+def fused_moe_ref(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    rule: Routing,
+    up: Weight,
+    down: Weight,
+    activation: Activation,
+    residual: torch.Tensor | None = None,
+    *,
+    quantize: bool = False,
+) -> torch.Tensor:
+    """residual + `experts_ref` of x [T, H] with the routing of logits [T, rule.logits]; residual [T, H] or None."""
+    y = experts_ref(x, *route_ref(logits, rule), up, down, activation, quantize=quantize)
+    return y if residual is None else residual + y
+
+
+fused_moe = op(fused_moe_ref, "specbatch.kernels.moe.experts_triton:fused_moe")
 
 
 def shared_slices(
@@ -107,9 +126,4 @@ class Experts:
         logits = self._router(x.to(self._router_dtype))[:, : self.rule.logits]
         up, down, activation = self.up, self.down, self.activation
         quantize = self._may_quantize and fp8_activations.quantizes(x)
-        if dispatch.runs_kernels(x):
-            from specbatch.kernels.moe import experts_triton
-
-            return experts_triton.mixture(x, logits, self.rule, up, down, activation, residual, quantize=quantize)
-        y = experts_ref(x, *route_ref(logits, self.rule), up, down, activation, quantize=quantize)
-        return y if residual is None else residual + y
+        return fused_moe(x, logits, self.rule, up, down, activation, residual, quantize=quantize)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
@@ -57,7 +58,7 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
     return _TILES[rows][weight.scales is not None]
 
 
-def mixture(
+def fused_moe(
     x: torch.Tensor,
     logits: torch.Tensor,
     rule: Routing,
@@ -68,7 +69,7 @@ def mixture(
     *,
     quantize: bool = False,
 ) -> torch.Tensor:
-    """residual + `experts_ref` of x [T, H] and the routing of logits [T, rule.logits]; residual [T, H] or None."""
+    """`fused_moe_ref`."""
     rows = rows_for(len(x), rule, quantize=quantize)
     weights, _, plan = route(logits, rule, rows)
     h: torch.Tensor | FP8Activations = grouped(quantize_fp8(x) if quantize else x, up, plan, rule, rows, activation)
@@ -114,8 +115,8 @@ def grouped(
         x, x_scales, values, scales, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, SQUARED=activation == "relu2",
         SCALED=scales is not None, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
-        EARLY=activation is None and rows == 16, EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, PDL=x.is_cuda,
-        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=x.is_cuda,
+        EARLY=activation is None and rows == 16, EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, **pdl(x),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -131,9 +132,8 @@ def _grouped_kernel(
     OUTER = N * 2 if GATED else N  # rows of an expert's weight
     tiles = tl.cdiv(OUTER, BN)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    if PDL and not EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if not EARLY:
+        wait_for_previous_kernel(PDL)
     expert = tl.load(blocks + block * 3).to(tl.int64)
     first, end = tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
     if block >= tl.load(used):
@@ -192,8 +192,8 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor, residual: torch.T
     block = min(512, triton.next_power_of_2(hidden))
     _weighted_sum_kernel[(tokens * triton.cdiv(hidden, block),)](
         outputs, weights, residual, y, hidden, 0 if residual is None else residual.stride(0),
-        WIDTH=width, HAS_RESIDUAL=residual is not None, BLOCK=block, PDL=outputs.is_cuda,
-        num_warps=2, launch_pdl=outputs.is_cuda,
+        WIDTH=width, HAS_RESIDUAL=residual is not None, BLOCK=block, **pdl(outputs),
+        num_warps=2,
     )  # fmt: skip
     return y
 
@@ -207,9 +207,7 @@ def _weighted_sum_kernel(
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(WIDTH):
         output = tl.load(outputs + (token * WIDTH + j) * H + column, inside, other=0.0).to(tl.float32)

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 
 from specbatch.errors import refuse
-from specbatch.kernels import dispatch
 
 
 @dataclass(frozen=True)
@@ -90,13 +89,3 @@ def route_ref(logits: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.
 def _greatest(keys: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the greatest along the last dimension, the lower one first where equal (`topk` does not say)."""
     return keys.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-def route(logits: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """`route_ref`, by a kernel on a CUDA device."""
-    if dispatch.runs_kernels(logits):
-        from specbatch.kernels.moe import routing_triton
-
-        weights, experts, _ = routing_triton.route(logits, rule, 16)
-        return weights, experts
-    return route_ref(logits, rule)

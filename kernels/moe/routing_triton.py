@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.dispatch import pdl
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.moe.routing import Routing
 
 TILE = 16  # tokens
@@ -158,9 +158,7 @@ def _route_kernel(
     row = tile * TILE + tl.arange(0, TILE)
     ids, place = tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     real, exists = row < tokens, (ids < E)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     mine = logits + row.to(tl.int64) * stride
     scores = tl.load(mine[:, None] + ids[None, :], real[:, None] & exists, other=0.0).to(tl.float32)
     if SIGMOID:
@@ -214,9 +212,7 @@ def _running_kernel(counts, tiles, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, P
     """counts int32 [tiles + 1, COLUMNS] -> the sums of the rows before each; the last row's are the totals."""
     column = tl.program_id(0) * 16 + tl.arange(0, 16)
     inside = (column < COLUMNS)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     total = tl.zeros([16], tl.int32)
     for start in range(0, tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
@@ -237,9 +233,7 @@ def _place_kernel(
     tile = tl.program_id(0)
     row = tile * TILE + tl.arange(0, TILE)
     ids = tl.arange(0, COLUMNS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     slot = tl.full([TILE, COLUMNS], -1, tl.int32)
     for j in tl.static_range(K):
         expert = tl.load(experts + row * (K + SHARED) + j, row < tokens, other=-1)

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 CHUNK = 64  # rows of a prompt that are computed together
@@ -175,36 +175,5 @@ def _behind(s: torch.Tensor, k: torch.Tensor, u: torch.Tensor, g: torch.Tensor) 
     return total[..., -1, None, None].exp() * s + (k * later).transpose(-1, -2) @ u
 
 
-def delta_prefill(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    spans: RaggedBatch,
-) -> torch.Tensor:
-    """`delta_prefill_ref`, in three kernels on a CUDA device."""
-    if dispatch.runs_kernels(qkv):
-        from specbatch.kernels.recurrent import gated_delta_prefill_triton
-
-        return gated_delta_prefill_triton.delta_prefill(qkv, z, b, a, heads, state, spans)
-    return delta_prefill_ref(qkv, z, b, a, heads, state, spans)
-
-
-def delta_verify(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    pending: Pending,
-    replay: StateReplay,
-) -> torch.Tensor:
-    """`delta_verify_ref`, in two kernels on a CUDA device."""
-    if dispatch.runs_kernels(qkv):
-        from specbatch.kernels.recurrent import gated_delta_triton
-
-        return gated_delta_triton.delta_verify(qkv, z, b, a, heads, state, pending, replay)
-    return delta_verify_ref(qkv, z, b, a, heads, state, pending, replay)
+delta_prefill = op(delta_prefill_ref, "specbatch.kernels.recurrent.gated_delta_prefill_triton:delta_prefill")
+delta_verify = op(delta_verify_ref, "specbatch.kernels.recurrent.gated_delta_triton:delta_verify")

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.dispatch import pdl
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -39,8 +39,8 @@ def delta_verify(
 ) -> torch.Tensor:
     """`delta_verify_ref`.
 
-    The kernel launched directly in front must write neither the tensors of `fold` nor state and pending: they are read
-    before it has ended. What any earlier kernel wrote is safe.
+    The previous kernel must write neither the tensors of `replay` nor state and pending, which are read before it has
+    ended. The writes of any earlier kernel are visible.
     """
     batch, held = len(replay.rows), pending.k.shape[1]
     rows = len(qkv) // batch
@@ -172,9 +172,7 @@ def _chain(
             s = s * tl.exp(tl.where(folded > step, g, 0.0)) + k[:, None] * u[None, :]
         if row != 0:  # several sequences may be the padding row at once; it stays as it is
             tl.store(cells, s.to(state.dtype.element_ty), in_state)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     for step in tl.static_range(N):
         token = sequence * N + step
         heads = qkv + token * qkv_stride
@@ -238,9 +236,7 @@ def _verify(
         word = tl.load(ancestors + sequence * N + node, live, 0)
         sees = ((word[:, None] >> node[None, :]) & 1) == 1
     token = sequence * N + node
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     heads = qkv + token[:, None] * qkv_stride
     q = unit(heads + key * K + k_column[None, :], live[:, None] & in_k) * (K**-0.5)
     k = unit(heads + (KEYS + key) * K + k_column[None, :], live[:, None] & in_k)
@@ -277,9 +273,7 @@ def _norm(
     column = tl.arange(0, BLOCK_V)
     mask = real[:, None] & (column < V)[None, :]
     w = tl.load(weight + column, column < V, 0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     cells = o + (token * VALUES + head)[:, None] * V + column[None, :]
     values = tl.load(cells, mask, 0.0)
     wide = values.to(tl.float32)

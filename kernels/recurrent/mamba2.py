@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -171,23 +171,5 @@ def _grouped(heads: SsdHeads) -> tuple[torch.Tensor, torch.Tensor]:
     return -heads.a_log.exp().unflatten(0, (heads.groups, -1)), heads.d.unflatten(0, (heads.groups, -1))
 
 
-def ssd_prefill(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: RaggedBatch
-) -> torch.Tensor:
-    """`ssd_prefill_ref`, in two kernels on a CUDA device. xbc, dt and z may be columns of wider rows."""
-    if dispatch.runs_kernels(xbc):
-        from specbatch.kernels.recurrent import mamba2_triton
-
-        return mamba2_triton.ssd_prefill(xbc, dt, z, heads, memory, spans)
-    return ssd_prefill_ref(xbc, dt, z, heads, memory, spans)
-
-
-def ssd_verify(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, replay: StateReplay
-) -> torch.Tensor:
-    """`ssd_verify_ref`, in two kernels on a CUDA device. xbc, dt and z may be columns of wider rows."""
-    if dispatch.runs_kernels(xbc):
-        from specbatch.kernels.recurrent import mamba2_triton
-
-        return mamba2_triton.ssd_verify(xbc, dt, z, heads, memory, replay)
-    return ssd_verify_ref(xbc, dt, z, heads, memory, replay)
+ssd_prefill = op(ssd_prefill_ref, "specbatch.kernels.recurrent.mamba2_triton:ssd_prefill")
+ssd_verify = op(ssd_verify_ref, "specbatch.kernels.recurrent.mamba2_triton:ssd_verify")

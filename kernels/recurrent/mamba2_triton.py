@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.dispatch import pdl
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -137,9 +137,7 @@ def _prefill(
     decay = -tl.exp(tl.load(a_log + head))
     skip = tl.load(d + head)
     bias = tl.load(dt_bias + head)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     span = tl.program_id(1)
     start = tl.load(table + span)
     count = (tl.load(table + table_stride + span) - start).to(tl.int32)
@@ -224,9 +222,7 @@ def _chain(
             step = tl.where(folded > past, step, 0.0)
             h = h * tl.exp(step * decay) + (x * step)[:, None] * b[None, :]
         tl.store(place, h.to(state.dtype.element_ty), mask=mask)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     for node in tl.static_range(N):
         token = sequence * N + node
         line = xbc + token * xbc_stride
@@ -268,9 +264,7 @@ def _verify(
     bias = tl.load(dt_bias + head)
     node = tl.arange(0, NEW)
     real = node < n
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
 
     line = pending + slot * slot_stride
     of_old = order * pending_stride
@@ -323,9 +317,7 @@ def _finish(
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
     weight = tl.load(norm + group * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     gate = tl.load(z + token * z_stride + group * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     place = y + token * (GROUPS * WIDTH) + group * WIDTH + at
     u = tl.load(place, mask=inside, other=0.0).to(tl.float32) * gate / (1 + tl.exp(-gate))

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 MOST_TAPS = 17  # K; the first tile of a prompt pass, of 16 tokens, is the only one that looks into a window
@@ -100,42 +100,5 @@ def _finish(sums: torch.Tensor, bias: torch.Tensor | None, activation: bool) -> 
     return F.silu(sums) if activation else sums
 
 
-def conv_prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: torch.Tensor,
-    spans: RaggedBatch,
-    *,
-    activation: bool,
-    before: torch.Tensor | None = None,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`conv_prefill_ref`, in one kernel on a CUDA device."""
-    run = conv_prefill_ref
-    if dispatch.runs_kernels(x):
-        from specbatch.kernels.recurrent import short_conv_triton
-
-        run = short_conv_triton.conv_prefill
-    return run(x, weight, bias, window, spans, activation=activation, before=before, after=after)
-
-
-def conv_verify(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: torch.Tensor,
-    pending: torch.Tensor,
-    replay: StateReplay,
-    *,
-    activation: bool,
-    before: torch.Tensor | None = None,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`conv_verify_ref`, in one kernel on a CUDA device."""
-    run = conv_verify_ref
-    if dispatch.runs_kernels(x):
-        from specbatch.kernels.recurrent import short_conv_triton
-
-        run = short_conv_triton.conv_verify
-    return run(x, weight, bias, window, pending, replay, activation=activation, before=before, after=after)
+conv_prefill = op(conv_prefill_ref, "specbatch.kernels.recurrent.short_conv_triton:conv_prefill")
+conv_verify = op(conv_verify_ref, "specbatch.kernels.recurrent.short_conv_triton:conv_verify")

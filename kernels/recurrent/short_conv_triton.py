@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.recurrent.short_conv import MOST_TAPS
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -33,7 +34,7 @@ def conv_prefill(
         x, before, after, weight, bias, window, tiles, spans.table, y,
         x.stride(0), _stride(before), _stride(after), window.stride(0), spans.table.stride(0), x.shape[1],
         TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1), SILU=activation, TOKENS=_TOKENS,
-        CHANNELS=_CHANNELS, num_warps=4, PDL=x.is_cuda, launch_pdl=x.is_cuda,
+        CHANNELS=_CHANNELS, num_warps=4, **pdl(x),
     )  # fmt: skip
     return y
 
@@ -50,7 +51,7 @@ def conv_verify(
     before: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`conv_verify_ref`. The kernel launched directly in front must not write the tensors of `fold`."""
+    """`conv_verify_ref`. The previous kernel must not write the tensors of `replay`."""
     y, rows = x.new_empty(x.shape), len(x) // len(replay.rows)
     block = triton.next_power_of_2(rows)
     channels = min(256, max(32, _PROGRAM // block))
@@ -58,7 +59,7 @@ def conv_verify(
         x, before, after, weight, bias, window, pending, replay.rows, replay.counts, replay.path, replay.ancestors, y,
         x.stride(0), _stride(before), _stride(after), window.stride(0), pending.stride(0), _stride(replay.path),
         x.shape[1], N=rows, ROWS=block, TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1),
-        SILU=activation, CHANNELS=channels, num_warps=4, PDL=x.is_cuda, launch_pdl=x.is_cuda,
+        SILU=activation, CHANNELS=channels, num_warps=4, **pdl(x),
     )  # fmt: skip
     return y
 
@@ -110,9 +111,7 @@ def _prefill(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Only the first tile of a span sees the window, so it also leaves the new one."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     span = tl.load(tiles + 2 * tl.program_id(0))
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     start = tl.load(table + span)
@@ -186,9 +185,7 @@ def _verify(
         depth = tl.sum(seen.to(tl.int32), 1) - 1
     slot = tl.arange(0, PAST)
     past = (slot < TAPS - 1)[:, None] & inside
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     new_window = _history(window, pending, kept, folded, slot, channel, width, past, TAPS)
     line = sequence * N + node
     sums = tl.zeros([ROWS, CHANNELS], tl.float32)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_parameters
 
 _BLOCK = 2048  # logits that one program looks at together
@@ -41,9 +42,7 @@ def unpack(packed):
 def _argmax_kernel(
     logits, partials, vocabulary, group, outer, inner, chunks, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row // group * outer + row % group * inner
     start = chunk * steps * BLOCK
@@ -111,9 +110,7 @@ def _commit_kernel(
     MORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_N)
     chosen, is_finite = load_chosen(partials, finite, sequence, place, chunks, N, BLOCK_CHUNKS)
@@ -163,8 +160,7 @@ def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
         chunks,
         steps,
         BLOCK=block,
-        PDL=logits.is_cuda,
-        launch_pdl=logits.is_cuda,
+        **pdl(logits),
     )
     return partials
 
@@ -247,8 +243,7 @@ def _commit(
         GIVEN=accepted is not None,
         WHOLE=whole,
         MORE=more,
-        PDL=rows.is_cuda,
-        launch_pdl=rows.is_cuda,
+        **pdl(rows),
     )
     return packed
 
@@ -263,7 +258,7 @@ def popcount(x):
 
 
 @triton.jit
-def _stage_kernel(
+def _verify_inputs_kernel(
     tokens,
     lengths,
     rows,
@@ -271,15 +266,12 @@ def _stage_kernel(
     ancestors,
     verify_tokens,
     positions,
-    starts,
     width,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_N)
     row = tl.load(rows + sequence)
@@ -292,7 +284,6 @@ def _stage_kernel(
     if ancestors is not None:
         depth = popcount(tl.load(ancestors + at, place < N, other=0)) - 1
     tl.store(positions + at, length + depth, place < N)
-    tl.store(starts + sequence, length)
 
 
 def verify_inputs(
@@ -301,18 +292,12 @@ def verify_inputs(
     rows: torch.Tensor,
     drafts: torch.Tensor,
     ancestors: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a verify of drafts int64 [B, N-1] runs: root and drafts int64 [B * N], their positions [B * N], and the
-    lengths [B] of the rows before it.
-
-    tokens int64 [R, W]; lengths int64 [R]; rows int64 [B]; ancestors int64 [B, N] contiguous: words of a tree, whose
-    nodes stand as far behind the root as they are below it.
-    """
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`verify_inputs_ref`."""
     batch, n = len(rows), drafts.shape[1] + 1
     verify_tokens = torch.empty(batch * n, dtype=torch.int64, device=rows.device)
     positions = torch.empty_like(verify_tokens)
-    starts = torch.empty_like(rows)
-    _stage_kernel[(batch,)](
+    _verify_inputs_kernel[(batch,)](
         tokens,
         lengths,
         rows,
@@ -320,12 +305,10 @@ def verify_inputs(
         ancestors,
         verify_tokens,
         positions,
-        starts,
         tokens.shape[1],
         N=n,
         BLOCK_N=triton.next_power_of_2(n),
-        PDL=rows.is_cuda,
+        **pdl(rows),
         num_warps=1,
-        launch_pdl=rows.is_cuda,
     )
-    return verify_tokens, positions, starts
+    return verify_tokens, positions

@@ -5,14 +5,26 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 
 
-def argmax_ref(logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The likeliest token of each row of logits [..., V]: int64 [...]. ids int64 [V]: the token that each column stands
-    for, None if they are the same."""
+def argmax_ref(logits: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The most likely token of each row of logits [R, V] or [B, n, V]: int64 [R] or [B, n].
+
+    ids int64 [V]: the token of each column, None if they are the same. out: where the tokens are written, if given.
+    Rows of logits may be strided, as may a one-dimensional `out`.
+    """
     tokens = logits.argmax(-1)
-    return tokens if ids is None else ids[tokens]
+    tokens = tokens if ids is None else ids[tokens]
+    return tokens if out is None else out.copy_(tokens)
+
+
+def argmax_embedding_ref(
+    logits: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The embedding of the most likely token of each row of logits [R, V], from `embedding` [tokens, H]: [R, H]. The
+    tokens are also written to `out` int64 [R]."""
+    return F.embedding(argmax_ref(logits, ids, out), embedding)
 
 
 def topk_logprobs_ref(
@@ -35,35 +47,6 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
     return keys.long() << 32 | torch.arange(x.shape[-1] - 1, -1, -1, device=x.device)
 
 
-def argmax(logits: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`argmax_ref`, in two launches on a CUDA device. logits [R, V] or [B, n, V], whose rows may be apart in memory;
-    out: where the tokens go, if given; for logits [R, V] they may be apart too."""
-    if dispatch.runs_kernels(logits):
-        from specbatch.kernels.sampling import argmax_topk_triton
-
-        return argmax_topk_triton.argmax(logits, ids, out)
-    tokens = argmax_ref(logits, ids)
-    return tokens if out is None else out.copy_(tokens)
-
-
-def argmax_embedding(
-    logits: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The embedding of the likeliest token of each row of logits [R, V], from `embedding` [tokens, H]: [R, H]. The
-    tokens themselves go to `out` int64 [R]. In two launches on a CUDA device."""
-    if dispatch.runs_kernels(logits):
-        from specbatch.kernels.sampling import argmax_topk_triton
-
-        return argmax_topk_triton.argmax_embedding(logits, embedding, ids, out)
-    return F.embedding(argmax(logits, ids, out), embedding)
-
-
-def topk_logprobs(
-    logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`topk_logprobs_ref`, in two launches on a CUDA device."""
-    if dispatch.runs_kernels(logits):
-        from specbatch.kernels.sampling import argmax_topk_triton
-
-        return argmax_topk_triton.topk_logprobs(logits, topk, ids)
-    return topk_logprobs_ref(logits, topk, ids)
+argmax = op(argmax_ref, "specbatch.kernels.sampling.argmax_topk_triton:argmax")
+argmax_embedding = op(argmax_embedding_ref, "specbatch.kernels.sampling.argmax_topk_triton:argmax_embedding")
+topk_logprobs = op(topk_logprobs_ref, "specbatch.kernels.sampling.argmax_topk_triton:topk_logprobs")

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.dispatch import pdl
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.accept_triton import argmax_partials, pack, unpack
 
 _BLOCK = 2048  # logits among which one program looks for children
@@ -28,9 +28,7 @@ def _likeliest_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk = tl.arange(0, BLOCK_CHUNKS)
     _, token = unpack(tl.max(tl.load(partials + row * chunks + chunk, chunk < chunks, other=_NOTHING), 0))
@@ -82,8 +80,7 @@ def _finish(
         width,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks),
         COLUMNS=_COLUMNS,
-        PDL=logits.is_cuda,
-        launch_pdl=logits.is_cuda,
+        **pdl(logits),
     )
 
 
@@ -93,9 +90,7 @@ def _block_kernel(
 ):
     """The TOPK largest of a block, largest first, as `pack` has them; its largest number, and the sum of exponentials
     below it."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocabulary
@@ -125,9 +120,7 @@ def _children_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block, place = tl.arange(0, BLOCKS), tl.arange(0, BLOCK_TOPK)
     at = row * blocks + block

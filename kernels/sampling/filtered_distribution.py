@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+
+
+class SamplingFlags(Protocol):
+    """sampled: some row has a temperature; truncated: some row uses top-k, top-p or min-p."""
+
+    @property
+    def sampled(self) -> bool: ...
+
+    @property
+    def truncated(self) -> bool: ...
+
+
+class SamplingTensors(Protocol):
+    """Sampling parameters of B rows: temperature, top_p and min_p float32 [B], top_k and seeds int64 [B]."""
+
+    @property
+    def temperature(self) -> torch.Tensor: ...
+
+    @property
+    def top_k(self) -> torch.Tensor: ...
+
+    @property
+    def top_p(self) -> torch.Tensor: ...
+
+    @property
+    def min_p(self) -> torch.Tensor: ...
+
+    @property
+    def seeds(self) -> torch.Tensor: ...
+
+    @property
+    def flags(self) -> SamplingFlags: ...
 
 
 def probabilities_ref(

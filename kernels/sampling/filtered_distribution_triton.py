@@ -18,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.accept_triton import argmax_partials, unpack
+from specbatch.kernels.sampling.filtered_distribution import SamplingTensors
 
 _BLOCK = 8192  # logits that one program looks at together, and the longest list
 _WARPS = 16  # 32 are slower, by 9 to 60 us a call
@@ -166,9 +168,7 @@ def _filter_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     sequence = row // per_sequence
     chunk = tl.arange(0, BLOCK_CHUNKS)
@@ -256,9 +256,7 @@ def total_of(sums, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _sums_kernel(logits, dists, sums, vocabulary, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     weight = kept(load(logits + row * vocabulary, at, vocabulary), at, dists + row * COLUMNS)
@@ -269,9 +267,7 @@ def _sums_kernel(logits, dists, sums, vocabulary, BLOCK: tl.constexpr, PDL: tl.c
 def _probabilities_kernel(
     logits, dists, sums, p, vocabulary, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weight = kept(load(logits + row * vocabulary, at, vocabulary), at, dists + row * COLUMNS)
@@ -306,7 +302,7 @@ def filter_logits(
     else they are not looked at.
     """
     rows, vocabulary = logits.shape
-    device, cuda = logits.device, logits.is_cuda
+    device = logits.device
     partials = argmax_partials(logits)
     columns = torch.empty(rows, COLUMNS.value, dtype=torch.float64, device=device)
     listed = rows if truncated else 0
@@ -327,22 +323,18 @@ def filter_logits(
         TRUNCATED=truncated,
         SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype],
         BLOCK=_BLOCK,
-        PDL=cuda,
         num_warps=_WARPS if truncated else 1,
-        launch_pdl=cuda,
+        **pdl(logits),
     )
     blocks = triton.cdiv(vocabulary, _BLOCK)
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
-    _sums_kernel[(rows, blocks)](
-        logits, columns, sums, vocabulary, BLOCK=_BLOCK, PDL=cuda, num_warps=8, launch_pdl=cuda
-    )
+    _sums_kernel[(rows, blocks)](logits, columns, sums, vocabulary, BLOCK=_BLOCK, num_warps=8, **pdl(logits))
     return FilteredDistribution(logits, columns, sums, _BLOCK)
 
 
 def launch_of(dist: FilteredDistribution) -> dict[str, Any]:
     """How the kernels that read a dist are launched."""
-    cuda = dist.logits.is_cuda
-    return {"BLOCKS": triton.next_power_of_2(dist.sums.shape[1]), "PDL": cuda, "launch_pdl": cuda}
+    return {"BLOCKS": triton.next_power_of_2(dist.sums.shape[1]), **pdl(dist.logits)}
 
 
 def probabilities(dist: FilteredDistribution) -> torch.Tensor:
@@ -350,3 +342,9 @@ def probabilities(dist: FilteredDistribution) -> torch.Tensor:
     p = torch.empty(dist.logits.shape, dtype=torch.float32, device=dist.logits.device)
     _probabilities_kernel[dist.sums.shape](*dist[:3], p, p.shape[1], BLOCK=dist.block, num_warps=8, **launch_of(dist))
     return p
+
+
+def distribution_of(logits: torch.Tensor, sampling: SamplingTensors) -> FilteredDistribution:
+    """`filter_logits` of logits [B, n, V] with the parameters of B rows."""
+    parameters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return filter_logits(logits.flatten(0, 1).contiguous(), *parameters, truncated=sampling.flags.truncated)

@@ -10,14 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.sampling.filtered_distribution import SamplingTensors
 from specbatch.kernels.sampling.filtered_distribution_triton import (
     ARGMAX,
     COLUMNS,
     PEAK,
     FilteredDistribution,
+    distribution_of,
     kept,
     launch_of,
     load,
+    probabilities,
     total_of,
 )
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, offset_of
@@ -76,9 +80,7 @@ def _sample_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     dist = dists + row * COLUMNS
     uniform = _unit(random_bits(tl.load(seeds + row // per_sequence), tl.load(positions + row), OFFSET))
@@ -109,9 +111,7 @@ def _accept_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     place, block = tl.arange(0, BLOCK_N), tl.arange(0, BLOCKS)
     inside = place < N - 1
@@ -146,9 +146,7 @@ def _residual_kernel(
     PDL: tl.constexpr,
 ):
     """Sums of max(p - q, 0), by block, behind the last accepted draft; 0 where no draft was rejected."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     count = tl.load(accepted + sequence)
     row = sequence * N + count
@@ -182,9 +180,7 @@ def _bonus_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     count = tl.load(accepted + sequence)
     row = sequence * N + count
@@ -231,6 +227,22 @@ def sample(
         **launch_of(dist),
     )
     return tokens, finite
+
+
+def sample_tokens(
+    logits: torch.Tensor, positions: torch.Tensor, stream: int, sampling: SamplingTensors
+) -> torch.Tensor:
+    """Tokens int64 [B, n] sampled from logits [B, n, V] for `positions` int64 [B, n]."""
+    return sample(distribution_of(logits, sampling), sampling.seeds, positions, stream)[0]
+
+
+def sample_with_probabilities(
+    logits: torch.Tensor, positions: torch.Tensor, stream: int, sampling: SamplingTensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample_tokens`, and the filtered distributions, float32 [B, n, V]."""
+    dist = distribution_of(logits, sampling)
+    tokens, _ = sample(dist, sampling.seeds, positions, stream)
+    return tokens, probabilities(dist).view(logits.shape)
 
 
 def rejection_sample(

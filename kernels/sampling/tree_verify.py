@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.dispatch import op
+
 
 def node_bits(count: int, device: torch.device) -> torch.Tensor:
     """int64 [count]: one bit per node. The 64th is the sign."""
@@ -75,10 +78,12 @@ def move_accepted_kv_ref(
     node = torch.arange(path.shape[1], device=path.device)
     source = torch.where(node <= accepted[:, None], path, node)
     homes, places = (
-        page_table[rows[:, None], at // size] * size + at % size
-        for at in (lengths[:, None] + node, lengths[:, None] + source)
+        kv_slots(page_table, rows[:, None], at, size) for at in (lengths[:, None] + node, lengths[:, None] + source)
     )
     bits = torch.uint8 if keys.itemsize == 1 else keys.dtype  # torch copies no rows of float8
     for cache in (keys.view(bits), values.view(bits)):
         flat = cache.flatten(1, 2)
         flat.index_copy_(1, homes.flatten(), flat.index_select(1, places.flatten()))
+
+
+move_accepted_kv = op(move_accepted_kv_ref, "specbatch.kernels.sampling.tree_verify_triton:move_accepted_kv")

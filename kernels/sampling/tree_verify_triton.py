@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.kv_slots_triton import kv_slot
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.accept_triton import load_chosen, popcount
 from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_parameters
 
@@ -32,9 +34,7 @@ def _commit_tree_kernel(
     MORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_N)
     chosen, is_finite = load_chosen(partials, finite, sequence, node, chunks, N, BLOCK_CHUNKS)
@@ -116,8 +116,7 @@ def commit_tree(
         BLOCK_CHUNKS=triton.next_power_of_2(chunks) if chunks else 0,
         WHOLE=whole,
         MORE=more,
-        PDL=rows.is_cuda,
-        launch_pdl=rows.is_cuda,
+        **pdl(rows),
     )
     return packed, path
 
@@ -140,9 +139,7 @@ def _move_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     sequence, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     pages = page_table + tl.load(rows + sequence) * width
     length = tl.load(lengths + sequence)
@@ -154,8 +151,8 @@ def _move_kernel(
     for place in range(1, count + 1):
         source = length + tl.load(path + sequence * N + place)
         home = length + place
-        at = (tl.load(pages + source // PAGE) * PAGE + source % PAGE) * SIZE + cell
-        to = (tl.load(pages + home // PAGE) * PAGE + home % PAGE) * SIZE + cell
+        at = kv_slot(pages, source, PAGE) * SIZE + cell
+        to = kv_slot(pages, home, PAGE) * SIZE + cell
         tl.store(keys + to, tl.load(keys + at, inside), inside)
         tl.store(values + to, tl.load(values + at, inside), inside)
 
@@ -188,6 +185,5 @@ def move_accepted_kv(
         PAGE=page_size,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        PDL=rows.is_cuda,
-        launch_pdl=rows.is_cuda,
+        **pdl(rows),
     )

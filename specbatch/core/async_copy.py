@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-
-
-def upload(
-    values: Sequence[Any] | np.ndarray | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
-    """Copy a small table to the device, through pinned memory and in stream order."""
-    host = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -7,25 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from specbatch.core.async_copy import upload
 from specbatch.core.embedded_prompt import EmbeddingOverrides
-from specbatch.kernels import dispatch
-from specbatch.kernels.attention.paged_attention import (
-    attention_bias,
-    attention_mask,
-    paged_attention_ref,
-    write_kv_ref,
-)
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope, split_qkv_rope_ref
+from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.verify_attention import DecodeAttention, DecodeQueries, Mask, decode_attention
+from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.upload import upload
 from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.page_pool import pages_for
 
 
 class RecurrentOp(Protocol):
@@ -56,14 +50,6 @@ class AttentionContext(Protocol):
 def positions_from(start: torch.Tensor, count: int) -> torch.Tensor:
     """start [B] -> `count` consecutive positions from each: int64 [B, count]."""
     return start[:, None] + torch.arange(count, device=start.device)
-
-
-class Mask(NamedTuple):
-    """Which keys the queries of a decode pass see in one layer: all keys from before the pass, and of the pass itself
-    those up to their own, or all if not `causal`. With a `window`, only keys less than that many positions back."""
-
-    causal: bool = True
-    window: int | None = None
 
 
 class DecodeMetadata:
@@ -108,57 +94,26 @@ class DecodeMetadata:
         return Mask() if self.masks is None else self.masks[layer]
 
     def bind(self, cache: KVCache) -> AttentionContext:
-        return _DecodeKernels(self, cache) if dispatch.runs_kernels(self.lengths) else _DecodeRef(self, cache)
+        queries = DecodeQueries(
+            self.page_table, self.slots, self.lengths, self.num_queries, self.page_size, self.bound, self.ancestors,
+            self.first_node,
+        )  # fmt: skip
+        attention = decode_attention(queries, self.masks or (Mask(),), cache.group, cache.dtype)
+        return _BoundDecode(self, cache, attention)
 
 
 @dataclass(frozen=True)
-class _DecodeKernels:
+class _BoundDecode:
     metadata: DecodeMetadata
     cache: KVCache
+    attention: DecodeAttention
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
-        from specbatch.kernels.attention.verify_attention_triton import verify_attention
-
-        metadata, k_cache, v_cache = self.metadata, self.cache.k[layer], self.cache.v[layer]
-        sequences = (metadata.page_table, metadata.slots, metadata.lengths, metadata.num_queries)
-        if metadata.ancestors is None:  # positions follow from the lengths
-            causal, window = metadata.mask(layer)
-            return verify_attention(qkv, heads, k_cache, v_cache, *sequences, causal=causal, window=window)
-        ancestors, first = metadata.ancestors, metadata.first_node
-        return verify_attention(
-            qkv, heads, k_cache, v_cache, *sequences, positions=positions, ancestors=ancestors, first=first
-        )
+        cache, mask = self.cache, self.metadata.mask(layer)
+        return self.attention(qkv, heads, positions, cache.k[layer], cache.v[layer], mask)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
         return _verify_recurrent(self.metadata, self.cache, layer, projected, mixer)
-
-
-class _DecodeRef:
-    def __init__(self, metadata: DecodeMetadata, cache: KVCache) -> None:
-        size, count = metadata.page_size, metadata.num_queries
-        self._table = metadata.page_table[metadata.slots, : pages_for(metadata.bound, size)]
-        keys = positions_from(metadata.lengths + metadata.first_node, count)
-        self._kv_slots = (self._table.gather(1, keys // size) * size + keys % size).flatten()
-        most = self._table.shape[1] * size
-
-        def bias(mask: Mask) -> torch.Tensor:
-            tree = (metadata.ancestors, metadata.first_node)
-            seen = attention_mask(metadata.lengths, count, most, *tree, causal=mask.causal, window=mask.window)
-            return attention_bias(seen, cache.group, cache.dtype)
-
-        self._biases = {mask: bias(mask) for mask in set(metadata.masks or (Mask(),))}
-        self._metadata = metadata
-        self._cache = cache
-
-    def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
-        q, k, v = split_qkv_rope_ref(qkv, heads, positions)
-        k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
-        write_kv_ref(k, v, k_cache, v_cache, self._kv_slots)
-        queries, bias = q.unflatten(0, (-1, self._metadata.num_queries)), self._biases[self._metadata.mask(layer)]
-        return paged_attention_ref(queries, k_cache, v_cache, self._table, bias).flatten(0, 1).flatten(1)
-
-    def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
-        return _verify_recurrent(self._metadata, self._cache, layer, projected, mixer)
 
 
 def _verify_recurrent(
@@ -217,7 +172,7 @@ class PrefillMetadata:
         self.positions, self.slots = upload(
             np.stack([positions, np.repeat(self.spans.rows, counts)]), page_table.device
         )
-        self.kv_slots = page_table[self.slots, self.positions // page_size] * page_size + self.positions % page_size
+        self.kv_slots = kv_slots(page_table, self.slots, self.positions, page_size)
         self.last = self.spans.table[3, 1:] - 1
         self._embedded = [pair for pair in zip(chunks, self.spans.offsets, strict=False) if pair[0].embeddings]
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specbatch.core.async_copy import upload
 from specbatch.core.attention_metadata import positions_from
 from specbatch.core.sampling import Sampling, SamplingFlags
-from specbatch.kernels import dispatch
+from specbatch.kernels.common.upload import upload
 from specbatch.kernels.elementwise.gather_rows import gather_rows
-from specbatch.kernels.sampling.tree_verify import tree_depths
+from specbatch.kernels.sampling.verify_inputs import verify_inputs
 
 
 @dataclass(frozen=True)
@@ -98,19 +97,12 @@ class DeviceBatch:
         )
 
     def stage(
-        self, slots: torch.Tensor, lengths: torch.Tensor, drafts: torch.Tensor, ancestors: torch.Tensor | None
+        self, slots: torch.Tensor, drafts: torch.Tensor, ancestors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and positions, int64 [B * N], of a verify of drafts [B, N - 1] after the roots of slots [B].
 
         ancestors int64 [B, N]: of a tree; None for a chain."""
-        if dispatch.runs_kernels(slots):
-            from specbatch.kernels.sampling.accept_triton import verify_inputs
-
-            return verify_inputs(self.tokens, self.lengths, slots, drafts, ancestors)[:2]
-        tokens = torch.cat([self.tokens[slots, lengths][:, None], drafts], 1)
-        if ancestors is not None:
-            return tokens.flatten(), (lengths[:, None] + tree_depths(ancestors)).flatten()
-        return tokens.flatten(), positions_from(lengths, tokens.shape[1]).flatten()
+        return verify_inputs(self.tokens, self.lengths, slots, drafts, ancestors)
 
     def commit(self, slots: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor) -> None:
         """Write tokens [B, N] after the roots of slots [B] and add accepted [B] + 1 to their lengths."""

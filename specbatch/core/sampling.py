@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from specbatch.core.request import SamplingParams
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
-
-if TYPE_CHECKING:
-    from specbatch.kernels.sampling.filtered_distribution_triton import FilteredDistribution
 
 
 class SamplingFlags(NamedTuple):
@@ -51,13 +48,6 @@ class Sampling:
     seeds: torch.Tensor
     flags: SamplingFlags
 
-    def distribution(self, logits: torch.Tensor) -> FilteredDistribution:
-        """The filtered distributions of logits [B, n, V], on a CUDA device; probabilities are not materialized."""
-        from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits
-
-        parameters = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return filter_logits(logits.flatten(0, 1).contiguous(), *parameters, truncated=self.flags.truncated)
-
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The filtered distributions of logits [B, n, V] as float32 [B, n, V]."""
         batch, n, vocabulary = logits.shape
@@ -78,22 +68,27 @@ class Sampling:
         has a temperature."""
         if not self.flags.sampled:
             return logits.argmax(-1)
-        if dispatch.runs_kernels(logits):
-            from specbatch.kernels.sampling.sample_triton import sample
-
-            return sample(self.distribution(logits), self.seeds, positions, stream)[0]
-        return sample_ref(self.probabilities(logits), self.uniform(positions, stream))
+        return _sample(logits, positions, stream, self)
 
     def sample_with_probabilities(
         self, logits: torch.Tensor, positions: torch.Tensor, stream: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `sample`, and the distributions float32 [B, n, V] that the tokens were sampled from."""
-        if dispatch.runs_kernels(logits):
-            from specbatch.kernels.sampling.filtered_distribution_triton import probabilities
-            from specbatch.kernels.sampling.sample_triton import sample
+        return _sample_with_probabilities(logits, positions, stream, self)
 
-            distribution = self.distribution(logits)
-            tokens, _ = sample(distribution, self.seeds, positions, stream)
-            return tokens, probabilities(distribution).view(logits.shape)
-        p = self.probabilities(logits)
-        return sample_ref(p, self.uniform(positions, stream)), p
+
+def _sample_ref(logits: torch.Tensor, positions: torch.Tensor, stream: int, sampling: Sampling) -> torch.Tensor:
+    return sample_ref(sampling.probabilities(logits), sampling.uniform(positions, stream))
+
+
+def _sample_with_probabilities_ref(
+    logits: torch.Tensor, positions: torch.Tensor, stream: int, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    p = sampling.probabilities(logits)
+    return sample_ref(p, sampling.uniform(positions, stream)), p
+
+
+_sample = op(_sample_ref, "specbatch.kernels.sampling.sample_triton:sample_tokens")
+_sample_with_probabilities = op(
+    _sample_with_probabilities_ref, "specbatch.kernels.sampling.sample_triton:sample_with_probabilities"
+)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.attention_metadata import DecodeMetadata, Mask
+from specbatch.core.attention_metadata import DecodeMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import Sampling
+from specbatch.kernels.attention.verify_attention import Mask
 
 
 @dataclass(frozen=True)

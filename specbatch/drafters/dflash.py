@@ -47,7 +47,7 @@ class DFlashDrafter(NoDraft):
             return no_drafts(step)
         model, count = self._model, self._count
         masks = step.slots.new_full((len(step.slots), count), model.config.mask_token)
-        tokens, positions = step.batch.stage(step.slots, step.lengths, masks, None)
+        tokens, positions = step.batch.stage(step.slots, masks, None)
         metadata = step.decode_metadata(step.lengths, count + 1, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
         # Row i predicts the token at its own position; the first one, the root, is known.

@@ -24,6 +24,7 @@ from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.tree import Beams, expand
 from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.argmax_topk import argmax_embedding
@@ -197,9 +198,9 @@ class FeatureChain(NoDraft):
 
     def _write(self, step: StepInput, most: int = 1) -> None:
         """Write keys and values of the buffered pairs, up to `most` per row, without attention."""
-        due, size, cache = self._due(step, most), step.page_size, self._cache
+        due, cache = self._due(step, most), self._cache
         rows = step.slots.repeat_interleave(most)
-        slots = step.batch.page_table[rows, due.positions // size] * size + due.positions % size
+        slots = kv_slots(step.batch.page_table, rows, due.positions, step.page_size)
         _, qkv = self._head.enter(due.embedded, due.hidden)
         split_qkv_rope(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
-from specbatch.kernels import dispatch
-from specbatch.kernels.drafting.ngram import merge_into_tree, ngram_match_ref
+from specbatch.kernels.drafting.ngram import merge_into_tree, ngram_match
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
@@ -34,12 +33,7 @@ class NGram(NoDraft):
         if not count:
             return no_drafts(step)
         sizes = self._longest, self._shortest, steps, texts
-        if dispatch.runs_kernels(step.slots):
-            from specbatch.kernels.drafting.ngram_triton import ngram_match
-
-            tokens, found = ngram_match(batch.tokens, step.slots, step.lengths, *sizes)
-        else:
-            tokens, found = ngram_match_ref(batch.tokens[step.slots, : step.bound + 1], step.lengths, *sizes)
+        tokens, found = ngram_match(batch.tokens, step.slots, step.lengths, *sizes, step.bound)
         if texts == 1:
             return Proposal(tokens[:, 0], found[:, 0] * count)
         tokens, ancestors, drafted = merge_into_tree(tokens, found, count)

@@ -26,7 +26,7 @@ import torch
 
 from specbatch.core.sampling import Sampling
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.kernels import dispatch
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.kernels.sampling.tree_verify import identity_path, walk_tree_ref
@@ -69,43 +69,32 @@ def accept(
     launches if greedy, a handful if sampled.
     simulate: see `accept_ref`.
     """
-    if dispatch.runs_kernels(logits):
-        return Accepted(*_accept_and_commit(step, proposal, logits, positions, simulate), is_committed=True)
-    tokens, accepted, finite, path = accept_ref(logits, proposal, positions + 1, step.sampling, simulate)
-    packed = torch.cat([tokens, torch.stack([accepted, proposal.drafted, finite.long()], 1)], 1)
-    return Accepted(packed, path, is_committed=False)
+    batch = step.batch
+    return Accepted(
+        *_accept(logits, *proposal, batch.tokens, batch.lengths, step.slots, positions, step.sampling, simulate)
+    )
 
 
-def _accept_and_commit(
-    step: StepInput,
-    proposal: Proposal,
+def _accept_ref(
     logits: torch.Tensor,
+    drafts: torch.Tensor,
+    drafted: torch.Tensor,
+    q: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
     positions: torch.Tensor,
-    simulate: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`accept` by kernels that also write tokens and lengths: `Accepted.packed` and `Accepted.path`."""
-    from specbatch.kernels.sampling.accept_triton import argmax_partials, commit, greedy_accept
-    from specbatch.kernels.sampling.sample_triton import rejection_sample, sample
-    from specbatch.kernels.sampling.tree_verify_triton import commit_tree
+    sampling: Sampling,
+    simulate: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    """The fields of `Accepted`; nothing is committed."""
+    proposal = Proposal(drafts, drafted, q, ancestors)
+    chosen, accepted, finite, path = accept_ref(logits, proposal, positions + 1, sampling, simulate)
+    return torch.cat([chosen, torch.stack([accepted, drafted, finite.long()], 1)], 1), path, False
 
-    drafts, drafted, q, ancestors = proposal
-    batch, sampling, seeds = step.batch, step.sampling, step.sampling.seeds
-    where = (batch.tokens, batch.lengths, step.slots)
-    nodes_finite: torch.Tensor | None = None  # None: the kernel checks the chosen logits
-    if not sampling.flags.sampled:
-        flat = logits.flatten(0, 1)
-        if ancestors is None:
-            return greedy_accept(flat, drafts, drafted, *where, simulate=simulate, seeds=seeds), None
-        chosen = argmax_partials(flat)
-    else:
-        p, predicted = sampling.distribution(logits), positions + 1
-        if q is not None and simulate is None:
-            tokens, accepted, finite = rejection_sample(p, drafts, drafted, q, seeds, predicted)
-            return commit(tokens, drafts, drafted, finite, *where, accepted=accepted), None
-        chosen, nodes_finite = sample(p, seeds, predicted, TARGET)
-        if ancestors is None:
-            return commit(chosen, drafts, drafted, nodes_finite, *where, simulate=simulate, seeds=seeds), None
-    return commit_tree(chosen, nodes_finite, drafts, drafted, ancestors, *where, simulate=simulate, seeds=seeds)
+
+_accept = op(_accept_ref, "specbatch.kernels.sampling.accept_and_commit_triton:accept_and_commit")
 
 
 class RefResult(NamedTuple):

@@ -13,7 +13,6 @@ from itertools import chain
 import numpy as np
 import torch
 
-from specbatch.core.async_copy import upload
 from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.device_batch import Admission, DeviceBatch
 from specbatch.core.sampling import SamplingFlags
@@ -21,6 +20,7 @@ from specbatch.core.step_input import StepInput
 from specbatch.engine.prefill import PrefillStep, PrefillWork
 from specbatch.engine.score_step import ScoreStep, ScoreWork
 from specbatch.engine.step import DecodeStep
+from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.progress import Report
 from specbatch.runtime.cuda_graphs import (

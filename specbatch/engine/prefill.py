@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specbatch.core.async_copy import upload
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.base import Drafter
 from specbatch.engine.acceptance import are_finite, logprobs_of
+from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import TARGET
 from specbatch.memory.recurrent_state import RecurrentStates

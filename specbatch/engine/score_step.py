@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.core.async_copy import upload
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.device_batch import DeviceBatch
+from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.models.decoder import Decoder
 from specbatch.runtime.prefill_forward import Forward

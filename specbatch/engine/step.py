@@ -67,7 +67,7 @@ class DecodeStep:
     def verify(self, step: StepInput, proposal: Proposal) -> Verified:
         """Run the target over the roots and their drafts, in one pass."""
         num_queries = proposal.tokens.shape[1] + 1
-        tokens, positions = step.batch.stage(step.slots, step.lengths, proposal.tokens, proposal.ancestors)
+        tokens, positions = step.batch.stage(step.slots, proposal.tokens, proposal.ancestors)
         metadata = step.decode_metadata(step.lengths, num_queries, proposal.ancestors)
         features = self.model.forward(tokens, positions, metadata.bind(self.cache))
         logits = self.model.logits(features.last).unflatten(0, (-1, num_queries))

@@ -8,9 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from specbatch.kernels import dispatch
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
-from specbatch.kernels.sampling.tree_verify import move_accepted_kv_ref
+from specbatch.kernels.sampling.tree_verify import move_accepted_kv
 from specbatch.memory.recurrent_state import RecurrentStates
 
 
@@ -86,12 +85,7 @@ class KVCache:
             self.states.commit(rows, accepted, path)
         if path is None or not self.k:
             return
-        if dispatch.runs_kernels(rows):
-            from specbatch.kernels.sampling.tree_verify_triton import move_accepted_kv
-
-            move_accepted_kv(self.keys, self.values, page_table, rows, lengths, path, accepted)
-        else:
-            move_accepted_kv_ref(self.keys, self.values, page_table, rows, lengths, path, accepted)
+        move_accepted_kv(self.keys, self.values, page_table, rows, lengths, path, accepted)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

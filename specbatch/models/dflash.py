@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from specbatch.config_values import count_of, flag_of, names_of, places_of, table_of
-from specbatch.core.attention_metadata import Mask
 from specbatch.errors import refuse
 from specbatch.kernels.attention.context_kv import ContextKVLayout
+from specbatch.kernels.attention.verify_attention import Mask
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from specbatch.kernels import dispatch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
@@ -51,6 +54,13 @@ def _hasten_the_interpreter() -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def force_kernels() -> Iterator[Callable[..., None]]:
+    """force_kernels(True) runs all operations by their kernels, force_kernels(False) by their references."""
+    with ExitStack() as stack:
+        yield lambda enabled=True: stack.enter_context(dispatch.force_kernels(enabled))
 
 
 @pytest.fixture(scope="session")

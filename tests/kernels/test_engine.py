@@ -18,7 +18,7 @@ from specbatch.config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.runner import Runner
-from specbatch.kernels.attention import context_kv_triton, verify_attention_triton
+from specbatch.kernels.attention import context_kv_triton, qkv_triton, verify_attention_triton
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.drafting import draft_inputs_triton, ngram_triton, tree_draft_triton
@@ -26,7 +26,13 @@ from specbatch.kernels.elementwise import elementwise_triton, gather_rows_triton
 from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.recurrent import gated_delta_prefill_triton, gated_delta_triton, mamba2_triton, short_conv_triton
-from specbatch.kernels.sampling import accept_triton, argmax_topk_triton, sample_triton, tree_verify_triton
+from specbatch.kernels.sampling import (
+    accept_and_commit_triton,
+    accept_triton,
+    argmax_topk_triton,
+    sample_triton,
+    tree_verify_triton,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
 
@@ -43,7 +49,7 @@ SPECULATIONS = {
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None]) -> set[str]:
     """Engines' tensors count as a GPU's; the names of the kernels that are called."""
     called: set[str] = set()
 
@@ -57,13 +63,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(module, name, run)
 
     for module, names in {
-        accept_triton: ["greedy_accept", "commit", "verify_inputs"],
+        accept_triton: ["verify_inputs"],
+        accept_and_commit_triton: ["greedy_accept", "commit", "commit_tree", "sample", "rejection_sample"],
         argmax_topk_triton: ["argmax", "argmax_embedding", "topk_logprobs"],
-        sample_triton: ["sample", "rejection_sample"],
+        sample_triton: ["sample"],
         context_kv_triton: ["write_context_kv", "write_verified_kv"],
-        elementwise_triton: ["rms_norm", "silu_and_mul", "split_qkv_rope"],
+        elementwise_triton: ["rms_norm", "silu_and_mul"],
+        qkv_triton: ["split_qkv_rope"],
         tree_draft_triton: ["expand", "prune"],
-        experts_triton: ["mixture"],
+        experts_triton: ["fused_moe"],
         gated_delta_prefill_triton: ["delta_prefill"],
         gated_delta_triton: ["delta_verify"],
         mamba2_triton: ["ssd_prefill", "ssd_verify"],
@@ -72,12 +80,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         gather_rows_triton: ["gather_rows"],
         short_conv_triton: ["conv_prefill", "conv_verify"],
         skinny_gemm_triton: ["skinny_linear", "skinny_gated"],
-        tree_verify_triton: ["commit_tree", "move_accepted_kv"],
+        tree_verify_triton: ["move_accepted_kv"],
         verify_attention_triton: ["verify_attention"],
     }.items():
         for name in names:
             spy(module, name)
-    monkeypatch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
+    force_kernels()
     monkeypatch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
     monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_: _Triton())
     monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
@@ -117,7 +125,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
 
 CONV = {"conv_prefill", "conv_verify"}
 HYBRIDS = {
-    ("qwen3-next", "mtp"): CONV | {"delta_prefill", "delta_verify", "mixture", "pending_inputs"},
+    ("qwen3-next", "mtp"): CONV | {"delta_prefill", "delta_verify", "fused_moe", "pending_inputs"},
     ("nemotron-h", "ngram-tree"): CONV | {"ssd_prefill", "ssd_verify", "commit_tree"},
     ("lfm2", "ngram"): CONV,
 }

@@ -42,6 +42,6 @@ def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
     """Everything goes the way of a GPU's tensors, and computes nothing."""
     for kind in (JITFunction, InterpretedFunction):
         patch.setattr(kind, "run", lambda *_, **__: None)
-    patch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
+    patch.setattr("specbatch.kernels.dispatch._forced", True)
     patch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
     patch.setattr("specbatch.kernels.gemm.skinny_gemm_triton.is_skinny", lambda rows, weight: False)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from specbatch import EngineConfig, Speculation
-from specbatch.core.attention_metadata import Mask
 from specbatch.drafters import dflash
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.verify_attention import Mask
 from specbatch.models.dflash import DFlashConfig, published_layers, published_shape
 from specbatch.weights import open_checkpoint
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from crossed import crossed
 
-from specbatch.core.attention_metadata import Mask
 from specbatch.drafters import dflash
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.kernels.attention import context_kv
+from specbatch.kernels.attention.verify_attention import Mask
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.memory.kv_cache import KVCache

@@ -341,7 +341,7 @@ class Run:
 
     def verify(self, step: Any, proposal: Proposal, accepted: list[int], bonus: list[int]) -> None:
         here = self.here
-        tokens, positions = here.batch.stage(step.slots, step.lengths, proposal.tokens, None)
+        tokens, positions = here.batch.stage(step.slots, proposal.tokens, None)
         metadata = step.decode_metadata(step.lengths, self.count + 1)
         features = self.target.forward(tokens, positions, metadata.bind(self.cache))
         here.commit(proposal.tokens, accepted, bonus)

@@ -78,7 +78,7 @@ def test_the_likeliest_nodes_are_drafted_whatever_was_accepted_before(
 
 def verify(run: Any, step: Any, proposal: Any, path: torch.Tensor, accepted: list[int], bonus: list[int]) -> None:
     here, rows = run.here, path.shape[1]
-    tokens, positions = here.batch.stage(step.slots, step.lengths, proposal.tokens, proposal.ancestors)
+    tokens, positions = here.batch.stage(step.slots, proposal.tokens, proposal.ancestors)
     metadata = step.decode_metadata(step.lengths, rows, proposal.ancestors)
     features = run.target.forward(tokens, positions, metadata.bind(run.cache))
     counts = torch.tensor(accepted)

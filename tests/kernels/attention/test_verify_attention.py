@@ -9,8 +9,9 @@ import torch
 from crossed import crossed, slow_but
 
 from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.verify_attention import verify_attention_ref
 from specbatch.kernels.attention.verify_attention_configs import Tile
-from specbatch.kernels.attention.verify_attention_triton import verify_attention, verify_attention_ref
+from specbatch.kernels.attention.verify_attention_triton import verify_attention
 from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.rope import rope_table
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbatch.kernels.drafting.ngram import merge_into_tree, ngram_match_ref
+from specbatch.kernels.drafting.ngram import lookup_ref, merge_into_tree
 
 
 def search(tokens: list[int], longest: int, shortest: int, count: int) -> list[int] | None:
@@ -43,7 +43,7 @@ def match(
     width = max(map(len, rows)) + len(behind)
     padded = [(row + (behind or [0]) * width)[:width] for row in rows]
     last = torch.tensor([len(row) - 1 for row in rows])
-    drafts, found = (item.squeeze(1) for item in ngram_match_ref(torch.tensor(padded), last, longest, shortest, count))
+    drafts, found = (item.squeeze(1) for item in lookup_ref(torch.tensor(padded), last, longest, shortest, count))
     assert drafts.dtype == torch.int64
     assert found.dtype == torch.bool
     return drafts.tolist(), found.tolist()
@@ -80,7 +80,7 @@ def test_several_texts_are_the_best_that_differ(
     width = max(map(len, rows)) + len(behind)
     padded = torch.tensor([(row + (behind or [0]) * width)[:width] for row in rows])
     last = torch.tensor([len(row) - 1 for row in rows])
-    drafts, found = ngram_match_ref(padded, last, longest, shortest, count, texts)
+    drafts, found = lookup_ref(padded, last, longest, shortest, count, texts)
     assert drafts.shape == (len(rows), texts, count)
     for index, row in enumerate(rows):
         expected = searches(row, longest, shortest, count, texts)
@@ -139,15 +139,15 @@ def test_which_occurrence_wins(row: list[int], longest: int, shortest: int, expe
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 16])
 def test_a_suffix_may_be_longer_than_the_row(width: int) -> None:
     tokens = torch.arange(width)[None]
-    drafts, found = ngram_match_ref(tokens, torch.tensor([width - 1]), 16, 1, 2)
+    drafts, found = lookup_ref(tokens, torch.tensor([width - 1]), 16, 1, 2)
     assert found.tolist() == [[False]]
     assert drafts.tolist() == [[[width - 1] * 2]]
 
 
 def test_what_lies_behind_the_newest_token_is_never_looked_at() -> None:
     tokens = torch.tensor([[1, 2, 3, 1, 2, 1, 2, 9, 1, 2, 3, 1, 2]])
-    expected = ngram_match_ref(tokens[:, :5], torch.tensor([4]), 4, 1, 6)
-    garbage = ngram_match_ref(tokens, torch.tensor([4]), 4, 1, 6)
+    expected = lookup_ref(tokens[:, :5], torch.tensor([4]), 4, 1, 6)
+    garbage = lookup_ref(tokens, torch.tensor([4]), 4, 1, 6)
     assert (
         [item.tolist() for item in garbage]
         == [item.tolist() for item in expected]

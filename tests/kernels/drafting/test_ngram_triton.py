@@ -16,7 +16,7 @@ from specbatch.kernels.drafting.ngram_triton import ngram_match
 
 
 def check(tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> torch.Tensor:
-    expected = ngram_match_ref(tokens[rows], lengths, *sizes)
+    expected = ngram_match_ref(tokens, rows, lengths, *sizes)
     drafts, found = ngram_match(tokens, rows, lengths, *sizes)
     assert drafts.dtype == torch.int64
     assert found.dtype == torch.bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -56,7 +58,7 @@ def test_levels_and_what_is_kept(shape: DraftShape, batch: int, device: torch.de
             assert torch.equal(one, other)
 
 
-def test_a_tree_through_kernels_alone(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_a_tree_through_kernels_alone(device: torch.device, force_kernels: Callable[[bool], None]) -> None:
     table = torch.randn(4, 2, 3, 40, generator=torch.Generator().manual_seed(2)).mul(2).round().to(device)
     ids = (torch.arange(40, device=device) * 7 + 5).flip(0)
 
@@ -64,9 +66,9 @@ def test_a_tree_through_kernels_alone(monkeypatch: pytest.MonkeyPatch, device: t
         assert beams.tokens.shape == (2, 3)
         return table[beams.depth] + beams.tokens[:, :, None] % 3 + beams.origin[:, :, None]
 
-    monkeypatch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: False)
+    force_kernels(False)
     wanted = expand(table[0, :, 0], DraftShape(4, 3, 11), run, ids)
-    monkeypatch.setattr("specbatch.kernels.dispatch.runs_kernels", lambda x: True)
+    force_kernels(True)
     found = expand(table[0, :, 0], DraftShape(4, 3, 11), run, ids)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from specbatch.kernels.attention.paged_attention import write_kv_ref
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
-from specbatch.kernels.elementwise.elementwise_triton import relu_squared, rms_norm, silu_and_mul, split_qkv_rope
+from specbatch.kernels.attention.qkv_triton import split_qkv_rope
+from specbatch.kernels.elementwise.elementwise_triton import relu_squared, rms_norm, silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import rope_table
 
@@ -81,7 +82,7 @@ def test_split_heads(
     q, k, v = split_qkv_rope_ref(qkv, heads, positions)
     write_kv_ref(k.contiguous(), v.contiguous(), caches[2], caches[3], slots)
     q_new, k_new = (torch.full((rows, n, dim), torch.nan, dtype=dtype, device=device) for n in (count, kv))
-    split_qkv_rope(qkv, heads, positions, slots, caches[0], caches[1], q_new, k_new)
+    split_qkv_rope(qkv, heads, positions, slots, caches[0], caches[1], (q_new, k_new))
     close(q_new, q)
     close(k_new, k)
     written = caches[2].flatten(0, 1)[slots]
@@ -101,7 +102,7 @@ def test_split_heads_into_an_fp8_cache(device: torch.device) -> None:
     slots = torch.randperm(16, device=device)[:rows]
     k_cache, v_cache = (torch.zeros(4, 4, kv, dim, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     q_new, k_new = (torch.empty(rows, n, dim, device=device, dtype=torch.float16) for n in (count, kv))
-    split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache, q_new, k_new)
+    split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache, (q_new, k_new))
     _, k, v = split_qkv_rope_ref(qkv, heads, positions)
     found = k_cache.float().flatten(0, 1)[slots]
     torch.testing.assert_close(found, k.float(), rtol=2**-4 + 1e-3, atol=2**-9)  # three bits of mantissa

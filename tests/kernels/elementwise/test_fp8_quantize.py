@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from specbatch.kernels import dispatch
 from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import fp8_activations
@@ -120,11 +121,13 @@ def test_where_it_is_told() -> None:
     assert not fp8_activations.quantizes(half)
 
 
-def test_it_runs_where_kernels_do(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_where_kernels_do(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
+) -> None:
     seen: list[int] = []
     monkeypatch.setattr(elementwise_triton, "quantize_fp8", lambda x: seen.append(len(x)))
-    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
+    force_kernels(True)
     quantize_fp8(torch.zeros(3, 5))
-    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: False)
+    force_kernels(False)
     assert quantize_fp8(torch.zeros(3, 5)).values.shape == (3, 5)
     assert seen == [3]

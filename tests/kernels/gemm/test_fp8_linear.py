@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels import dispatch
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
@@ -72,8 +71,8 @@ def test_every_float8_is_itself(rows: int, dtype: torch.dtype, device: torch.dev
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_it_is_a_linear(kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
+def test_it_is_a_linear(kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]) -> None:
+    force_kernels(kernels)
     weight, wide = random_weight(140, 48, device)
     product = FP8Linear(weight)
     x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
@@ -95,8 +94,8 @@ def test_it_is_a_linear(kernels: bool, device: torch.device, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_products_side_by_side(kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels and x.is_cuda)
+def test_products_side_by_side(kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]) -> None:
+    force_kernels(kernels and device.type == "cuda")
     weight, wide = random_weight(130, 48, device)
     other = torch.randn(6, 48, device=device)
     product = ConcatLinear(linear(weight), linear(Weight(other)))
@@ -191,9 +190,9 @@ def test_a_nan_of_a_rounded_row_comes_through(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_activations_are_rounded_where_told(
-    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
+    force_kernels(kernels)
     if device.type == "cpu":
         # The interpreter's cast is wrong.
         monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.quantize_fp8", quantize_fp8_ref)

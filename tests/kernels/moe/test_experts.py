@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from crossed import crossed
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels import dispatch
 from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import linear
@@ -21,7 +20,7 @@ from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.moe.experts import Activation, Experts, experts_ref, shared_slices
-from specbatch.kernels.moe.experts_triton import grouped, mixture, rows_for, weighted_sum
+from specbatch.kernels.moe.experts_triton import fused_moe, grouped, rows_for, weighted_sum
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.kernels.moe.routing_triton import route
 
@@ -85,7 +84,7 @@ class Case:
         return torch.einsum("te,tei,ehi->th", weight, h, self.down.double())
 
     def run(self, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return mixture(self.x, self.logits, self.rule, Weight(self.up), Weight(self.down), self.activation, residual)
+        return fused_moe(self.x, self.logits, self.rule, Weight(self.up), Weight(self.down), self.activation, residual)
 
     def reference(self) -> torch.Tensor:
         up, down = Weight(self.up), Weight(self.down)
@@ -219,7 +218,7 @@ def test_float8_weights(tokens: int, activation: Activation, dtype: torch.dtype,
     case.up, case.down = up.dequantize(torch.float32), down.dequantize(torch.float32)
     expected = case.dense()
     check(experts_ref(case.x, case.weights, case.experts, up, down, activation), expected, dtype)
-    check(mixture(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
+    check(fused_moe(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
 
 
 def test_a_scale_is_that_of_its_block() -> None:
@@ -235,11 +234,11 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture
-def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]) -> None:
     """The interpreter's cast to float8 is wrong, and has tests of its own."""
     if device.type == "cpu":
         monkeypatch.setattr(elementwise_triton, "quantize_fp8", quantize_fp8_ref)
-    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
+    force_kernels(True)
 
 
 def of_rounded(x: FP8Activations, weight: Weight, owner: torch.Tensor, activation: Activation | None) -> torch.Tensor:
@@ -276,7 +275,7 @@ def test_products_of_rounded_activations(
     outputs = grouped(quantize_fp8(h), down, plan, rule, rows)
     expected = of_rounded(quantize_fp8(h), down, owner, None)
     check(outputs, expected, dtype)
-    y = mixture(case.x, case.logits, rule, up, down, activation, quantize=True)
+    y = fused_moe(case.x, case.logits, rule, up, down, activation, quantize=True)
     check(y, (expected.unflatten(0, (tokens, -1)) * weights[..., None].double()).sum(1), dtype)
     ours = experts_ref(case.x, case.weights, case.experts, up, down, activation, quantize=True)
     # A hundredth of what is rounded between the products may go the other way, by an eighth.
@@ -296,7 +295,7 @@ def test_a_token_of_a_prompt_does_not_depend_on_its_chunk(
 
     def run(first: int, last: int) -> torch.Tensor:
         logits = case.logits[first:last]
-        return mixture(case.x[first:last], logits, case.rule, up, down, case.activation, quantize=True)
+        return fused_moe(case.x[first:last], logits, case.rule, up, down, case.activation, quantize=True)
 
     together = run(0, tokens)
     assert_same(run(0, 1), together[:1])
@@ -311,9 +310,9 @@ def test_a_token_of_a_prompt_does_not_depend_on_its_chunk(
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("kernels", [False, True])
 def test_activations_are_rounded_where_told(
-    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(dispatch, "runs_kernels", lambda x: kernels)
+    force_kernels(kernels)
     monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
     if device.type == "cpu":  # few rows of a plain weight take kernels of their own
         monkeypatch.setattr("specbatch.kernels.gemm.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
@@ -344,12 +343,17 @@ def test_activations_are_rounded_where_told(
 
 
 @pytest.fixture(params=["reference", "kernels"])
-def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def twin(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    force_kernels: Callable[[bool], None],
+) -> None:
     on_cuda = device.type == "cuda"
     if on_cuda and request.param == "reference":
-        monkeypatch.setattr(dispatch, "runs_kernels", lambda x: False)
+        force_kernels(False)
     if not on_cuda and request.param == "kernels":
-        monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
+        force_kernels(True)
         monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
 
 

@@ -171,9 +171,8 @@ def test_coins_are_those_of_the_reference(device: torch.device) -> None:
 @pytest.mark.parametrize(("batch", "n"), [(1, 1), (3, 1), (2, 5), (5, 16)])
 def test_stage(batch: int, n: int, device: torch.device) -> None:
     case = Case(batch, n, 50, device, torch.float32)
-    tokens, positions, starts = verify_inputs(case.tokens, case.lengths, case.rows, case.drafts)
+    tokens, positions = verify_inputs(case.tokens, case.lengths, case.rows, case.drafts)
     lengths = case.lengths[case.rows]
     root = case.tokens[case.rows, lengths][:, None]
     assert torch.equal(tokens, torch.cat([root, case.drafts], 1).flatten())
     assert torch.equal(positions, (lengths[:, None] + torch.arange(n, device=device)).flatten())
-    assert torch.equal(starts, lengths)

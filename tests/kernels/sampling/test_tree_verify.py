@@ -177,16 +177,15 @@ def test_a_simulation_takes_the_first_nodes(device: torch.device, mean: float) -
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_nodes_stand_as_far_behind_the_root_as_they_are_below_it(device: torch.device, count: int) -> None:
+def test_positions_of_tree_nodes_follow_their_depth(device: torch.device, count: int) -> None:
     case = Case(count, 4, count, device)
     tokens = torch.randint(0, 99, (6, 50), device=device)
     lengths = torch.tensor([1, 5, 0, 9, 20, 3], device=device)
     rows = torch.tensor([4, 0, 2, 5], device=device)
-    staged, positions, starts = verify_inputs(tokens, lengths, rows, case.inputs[1], case.words)
+    staged, positions = verify_inputs(tokens, lengths, rows, case.inputs[1], case.words)
     roots = tokens[rows, lengths[rows]]
     assert torch.equal(staged.view(4, count), torch.cat([roots[:, None], case.inputs[1]], 1))
     assert torch.equal(positions.view(4, count), lengths[rows][:, None] + tree_depths(case.words))
-    assert torch.equal(starts, lengths[rows])
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])

@@ -1,0 +1,98 @@
+"""Triton kernel of `split_qkv_rope`: QK-Norm, RoPE and the write to the KV cache in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+
+_PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
+
+
+def split_qkv_rope(
+    qkv: torch.Tensor,
+    heads: QKVLayout,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`split_qkv_rope_write_ref`. K and V are cast to the type of the caches (FP8 too); the keys that it returns have
+    the type of qkv, for attention that does not read the cache."""
+    q, k_new = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.kv))
+    rows, dim = qkv.shape[0], heads.dim
+    half = triton.next_power_of_2(dim // 2)
+    tile = max(1, _PROGRAM // (2 * half))
+    lines = rows * (heads.count + 2 * heads.kv)
+    _split_qkv_rope[(triton.cdiv(lines, tile),)](
+        qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_new,
+        lines, heads.eps, COUNT=heads.count, KV=heads.kv, DIM=dim, NORM=heads.q_norm is not None,
+        TILE=tile, HALF=half, num_warps=4 if tile * 2 * half <= 4096 else 8, **pdl(qkv),
+    )  # fmt: skip
+    return q, k_new, qkv.view(len(qkv), -1, heads.dim)[:, -heads.kv :]
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _split_qkv_rope(
+    qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_new,
+    lines, eps, COUNT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
+    TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A line is one head of one token; the two halves of a head are loaded apart, as the rotation pairs them."""
+    half: tl.constexpr = DIM // 2
+    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    real = line < lines
+    token = (line // (COUNT + 2 * KV)).to(tl.int64)
+    head = line % (COUNT + 2 * KV)
+    is_q, is_v = head < COUNT, head >= COUNT + KV
+    is_k = (head >= COUNT) & (head < COUNT + KV)
+    column = tl.arange(0, HALF)
+    inside = column < half
+    mask = real[:, None] & inside[None, :]
+    turned = mask & (head < COUNT + KV)[:, None]
+    if NORM:
+        wq1 = tl.load(q_norm + column, mask=inside, other=0.0).to(tl.float32)
+        wq2 = tl.load(q_norm + half + column, mask=inside, other=0.0).to(tl.float32)
+        wk1 = tl.load(k_norm + column, mask=inside, other=0.0).to(tl.float32)
+        wk2 = tl.load(k_norm + half + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous_kernel(PDL)
+    source = qkv + line.to(tl.int64)[:, None] * DIM + column[None, :]
+    first = tl.load(source, mask=mask, other=0.0)
+    second = tl.load(source + half, mask=mask, other=0.0)
+    dtype: tl.constexpr = first.dtype
+    # Both halves of a table hold the same angles; only the sine's first half has its sign turned.
+    angle = tl.load(positions + token, mask=real, other=0)[:, None] * DIM + column[None, :]
+    c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle + half, mask=turned, other=0.0).to(tl.float32)
+    x1, x2 = first.to(tl.float32), second.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
+        w1 = tl.where(is_q[:, None], wq1[None, :], wk1[None, :])
+        w2 = tl.where(is_q[:, None], wq2[None, :], wk2[None, :])
+        # Values keep theirs; rounded where the reference rounds.
+        x1 = tl.where(is_v[:, None], x1, ((x1 * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32))
+        x2 = tl.where(is_v[:, None], x2, ((x2 * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32))
+    y1 = (x1 * c - x2 * s).to(dtype)
+    y2 = (x2 * c + x1 * s).to(dtype)
+
+    to_q = (real & is_q)[:, None] & inside[None, :]
+    place = q + (token * COUNT + head)[:, None] * DIM + column[None, :]
+    tl.store(place, y1, mask=to_q)
+    tl.store(place + half, y2, mask=to_q)
+    slot = tl.load(slots + token, mask=real, other=0)
+    to_k = (real & is_k)[:, None] & inside[None, :]
+    key = (slot * KV + head - COUNT)[:, None] * DIM + column[None, :]
+    kept: tl.constexpr = k_cache.dtype.element_ty
+    tl.store(k_cache + key, y1.to(kept), mask=to_k)
+    tl.store(k_cache + key + half, y2.to(kept), mask=to_k)
+    to_v = (real & is_v)[:, None] & inside[None, :]
+    value = (slot * KV + head - COUNT - KV)[:, None] * DIM + column[None, :]
+    tl.store(v_cache + value, y1.to(kept), mask=to_v)
+    tl.store(v_cache + value + half, y2.to(kept), mask=to_v)
+    keep = k_new + (token * KV + head - COUNT)[:, None] * DIM + column[None, :]
+    tl.store(keep, y1, mask=to_k)
+    tl.store(keep + half, y2, mask=to_k)

@@ -1,0 +1,1 @@
+"""Shared by the kernels: programmatic dependent launch, KV slots, uploads."""

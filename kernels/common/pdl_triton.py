@@ -1,0 +1,21 @@
+"""Programmatic dependent launch (PDL): a kernel starts while the previous one ends, and waits for what it writes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def pdl(x: torch.Tensor) -> dict[str, bool]:
+    """Launch arguments: `PDL` for the kernel, `launch_pdl` for the launcher; on for CUDA tensors."""
+    return {"PDL": x.is_cuda, "launch_pdl": x.is_cuda}
+
+
+@triton.jit
+def wait_for_previous_kernel(PDL: tl.constexpr):
+    """Wait until all earlier kernels have ended and their writes are visible, then let the next kernel start. Every
+    kernel calls it before it reads what the previous kernel wrote, and before its own first store."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

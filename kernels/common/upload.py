@@ -1,0 +1,19 @@
+"""Host to device without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def upload(
+    values: Sequence[Any] | np.ndarray | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """A small table as a tensor on the device, copied from pinned memory in stream order."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
