@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.evals.report import EvalReport
+from specbatch.evals.report import EvalReport, cells_of
 from specbatch.evals.run import EvalOptions, PreparedEval, Progress, prepare
 from specbatch.jobs.configurations import check_draft, load_engine, named
 from specbatch.memory.planner import MemoryShare
+from specbatch.records.metrics import METRICS
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 WARM_UP = 4  # questions
 WARM_UP_TOKENS = 16  # of each answer
 CONFIGURATIONS = ("baseline", "v1", "v2", "v2+piecewise")
+SHOWN = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
 NO_DRAFTS = "no speculation"
 Log = Callable[[str], None]
 
@@ -164,18 +165,10 @@ def _cells(report: EvalReport, baseline: EvalReport) -> dict[str, str]:
         ours["token_ids"] == theirs["token_ids"]
         for ours, theirs in zip(report.questions, baseline.questions, strict=True)
     )
-    metrics, first = report.record.metrics, baseline.record.metrics
-    drafts = report.record.config["speculation"]["algorithm"] != NO_SPECULATION
     cells["same answers"] = f"{same} of {len(report.questions)}"
-    cells["accept length"] = f"{metrics['accept_length']:.2f}" if drafts else NO_DRAFTS
-    cells["accept rate"] = _number(metrics["accept_rate"], ".3f") if drafts else NO_DRAFTS
-    cells["mean TTFT (ms)"] = _number(metrics["mean_ttft_s"], ".1f", 1000)
-    cells["mean TPOT (ms)"] = _number(metrics["mean_tpot_s"], ".2f", 1000)
-    cells["output tok/s"] = _number(metrics["output_throughput"], ".1f")
-    ours, theirs = metrics["output_throughput"], first["output_throughput"]
-    cells["speed"] = f"{ours / theirs:.2f}" if ours and theirs else "not measured"
+    cells |= cells_of(report.record, SHOWN)
+    if not report.record.drafts:
+        cells |= dict.fromkeys((METRICS["accept_length"].heading, METRICS["accept_rate"].heading), NO_DRAFTS)
+    ours, theirs = (one.record.metrics["output_throughput"] for one in (report, baseline))
+    cells["speed"] = f"{ours / theirs:.2f}" if ours and theirs else "-"
     return cells
-
-
-def _number(value: float | None, form: str, times: float = 1) -> str:
-    return "not measured" if value is None else format(times * value, form)

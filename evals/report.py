@@ -21,6 +21,12 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
 from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines
+from specbatch.records.metrics import METRICS
+from specbatch.records.run_record import RunRecord
+
+# The metrics of the speed table, of tasks that generate answers and of tasks that score given texts.
+GENERATING = ("accept_length", "accept_rate", "mean_ttft_s", "mean_queue_s", "mean_tpot_s", "output_throughput")
+SCORING = ("scored_tokens", "input_throughput")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,26 +93,13 @@ class EvalReport(EvalAnswers):
             parts.append("\n".join(draft_length_lines([self.record.counters], self.record.caps)))
         return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
 
-    def _speed(self) -> dict[str, str | int]:
+    def _speed(self) -> dict[str, str]:
         """Columns of the speed table."""
-        metrics = self.record.metrics
         if not self.generates:
-            return {
-                "questions": len(self.questions),
-                "texts": f"{metrics['requests']:.0f}",
-                "scored tokens": f"{metrics['scored_tokens']:.0f}",
-                "input tok/s": _number(metrics["input_throughput"], ".1f"),
-            }
-        return {
-            "answers": len(self.questions),
-            "truncated": f"{self.truncated:.1%}",
-            "accept length": _number(metrics.get("accept_length"), ".2f"),
-            "accept rate": _number(metrics.get("accept_rate"), ".3f"),
-            "mean TTFT (s)": _number(metrics.get("mean_ttft_s"), ".3f"),
-            "mean queue time (s)": _number(metrics.get("mean_queue_s"), ".3f"),
-            "mean TPOT (s)": _number(metrics.get("mean_tpot_s"), ".4f"),
-            "output tok/s": _number(metrics.get("output_throughput"), ".1f"),
-        }
+            texts = {"questions": str(len(self.questions)), "texts": f"{self.record.metrics['requests']:.0f}"}
+            return texts | cells_of(self.record, SCORING)
+        shares = {"answers": str(len(self.questions)), "truncated": f"{self.truncated:.1%}"}
+        return shares | cells_of(self.record, GENERATING)
 
     def _notes(self) -> Iterator[str]:
         """Lines below the tables: model, data and settings."""
@@ -157,6 +150,12 @@ class EvalReport(EvalAnswers):
             generated = {"truncated": self.truncated, "simulated_accept_length": simulated}
         generated |= {name: metrics.get(name) for name in shown}
         return [{**asdict(score), **generated, **settings} for score in self.scores]
+
+
+def cells_of(record: RunRecord, keys: tuple[str, ...]) -> dict[str, str]:
+    """Metrics of a record as cells, by heading."""
+    metrics = [METRICS[key] for key in keys]
+    return {metric.heading: metric.text(metric.read(record)) for metric in metrics}
 
 
 def _number(value: float | None, form: str) -> str:

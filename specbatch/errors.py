@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake: a setting, its value, and what would work."""
+"""`SpecbatchError`, the exception for a user's mistake: a setting, its value, and what would work."""
 
 from __future__ import annotations
 
@@ -7,38 +7,42 @@ from contextlib import contextmanager
 
 
 class SpecbatchError(ValueError):
-    """What was asked cannot be run. The message is one line, or one more for each of
-    several bad lines of a file; commands print it and exit with status 2.
+    """A request that cannot be served. Commands print the message and exit with status 2.
 
-    setting: what it is about, where it is about one.
+    The message is one line, or several if a file has several bad lines.
+
+    setting, value, works: the setting that the error is about, its value and what would work; None if it is about no
+    single setting
     """
 
-    setting: str | None = None
+    def __init__(
+        self, message: str, *, setting: str | None = None, value: object = None, works: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.setting = setting
+        self.value = value
+        self.works = works
+
+
+def refuse(setting: str, value: object, works: str) -> SpecbatchError:
+    """The error for `setting` having `value`; `works` says what would be accepted, and why."""
+    return SpecbatchError(f"{setting}={value!r}: {works}", setting=setting, value=value, works=works)
 
 
 def at_least(setting: str, value: object, least: int) -> None:
-    """Refuse a `setting` that is no whole number of `least` or more."""
+    """Refuse a `setting` that is not an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise refuse(setting, value, f"use a whole number of at least {least}")
 
 
-def refuse(setting: str, value: object, works: str) -> SpecbatchError:
-    """Build the error for `setting` having `value`, where `works` says what would be accepted (and why)."""
-    error = SpecbatchError(f"{setting}={value!r}: {works}")
-    error.setting = setting
-    return error
-
-
 @contextmanager
 def of_draft(draft: str) -> Iterator[None]:
-    """What opens models opens drafts, too: what is refused of one inside is of the setting `draft`."""
+    """Attribute errors inside to the setting `draft`: drafts are opened by the code that opens models."""
     try:
         yield
     except SpecbatchError as error:
         if error.setting in ("draft", "algorithm"):
             raise
-        if error.setting != "model":  # a key of its config
-            raise refuse("draft", draft, str(error)) from None
-        error.args = (f"draft{str(error).removeprefix('model')}",)
-        error.setting = "draft"
-        raise
+        if error.setting == "model" and error.works is not None:
+            raise refuse("draft", error.value, error.works) from error.__cause__
+        raise refuse("draft", draft, str(error)) from None  # about a key of its config

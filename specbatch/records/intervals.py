@@ -43,6 +43,10 @@ class Interval:
     over: str
     in_turns: bool = True
 
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from specbatch.records.intervals import Interval
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-def conclusion(rows: pd.DataFrame) -> list[str]:
+def conclusion(rows: pd.DataFrame, differences: Mapping[tuple[Any, ...], Interval]) -> list[str]:
     """One sentence for each concurrency, from the rows of `tables.table`; none without a baseline.
 
-    A difference is shown where all repeats are on the same side of the baseline.
+    differences: the interval of output tok/s less the baseline's, by (concurrency, configuration), as `compare` has it.
+    A difference is shown if its interval excludes zero.
     """
     every: list[Any] = list(rows.itertuples())
     compared = [row for row in every if row.configuration != "baseline" and not math.isnan(row.ratio)]
     sentences = []
     for concurrency in dict.fromkeys(row.concurrency for row in compared):
-        parts = ", ".join(_part(row) for row in compared if row.concurrency == concurrency)
+        parts = ", ".join(
+            _part(row, differences.get((concurrency, row.configuration)))
+            for row in compared
+            if row.concurrency == concurrency
+        )
         sentences.append(f"Concurrency {concurrency}, output tok/s: {parts}.")
     return [*sentences, *_caveat(compared)]
 
 
-def _part(row: Any) -> str:
+def _part(row: Any, difference: Interval | None) -> str:
     if row.repeats < 2:
         return f"{row.configuration} is {row.ratio:.2f} times the baseline"
     spread = f"{row.ratio_min:.2f}-{row.ratio_max:.2f}"
-    if row.ratio_min <= 1 <= row.ratio_max:
+    if difference is None or not difference.excludes_zero:
         return f"no difference is shown between {row.configuration} and the baseline (ratio {spread})"
     return f"{row.configuration} is {row.ratio:.2f} times the baseline ({spread})"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from specbatch.algorithms import causes_of_low_acceptance
-from specbatch.records.intervals import CONFIDENCE, over_runs
+from specbatch.records.intervals import CONFIDENCE, Interval, over_runs
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.notes import Note
 
@@ -26,14 +26,13 @@ class Gain:
     """What speculation gains by its steps at one point.
 
     accept_length, needed   medians over repeats; needed is the break-even
-    low, high               the interval of accept length - break-even; None with one repeat
+    interval                of accept length - break-even; None with one repeat
     measures_step           acceptance was simulated with mean 1, so that no draft is accepted: only the step counts
     """
 
     accept_length: float
     needed: float
-    low: float | None = None
-    high: float | None = None
+    interval: Interval | None = None
     measures_step: bool = False
 
     @property
@@ -43,16 +42,16 @@ class Gain:
     @property
     def is_shown(self) -> bool:
         """Whether the repeats show a gain or a loss."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+        return self.interval is not None and self.interval.excludes_zero
 
     def loses(self, tolerance: float = 0.0) -> bool:
         """Whether a loss of more than `tolerance` was measured, and the repeats (if several) show it."""
-        return not self.measures_step and self.share < -tolerance and (self.low is None or self.is_shown)
+        return not self.measures_step and self.share < -tolerance and (self.interval is None or self.is_shown)
 
     def __str__(self) -> str:
         if self.measures_step:
             return f"pays above {self.needed:.2f}"
-        if self.low is None:
+        if self.interval is None:
             return f"{self.share:+.1%} (one repeat)"
         if not self.is_shown:
             return f"{self.share:+.1%} (no difference shown)"
@@ -73,8 +72,7 @@ def gain_of(repeats: Iterable[tuple[float | None, float | None]], simulated: flo
         return None
     accepted, needed = ([pair[side] for pair in pairs] for side in (0, 1))
     interval = over_runs(needed, accepted, paired=True) if len(pairs) > 1 else None
-    low, high = (interval.low, interval.high) if interval else (None, None)
-    return Gain(median(accepted), median(needed), low, high, simulated == 1)
+    return Gain(median(accepted), median(needed), interval, simulated == 1)
 
 
 def losses(points: Sequence[tuple[str, Gain | None, RunRecord]]) -> Note | None:

@@ -1,9 +1,9 @@
-"""A sweep point by point: the block that serving benchmarks print, and one summary by concurrency per configuration.
+"""A sweep in the layout of serving benchmarks: a block per point, and one summary by concurrency per configuration.
 
-The layout and the names are those of `sglang.bench_serving` (github.com/sgl-project/sglang) and of the tables made from
-it, so that results can be read side by side. A number is the median over repeats; what it means is said in
-`specbatch.records.metrics`. Concurrency is the mean number of unfinished requests: all time between submission and
-last token, over the duration.
+Layout and names are those of `sglang.bench_serving` (github.com/sgl-project/sglang) and of the tables made from it, so
+that results can be read side by side. A number is the median over repeats; `specbatch.records.metrics` defines it.
+Concurrency is the mean number of unfinished requests: the time from submission to last token, summed over requests and
+divided by the duration.
 """
 
 from __future__ import annotations
@@ -12,50 +12,64 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from specbatch.records.metrics import DISTRIBUTIONS, METRICS, percentile_name
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.tables import points_of
+from specbatch.sweeps.report.tables import point_name, points_of
 
 Row = dict[str, Any]
 WIDTH = 50
 TITLE_WIDTH = 40
+MEAN_CONCURRENCY = "mean_concurrency"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A number of the block: its title, its column in CSV and JSON, the metric of a record it is made of."""
+    """A number of the block: its title, its name in CSV and JSON, and the metric it is made of."""
 
     title: str
     column: str
     metric: str
-    factor: float = 1
+    scale: float = 1
     decimals: int = 2
 
 
-def _times(title: str, name: str, *parts: str) -> tuple[Line, ...]:
-    return tuple(Line(f"{part.title()} {title} (ms)", f"{part}_{name}_ms", f"{part}_{name}_s", 1000) for part in parts)
+def _line_of(key: str, title: str) -> Line:
+    metric = METRICS[key]
+    return Line(title, key, key, metric.scale, decimals=2 if metric.decimals else 0)
+
+
+def _times(name: str, *percents: int) -> tuple[Line, ...]:
+    """Mean, percentiles and, of ITL, the maximum of a time."""
+    parts = ["mean", *map(percentile_name, percents), *(["max"] if name == "itl" else [])]
+    metrics = [METRICS[f"{part}_{name}_s"] for part in parts]
+    quantity = DISTRIBUTIONS[name].quantity.replace("latency", "Latency")
+    return tuple(
+        Line(f"{part.title()} {quantity} ({metric.unit})", metric.column, metric.key, metric.scale)
+        for part, metric in zip(parts, metrics, strict=True)
+    )
 
 
 BLOCK: dict[str, tuple[Line, ...]] = {
     "": (
-        Line("Successful requests", "requests", "requests", decimals=0),
-        Line("Benchmark duration (s)", "duration_s", "duration_s"),
-        Line("Total input tokens", "input_tokens", "input_tokens", decimals=0),
-        Line("Total generated tokens", "output_tokens", "output_tokens", decimals=0),
-        Line("Request throughput (req/s)", "request_throughput", "request_throughput"),
-        Line("Input token throughput (tok/s)", "input_throughput", "input_throughput"),
-        Line("Output token throughput (tok/s)", "output_throughput", "output_throughput"),
-        Line("Peak output token throughput (tok/s)", "peak_output_throughput", "peak_output_throughput"),
-        Line("Total token throughput (tok/s)", "total_throughput", "total_throughput"),
-        Line("Output per user (tok/s)", "per_user_throughput", "per_user_throughput"),
-        Line("Concurrency", "mean_concurrency", "mean_concurrency"),
-        Line("Accept length", "accept_length", "accept_length"),
+        _line_of("requests", "Successful requests"),
+        _line_of("duration_s", "Benchmark duration (s)"),
+        _line_of("input_tokens", "Total input tokens"),
+        _line_of("output_tokens", "Total generated tokens"),
+        _line_of("request_throughput", "Request throughput (req/s)"),
+        _line_of("input_throughput", "Input token throughput (tok/s)"),
+        _line_of("output_throughput", "Output token throughput (tok/s)"),
+        _line_of("peak_output_throughput", "Peak output token throughput (tok/s)"),
+        _line_of("total_throughput", "Total token throughput (tok/s)"),
+        _line_of("per_user_throughput", "Output per user (tok/s)"),
+        Line("Concurrency", MEAN_CONCURRENCY, MEAN_CONCURRENCY),
+        _line_of("accept_length", "Accept length"),
     ),
-    "End-to-End Latency": _times("E2E Latency", "e2e", "mean", "median", "p90", "p99"),
-    "Time to First Token": _times("TTFT", "ttft", "mean", "median", "p99"),
-    "Time per Output Token (excl. 1st token)": _times("TPOT", "tpot", "mean", "median", "p99"),
-    "Inter-Token Latency": _times("ITL", "itl", "mean", "median", "p95", "p99", "max"),
+    "End-to-End Latency": _times("e2e", 50, 90, 99),
+    "Time to First Token": _times("ttft", 50, 99),
+    "Time per Output Token (excl. 1st token)": _times("tpot", 50, 99),
+    "Inter-Token Latency": _times("itl", 50, 95, 99),
 }
-# The summary by concurrency: columns of the block, behind max_concurrency.
+# Columns of the summary by concurrency, after max_concurrency.
 SUMMARY = (
     "input_throughput",
     "output_throughput",
@@ -66,7 +80,7 @@ SUMMARY = (
 
 
 def serving_rows(records: list[RunRecord]) -> list[Row]:
-    """One row per concurrency and configuration with every number of the block; None where nothing was measured."""
+    """One row per concurrency and configuration with every number of the block; None where it was not measured."""
     return [_row(concurrency, name, found) for (concurrency, name), found in points_of(records).items()]
 
 
@@ -81,7 +95,7 @@ def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
     measured = [_numbers(record) for record in records]
     for line in (line for lines in BLOCK.values() for line in lines):
         values = [value for numbers in measured if (value := numbers.get(line.metric)) is not None]
-        row[line.column] = median(values) * line.factor if values else None
+        row[line.column] = median(values) * line.scale if values else None
     return row
 
 
@@ -89,11 +103,11 @@ def _numbers(record: RunRecord) -> dict[str, float | None]:
     numbers = record.metrics
     mean, requests, duration = (numbers.get(name) for name in ("mean_e2e_s", "requests", "duration_s"))
     unfinished = mean * requests / duration if mean is not None and requests and duration else None
-    return numbers | {"mean_concurrency": unfinished}
+    return numbers | {MEAN_CONCURRENCY: unfinished}
 
 
 def block(row: Row) -> str:
-    """The point as people know it, without a line end."""
+    """The block of a point, without a final newline."""
     rate = row["request_rate"]
     head = {
         "Configuration": row["configuration"],
@@ -121,13 +135,13 @@ def _number(value: float | None, decimals: int) -> str:
 
 
 def blocks_markdown(rows: list[Row]) -> str:
-    """All blocks, each under the name of its point."""
+    """All blocks, each after the name of its point."""
     parts = (f"### {name_of(row)}\n\n```\n{block(row)}\n```\n" for row in rows)
     return "\n".join(parts)
 
 
 def name_of(row: Row) -> str:
-    return f"{row['configuration']} at concurrency {row['max_concurrency']}"
+    return point_name(row["max_concurrency"], row["configuration"])
 
 
 def summary_rows(rows: list[Row]) -> list[Row]:
@@ -142,7 +156,7 @@ def summary_rows(rows: list[Row]) -> list[Row]:
 
 
 def summary_tables(rows: list[Row]) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Titles and cells of the summary of each configuration, three decimals as in the block's own ecosystem."""
+    """Headings and cells of the summary of each configuration, with three decimals, as SGLang's tables have."""
     titles = ["max_concurrency", *SUMMARY]
     tables: dict[str, tuple[list[str], list[list[str]]]] = {}
     for row in summary_rows(rows):

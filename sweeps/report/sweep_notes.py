@@ -36,7 +36,7 @@ def disagreement(point: tuple[Any, ...], gain: Gain | None, ratio: float) -> Ite
     """A warning if steps gain and the whole run does not, or the other way round."""
     if gain is None or gain.measures_step or math.isnan(ratio) or (gain.share >= 0) == (ratio >= 1):
         return
-    if gain.low is not None and not gain.is_shown:
+    if gain.interval is not None and not gain.is_shown:
         return
     concurrency, name = point
     text = (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.errors import refuse
+from specbatch.records.intervals import Interval, over_runs
 from specbatch.records.markdown import acceptance_table
 from specbatch.records.metrics import METRICS, RELATIVE
 from specbatch.records.run_record import RunRecord
@@ -76,6 +77,24 @@ def gains_of(records: list[RunRecord]) -> dict[tuple[Any, ...], Gain | None]:
     }
 
 
+def differences_of(records: list[RunRecord]) -> dict[tuple[Any, ...], Interval]:
+    """The interval of output tok/s less the baseline's at each (concurrency, configuration) with several repeats."""
+    speeds = {
+        point: {
+            record.workload["repeat"]: speed for record in repeats if (speed := record.metrics["output_throughput"])
+        }
+        for point, repeats in points_of(records).items()
+    }
+    found = {}
+    for (concurrency, name), own in speeds.items():
+        base = speeds.get((concurrency, "baseline"), {})
+        both = [repeat for repeat in own if repeat in base]
+        if name != "baseline" and len(both) > 1:
+            before, after = ([side[repeat] for repeat in both] for side in (base, own))
+            found[concurrency, name] = over_runs(before, after, paired=True)
+    return found
+
+
 def table(records: list[RunRecord]) -> pd.DataFrame:
     """One row per concurrency and configuration, with the numbers of the CSV."""
     import pandas as pd
@@ -132,7 +151,7 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Poi
     accepted = acceptance_table(counters, tuple(_POINT))
     lines = "".join(f"* {note}\n" for note in notes(records, rows, missing))
     parts = [heading(about(records)), f"{text}\n", f"{accepted}\n" if accepted else "", lines]
-    parts.append("".join(f"{sentence}\n" for sentence in conclusion(rows)))
+    parts.append("".join(f"{sentence}\n" for sentence in conclusion(rows, differences_of(records))))
     return "\n".join(filter(None, parts))
 
 

@@ -67,7 +67,7 @@ def test_the_table_has_no_empty_cell_and_compares_answers(ablate: Any, tmp_path:
     assert [row["configuration"] for row in rows] == ["baseline", "v1", "v2"]
     assert all(cell.strip() for row in rows for cell in row.values())
     assert [row["same answers"] for row in rows] == ["8 of 8", "8 of 8", "7 of 8"]
-    assert [row["accept length"] for row in rows] == ["no speculation", "2.50", "2.50"]
+    assert [row["accept length"] for row in rows] == ["no speculation", "2.500", "2.500"]
     assert rows[0]["strict-match exact_match"].startswith("0.2500 ± 0.1637, 75.0% unparsed")
     assert {row["speed"] for row in rows[:2]} == {"1.00"}
     assert "v2+piecewise: left out, piecewise prefill graphs need a CUDA device" in found.table()

@@ -18,9 +18,9 @@ def test_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
     assert cells[2] == ["gsm8k", "strict-match", "exact_match", "0.2500", "0.2500", "4", "75.0%"]
     assert cells[3] == ["gsm8k", "flexible-extract", "exact_match", "0.5000", "0.2887", "4", "25.0%"]
     assert cells[4][:4] == ["answers", "truncated", "accept length", "accept rate"]
-    assert cells[4][4:7] == ["mean TTFT (s)", "mean queue time (s)", "mean TPOT (s)"]
-    assert cells[6][:5] == ["4", "25.0%", "2.50", "0.375", "2.000"]
-    assert cells[6][6] == "0.0100"
+    assert cells[4][4:7] == ["mean TTFT (ms)", "mean queue time (ms)", "mean TPOT (ms)"]
+    assert cells[6][:5] == ["4", "25.0%", "2.500", "0.375", "2000.0"]
+    assert cells[6][6] == "10.00"
     assert "float32 on cpu. Speculation: no speculation, schedule v2." in lines[-3]
     assert f"from the other rows of {report.data_source}." in lines[-2]
     for part in (report.prompts_sha256[:16], "up to 512 tokens", report.lm_eval_version, "seed 1234", "plain text"):

@@ -27,7 +27,8 @@ def test_a_gain_is_shown_where_its_interval_excludes_zero(accepted: list[float],
     assert str(gain) == text
     if len(accepted) > 1:
         ends = stats.ttest_rel(accepted, NEEDED).confidence_interval(0.95)
-        assert (gain.low, gain.high) == pytest.approx((ends.low, ends.high))
+        assert gain.interval is not None
+        assert (gain.interval.low, gain.interval.high) == pytest.approx((ends.low, ends.high))
     assert gain.loses() == text.startswith("loses")
 
 
