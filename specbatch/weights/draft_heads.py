@@ -1,4 +1,4 @@
-"""Draft heads as they are published: a folder with config.json and safetensors or pytorch_model.bin, no tokenizer."""
+"""Published draft heads: folders with config.json and safetensors or pytorch_model.bin, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin"]
-# Maps between vocabularies, which are no weights: d2t is int64, t2d bool.
 _SPELLINGS = (
     ("model.", ""),
     ("midlayer.", "layers.0."),
@@ -30,9 +29,12 @@ _SPELLINGS = (
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """An opened draft head: its config.json as it is written, and its tensors, under one spelling of their names.
+    """An opened draft head.
 
-    `origin` says in words where it came from; `tensor` gives one in the stored type, on the CPU, not to be written to.
+    origin  where it came from, for messages
+    config  its config.json, unchanged
+    shapes  name -> shape of its tensors, with the names of all formats in one spelling
+    tensor  returns a tensor in its stored dtype, on the CPU; it must not be written to
     """
 
     name: str
@@ -43,7 +45,7 @@ class DraftFiles:
 
 
 def open_draft(draft: str) -> DraftFiles:
-    """A folder, or a hub id `owner/name`, optionally with `@revision`. Raises SpecbatchError, naming `draft`."""
+    """Open a folder, or a hub id `owner/name`, optionally with `@revision`. Raises SpecbatchError for `draft`."""
     folder = Path(draft).expanduser()
     if not folder.is_dir():
         works = "give a folder with config.json and safetensors, or a hub id"
@@ -66,7 +68,7 @@ def open_draft(draft: str) -> DraftFiles:
 def dummy_draft(
     config: dict[str, Any], shapes: Shapes, seed: int, maps: dict[str, torch.Tensor] | None = None
 ) -> DraftFiles:
-    """Random weights of these shapes; `maps`: tensors that are no weights."""
+    """A head of random weights with these shapes; `maps`: given tensors, such as d2t."""
     fixed = maps or {}
 
     def tensor(name: str) -> torch.Tensor:
@@ -76,7 +78,8 @@ def dummy_draft(
 
 
 def dummy_config(draft: str) -> dict[str, Any] | None:
-    """The config.json that `draft` names (or the folder of one); None for "dummy", which leaves it to the method."""
+    """Read the config.json `draft`, or that of a folder; None for "dummy", for which each algorithm has a usual
+    shape."""
     if draft == "dummy":
         return None
     path = Path(draft).expanduser()
@@ -91,12 +94,12 @@ def _torch_file(path: Path, draft: str) -> dict[str, torch.Tensor]:
     import torch
 
     if not path.is_file():
-        raise refuse("draft", draft, "the folder holds neither safetensors nor a pytorch_model.bin")
+        raise refuse("draft", draft, "the folder has neither safetensors nor a pytorch_model.bin")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # pickle's, zip's and torch's errors have no common kind
+    except Exception as error:  # the errors of pickle, zip and torch have no common class
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise refuse("draft", str(path), f"it is damaged or no file of tensors ({reason})") from None
+        raise refuse("draft", str(path), f"it is damaged or not a file of tensors ({reason})") from None
     return {_canonical(name): tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 

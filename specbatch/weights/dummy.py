@@ -1,4 +1,4 @@
-"""Models with random weights: the shapes of published ones, for speed and memory without a download."""
+"""Random weights in the shapes of published models, to measure speed and memory without a download."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
-# Of float8_e4m3fn where all bit patterns but the two that are no numbers come alike.
-_FLOAT8_NORM = 100.06
+# Root mean square of float8_e4m3fn values if all bit patterns except the two NaNs are equally likely.
+_FP8_RMS = 100.06
 
 
 def random_tensor(
     name: str, shape: Shape, seed: int, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """It depends on the seed, its own name and the device only; dtype: float32 if not given.
+    """A random tensor that depends only on the seed, its name and the device. dtype: default float32.
 
-    Matrices are normal with variance 1 / inputs and norms lie near 1, so that activations keep their size.
+    Matrices are normal with variance 1 / inputs and norms are near 1, so that activations keep their magnitude.
     """
     import torch
 
@@ -36,8 +36,9 @@ def random_tensor(
     return values.normal_(generator=generator).mul_(0.1).add_(0.0 if name.endswith(".bias") else 1.0)
 
 
-def random_float8(name: str, shape: Shape, seed: int, device: str | torch.device = "cpu") -> torch.Tensor:
-    """float8_e4m3fn, made as bits: no wider copy of it is ever there. `random_scales` give it the size of others."""
+def random_fp8(name: str, shape: Shape, seed: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """A random float8_e4m3fn tensor, generated as bits to avoid a larger copy. `random_scales` give it the magnitude of
+    `random_tensor`."""
     import torch
 
     bits = torch.empty(shape, device=device, dtype=torch.uint8).random_(
@@ -49,11 +50,11 @@ def random_float8(name: str, shape: Shape, seed: int, device: str | torch.device
 
 
 def random_scales(name: str, shape: Shape, inputs: int, seed: int, device: str | torch.device = "cpu") -> torch.Tensor:
-    """float32, each its own, for a float8 matrix of so many inputs."""
+    """Random float32 scales of an FP8 matrix with `inputs` columns."""
     import torch
 
     scales = torch.empty(shape, device=device).uniform_(0.8, 1.2, generator=_generator(name, seed, device))
-    return scales.mul_(1 / (_FLOAT8_NORM * math.sqrt(inputs)))
+    return scales.mul_(1 / (_FP8_RMS * math.sqrt(inputs)))
 
 
 def _generator(name: str, seed: int, device: str | torch.device) -> torch.Generator:
@@ -64,9 +65,9 @@ def _generator(name: str, seed: int, device: str | torch.device) -> torch.Genera
 
 
 class DummyCheckpoint:
-    """Seeded random weights of a given config, made on `device`, whose generator decides their values. A GPU makes them
-    in the type that the config names, in place and a layer's experts in one tensor, at the speed of its memory; a CPU
-    in float32."""
+    """Seeded random weights of a config, generated on `device`; values depend on the kind of device. A GPU generates
+    them in place, in the config's dtype and with a layer's experts in one tensor, at the speed of its memory; a CPU in
+    float32."""
 
     def __init__(
         self, config: ModelConfig, *, name: str, seed: int, tokenizer: Tokenizer | None, device: str = "cpu"
@@ -77,7 +78,7 @@ class DummyCheckpoint:
         self.mtp: dict[str, tuple[int, ...]] = {}
         self._seed = seed
         self._device = device
-        self._wide = "float32" if device == "cpu" else config.dtype or "float32"
+        self._dtype_name = "float32" if device == "cpu" else config.dtype or "float32"
         self._shapes = self.config.tensor_shapes()
         self._tokenizer = tokenizer
         self.bytes = sum(math.prod(shape) * self._item(name) for name, shape in self._shapes.items())
@@ -89,23 +90,23 @@ class DummyCheckpoint:
         import torch
 
         shape, made = self._shapes[name], (self._seed, self._device)
-        if self._is_float8(name):
-            return random_float8(name, shape, *made)
+        if self._is_fp8(name):
+            return random_fp8(name, shape, *made)
         if name.endswith(SCALES):
             return random_scales(name, shape, self._shapes[name.removesuffix(SCALES)][-1], *made)
-        return random_tensor(name, shape, *made, getattr(torch, self._wide))
+        return random_tensor(name, shape, *made, getattr(torch, self._dtype_name))
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer or ByteTokenizer(self.config.vocab_size)
 
-    def _is_float8(self, name: str) -> bool:
+    def _is_fp8(self, name: str) -> bool:
         return name + SCALES in self._shapes
 
     def _item(self, name: str) -> int:
-        """Bytes of one of its values."""
-        if self._is_float8(name):
+        """Bytes per value."""
+        if self._is_fp8(name):
             return 1
-        return 4 if name.endswith(SCALES) or self._wide == "float32" else 2
+        return 4 if name.endswith(SCALES) or self._dtype_name == "float32" else 2
 
 
 __all__ = ["SHAPES", "DummyCheckpoint", "random_tensor"]

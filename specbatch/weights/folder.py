@@ -15,29 +15,30 @@ from specbatch.weights.checkpoint import Log, Read, read_config
 if TYPE_CHECKING:
     import torch
 
-FLOAT8 = "F8_E4M3"
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2, FLOAT8: 1}
+FP8 = "F8_E4M3"
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, FP8: 1}
 LM_HEAD = "lm_head.weight"
-MTP = "mtp."  # a draft head beside the model, checked by who runs it
-MAPS = ("d2t", "t2d")  # between the vocabularies of a draft and its target: no weights, and of other types
+MTP = "mtp."  # tensors of a draft head in the same files, checked by the drafter
+MAPS = ("d2t", "t2d")  # maps between the vocabularies of a draft and its target, with integer or bool dtype
 
 
 class SafetensorsFiles:
-    """The tensors of a folder's safetensors (one file or shards), whose headers were read and whose files are whole.
+    """The tensors of a folder's safetensors (one file or shards). Headers are read and files checked for completeness.
 
-    shapes: by name, tables of rope aside; bytes: as they are stored.
+    shapes  name -> shape, without rope tables
+    bytes   size of the tensors as stored
     """
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes = 0
-        float8: dict[str, Path] = {}
+        fp8: dict[str, Path] = {}
         for path, expected in _weight_files(folder).items():
             file = _open_file(path)
             held = list(file.keys())
             for name in sorted(expected - set(held)):
-                raise _damaged(path, f"the index says that it holds {name}, and it does not")
+                raise _damaged(path, f"the index lists {name} in it, but it is missing")
             for name in held:
                 if expected and name not in expected:
                     continue
@@ -46,18 +47,18 @@ class SafetensorsFiles:
                     works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
                     raise _damaged(path, works)
                 if name.endswith("rotary_emb.inv_freq"):
-                    continue  # old files carry the rope's frequencies, which are no weights
-                if view.get_dtype() == FLOAT8:
-                    float8[name] = path
+                    continue  # rope frequencies in old files are not weights
+                if view.get_dtype() == FP8:
+                    fp8[name] = path
                 self._files[name] = file
                 self.shapes[name] = tuple(view.get_shape())
                 self.bytes += math.prod(view.get_shape()) * _BYTES.get(view.get_dtype(), 8)
-        for name, path in float8.items():
+        for name, path in fp8.items():
             if name + SCALES not in self.shapes:
-                raise _damaged(path, f"tensor {name} is {FLOAT8} and has no {name}{SCALES} beside it")
+                raise _damaged(path, f"tensor {name} is {FP8} and there is no {name}{SCALES}")
         for name in self.shapes:
-            if name.endswith(SCALES) and name.removesuffix(SCALES) not in float8:
-                raise _damaged(folder, f"{name} is there and no tensor of {FLOAT8} that it scales")
+            if name.endswith(SCALES) and name.removesuffix(SCALES) not in fp8:
+                raise _damaged(folder, f"there is {name}, but no {FP8} tensor that it scales")
 
     def tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._files[name].get_tensor(name)
@@ -65,7 +66,7 @@ class SafetensorsFiles:
 
 
 class FolderCheckpoint:
-    """A folder whose headers were read: every tensor is there, in its shape, in files that are whole."""
+    """A checkpoint folder. All tensors are present with the expected shapes, and no file is truncated."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class FolderCheckpoint:
         self.mtp = {name: shape for name, shape in found.items() if name.startswith(MTP)}
         spare = [name for name in found if self.config.is_spare(name)]
         if spare and log is not None:
-            log(f"{name}: {len(spare)} tensors are not read, as text needs none of them: {min(spare)} and others alike")
+            log(f"{name}: {len(spare)} tensors are not used for text and not read, such as {min(spare)}")
         own = {name: shape for name, shape in found.items() if name not in self.mtp and name not in spare}
         self.config = self.config.fit(own)
         check_tensors(self.config.tensor_shapes(), own, folder)
@@ -105,31 +106,31 @@ class FolderCheckpoint:
     def tokenizer(self) -> Tokenizer:
         found = self._tokenizer or Tokenizer.from_folder(self.folder, name=self.name)
         if found.vocab_size > self.config.vocab_size:
-            works = f"it has {found.vocab_size} ids and {self.name} has rows for {self.config.vocab_size}"
+            works = f"it has {found.vocab_size} ids and {self.name} has embeddings for {self.config.vocab_size}"
             raise refuse("tokenizer", found.name, works)
-        self._tokenizer = found  # a draft's vocabulary is compared with it: not read again for that
+        self._tokenizer = found  # cached: a draft's vocabulary is compared with it
         return found
 
 
 def check_tensors(
     wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: Path | str, setting: str = "model"
 ) -> None:
-    """Refuse a `setting` whose tensors (name -> shape) are not those that its config describes."""
+    """Refuse a model or draft (`setting`) whose tensors (name -> shape) differ from those of its config."""
     for name, shape in wanted.items():
         if name not in found:
             hint = "; is tie_word_embeddings missing in its config?" if name == LM_HEAD else ""
             raise refuse(setting, str(where), f"tensor {name} is missing{hint}")
         if found[name] != shape:
-            works = f"tensor {name} is {list(found[name])}; its config asks for {list(shape)}"
+            works = f"tensor {name} is {list(found[name])}; its config requires {list(shape)}"
             raise refuse(setting, str(where), works)
     for name in found:
         if name not in wanted:
-            # Leaving it out would compute another model.
-            raise refuse(setting, str(where), f"its config describes no tensor {name}, which is there")
+            # Ignoring it would compute another model.
+            raise refuse(setting, str(where), f"its config describes no tensor {name}, but the file has one")
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str]]:
-    """File -> names of its tensors; an empty set stands for all that it holds."""
+    """File -> names of its tensors; an empty set means all tensors of the file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_config(index).get("weight_map")
@@ -138,7 +139,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         files: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str):
-                raise _damaged(index, f"its weight_map says {file!r} for {name}; it must name a file")
+                raise _damaged(index, f"its weight_map has {file!r} for {name}; it must name a file")
             files.setdefault(folder / file, set()).add(name)
         return files
     found = sorted(folder.glob("*.safetensors"))
@@ -155,10 +156,10 @@ def _open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise _damaged(path, "the file that the index names is missing") from None
+        raise _damaged(path, "the file is in the index, but missing") from None
     except (SafetensorError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise _damaged(path, f"it is damaged or cut short ({reason}); download it again") from None
+        raise _damaged(path, f"it is damaged or truncated ({reason}); download it again") from None
 
 
 def _damaged(path: Path, what: str) -> SpecbatchError:

@@ -1,7 +1,7 @@
-"""GGUF files as checkpoints: converted once to an ordinary folder in the cache, and opened there ever after.
+"""GGUF checkpoints: a file is converted once to a checkpoint folder in the cache, which is opened from then on.
 
-The folder is keyed by the sha256 of the whole file. Quantised tensors are stored as float32, which holds the
-dequantised values exactly; float32, float16 and bfloat16 tensors are stored as they are.
+The folder's name is the sha256 of the file. Quantized tensors are stored as float32, which represents the dequantized
+values exactly; float32, float16 and bfloat16 tensors keep their dtype.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from specbatch.weights.gguf_file import GgufFile, read_config, rename
 if TYPE_CHECKING:
     import torch
 
-SHARD_BYTES = 1 << 30  # converted weights are written in files of about this size, to bound the memory in use
+SHARD_BYTES = 1 << 30  # size of the files with converted weights, which bounds the memory in use
 FORMAT = "gguf-1"  # the cache's subfolder; raise the number when the conversion changes
 
 
 class GgufCheckpoint(FolderCheckpoint):
-    """A GGUF file, opened through its converted folder in the cache."""
+    """A GGUF file, opened as its converted folder in the cache."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class GgufCheckpoint(FolderCheckpoint):
 
 
 def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Path:
-    """The cache's checkpoint folder of a GGUF file (config, safetensors), made now if it is not there yet.
+    """Convert a GGUF file to a checkpoint folder in the cache (config, safetensors), unless it is there already.
 
-    `sha256` is the file's, where somebody has just checked it; reading a large file again for it takes seconds.
-    Raises SpecbatchError for a damaged file, an unsupported architecture, quantisation or rope.
+    `sha256` is that of the file, if it is known; hashing a large file takes seconds. Raises SpecbatchError for a
+    damaged file or an unsupported architecture, quantization or rope.
     """
     try:
         target = cache_folder() / FORMAT / (sha256 or file_hash(path))
@@ -74,7 +74,7 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
     check_tensors(ModelConfig.from_dict(config).tensor_shapes(), shapes, path)
     size = sum(4 * tensor.n_elements for tensor in tensors.values())
     if log:
-        log(f"dequantising {path.name} once, to {size / 2**30:.1f} GiB in {target}")
+        log(f"dequantizing {path.name} once, to {size / 2**30:.1f} GiB in {target}")
     with staging(size) as scratch:
         folder = scratch / "model"
         folder.mkdir()
@@ -84,21 +84,21 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
 
 
 def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows of a q or k matrix [heads * head_dim, in] (or bias) from interleaved pairs to halves, per head."""
+    """Reorder the rows of a q or k matrix [heads * head_dim, in] or bias from interleaved pairs to halves, per head."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    """Write config, index and the tensors in files of about SHARD_BYTES, dequantised on a few threads."""
+    """Write config, index and the dequantized tensors, in files of about SHARD_BYTES, with a few threads."""
     from safetensors.torch import save_file
 
     permuted = {}
-    if config["model_type"] == "llama":  # only these files store q and k for the other pairing of rope
+    if config["model_type"] == "llama":  # only these files store q and k for interleaved rope
         permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def converted(name: str) -> torch.Tensor:
-        return dequantise(tensors[name], permuted.get(name.split(".")[-2]))
+        return dequantize_tensor(tensors[name], permuted.get(name.split(".")[-2]))
 
     weight_map: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -124,15 +124,15 @@ def _shards(tensors: dict[str, Any]) -> list[list[str]]:
     return shards
 
 
-def dequantise(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
-    """One tensor in its own type or float32, its rows in the order of the checkpoint."""
+def dequantize_tensor(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
+    """One tensor in its own dtype or dequantized to float32, with rows in the order of the checkpoint."""
     import torch
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     kind, values = tensor.tensor_type, tensor.data
     if kind == GGMLQuantizationType.BF16:
-        values = values.view(np.uint16)  # numpy has no bfloat16; torch reads the same bits below
+        values = values.view(np.uint16)  # numpy has no bfloat16; torch reinterprets the bits below
     elif kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         try:
             values = dequantize(values, kind)
@@ -140,5 +140,5 @@ def dequantise(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
             raise refuse(tensor.name, kind.name, "use a file in Q4_K_M, Q8_0, F16 or another") from None
     if permuted_heads is not None:
         values = unpermute(values, permuted_heads)
-    stored = torch.from_numpy(np.array(values))  # a copy: the file's own memory must not be written to
+    stored = torch.from_numpy(np.array(values))  # a copy, as the memory-mapped file must not be written to
     return stored.view(torch.bfloat16) if kind == GGMLQuantizationType.BF16 else stored

@@ -1,6 +1,6 @@
-"""GGUF files: their metadata as a config, their tensors under the names of a checkpoint.
+"""GGUF files: metadata as a config.json, tensors under their checkpoint names.
 
-Unknown architectures, rope scalings and tensors are refused: leaving them out would compute another model.
+Unknown architectures, rope scalings and tensors are refused: ignoring them would compute another model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GgufFile:
     """An open GGUF file.
 
     arch     its `general.architecture`
-    tensors  name in the file -> tensor; its `shape` lists the fastest dimension first
+    tensors  name in the file -> tensor; its `shape` has the fastest dimension first
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,9 +52,9 @@ class GgufFile:
         self.path = path
         try:
             self._reader = GGUFReader(path)
-        except Exception as error:  # a damaged file fails wherever the reader first trips over it
+        except Exception as error:  # a damaged file can raise any exception in the reader
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise self.refusal(f"it is not a whole GGUF file ({reason}); download it again") from None
+            raise self.refusal(f"it is not a complete GGUF file ({reason}); download it again") from None
         if self._reader.byte_order == "S":
             raise self.refusal("big-endian files are not supported; use the little-endian one")
         if self.metadata("split.count", 1) > 1:
@@ -66,21 +66,21 @@ class GgufFile:
         return refuse("model", str(self.path), works)
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """The value of a key; one that starts with a dot belongs to the architecture."""
+        """The value of a key. A key that starts with a dot gets the architecture as prefix."""
         field = self._reader.fields.get(self.full(key))
         return default if field is None else field.contents()
 
     def required(self, key: str) -> Any:
         value = self.metadata(key)
         if value is None:
-            raise self.refusal(f"its metadata lack {self.full(key)}")
+            raise self.refusal(f"its metadata has no {self.full(key)}")
         return value
 
     def full(self, key: str) -> str:
         return f"{self.arch}{key}" if key.startswith(".") else key
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys that start with `prefix`, in the spelling of `metadata`."""
+        """Keys that start with `prefix`, in the form that `metadata` takes."""
         return [
             prefix + key.removeprefix(self.full(prefix))
             for key in self._reader.fields
@@ -94,14 +94,14 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if architecture is None:
         raise refuse("general.architecture", file.arch, f"supported are {', '.join(FAMILIES.values())}")
     if file.metadata(".expert_count", 0):
-        raise refuse(file.full(".expert_count"), file.metadata(".expert_count"), "only dense models run")
+        raise refuse(file.full(".expert_count"), file.metadata(".expert_count"), "only dense models are supported")
     if "token_embd.weight" not in file.tensors:
         raise file.refusal("tensor token_embd.weight is missing")
     heads, hidden = _same_in_all_layers(file, ".attention.head_count"), file.required(".embedding_length")
     head_dim = file.metadata(".attention.key_length", hidden // heads)
     for key in (".attention.value_length", ".rope.dimension_count"):
         if file.metadata(key, head_dim) != head_dim:
-            raise refuse(file.full(key), file.metadata(key), f"it must be the size of a head, {head_dim}")
+            raise refuse(file.full(key), file.metadata(key), f"it must equal the head size, {head_dim}")
     window = file.metadata(".attention.sliding_window") or None
     return {
         "architectures": [architecture],
@@ -148,13 +148,13 @@ def _rope(file: GgufFile) -> dict[str, Any]:
                 rope[name] = _short(turns)
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
-            raise refuse(file.full(".rope.scaling.type"), kind, "beside rope_freqs.weight it must be none")
+            raise refuse(file.full(".rope.scaling.type"), kind, "with rope_freqs.weight it must be none")
         rope |= {"rope_type": "divisors", "divisors": file.tensors["rope_freqs.weight"].data.tolist()}
     return rope
 
 
 def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None) -> int:
-    """The value of a key that may list one per layer."""
+    """The value of a key that may have a list with one value per layer."""
     value = file.required(key) if default is None else file.metadata(key, default)
     layers = value if isinstance(value, list) else [value]
     if len(set(layers)) != 1:
@@ -163,16 +163,16 @@ def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None) ->
 
 
 def _short(value: float) -> float:
-    """A float32 of the file as the number that was meant: 1e-05, not 9.999999747378752e-06."""
+    """A float32 of the file as the shortest decimal number: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def rename(file: GgufFile) -> dict[str, Any]:
-    """Tensors by their checkpoint names. One that the architecture does not know is refused."""
+    """Tensors by their checkpoint names. Unknown tensors are refused."""
     renamed = {}
     for name, tensor in file.tensors.items():
         if name == "rope_freqs.weight":
-            continue  # part of the rope's description
+            continue  # part of the rope parameters
         stem, _, kind = name.rpartition(".")
         if stem.startswith("blk."):
             _, layer, part = stem.split(".", 2)
@@ -180,6 +180,6 @@ def rename(file: GgufFile) -> dict[str, Any]:
         else:
             known, known_name = stem in _NAMES, f"{_NAMES.get(stem)}.{kind}"
         if not known:
-            raise file.refusal(f"no supported model has its tensor {name}")
+            raise file.refusal(f"tensor {name} is not part of any supported model")
         renamed[known_name] = tensor
     return renamed

@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer as `tokenizer.json` and its companions, built from the metadata alone.
+"""Converts the tokenizer in a GGUF file's metadata to tokenizer.json and its companion files.
 
-How text is split before merging is named, not stored, in a GGUF file (`tokenizer.ggml.pre`). Guessing it
-gives a tokenizer that is right on most texts and wrong on some, so an unknown name is refused.
+A GGUF file only names the rule by which text is split before merging (`tokenizer.ggml.pre`). A guessed rule would be
+correct for most texts and wrong for some, so unknown names are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from specbatch.weights.gguf_file import GgufFile
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 
-# Control tokens that end an answer. Files name only one of them as their end token.
+# Control tokens that end a response. Files declare only one of them as the end token.
 END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
-# GPT-2's rule with other groups of digits, and letters that take one leading mark or space along.
+# GPT-2's rule with other groups of digits, and one leading punctuation mark or space joined to letters.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -31,12 +31,12 @@ LLAMA3_SPLIT = _SPLIT.replace("DIGITS", r"\p{N}{1,3}")
 def write_tokenizer(path: Path, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json of a GGUF file into `folder`.
 
-    Raises SpecbatchError for a tokenizer or pre-tokenizer that is not known.
+    Raises SpecbatchError for an unknown tokenizer or pre-tokenizer.
     """
     file = GgufFile(path)
     tokens, types = file.required("tokenizer.ggml.tokens"), file.required("tokenizer.ggml.token_type")
     backend = _backend(file, tokens, types)
-    ends = [file.metadata("tokenizer.ggml.eot_token_id")]  # beside the eos token, described below
+    ends = [file.metadata("tokenizer.ggml.eot_token_id")]  # in addition to the eos token below
     ends += [tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL]
 
     def token(key: str) -> str | None:
@@ -54,7 +54,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     unique = list(dict.fromkeys(end for end in ends if end is not None))
     write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": unique}) + "\n")
     write_atomic(folder / "tokenizer_config.json", json.dumps(described, indent=2) + "\n")
-    write_atomic(folder / "tokenizer.json", backend.to_str())  # last: where it is, the others are
+    write_atomic(folder / "tokenizer.json", backend.to_str())  # last: it marks the files as complete
 
 
 def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
@@ -62,11 +62,11 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
 
     kind = file.required("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise refuse("tokenizer.ggml.model", kind, "only 'gpt2' is built; pass tokenizer=FOLDER of the original")
+        raise refuse("tokenizer.ggml.model", kind, "only 'gpt2' is supported; pass tokenizer=FOLDER of the original")
     pre = file.required("tokenizer.ggml.pre")
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in file.required("tokenizer.ggml.merges")]
-    # Llama 3 looks whole words up before it merges.
+    # Llama 3 looks up whole words before it merges.
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()

@@ -1,4 +1,4 @@
-"""Files from the model hub, through `huggingface_hub` and its cache."""
+"""Downloads from the model hub with `huggingface_hub` and its cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 
 
 def snapshot(setting: str, name: str, patterns: list[str], *, works: str, local_dir: Path | None = None) -> Path:
-    """The folder with the files of `owner/model` or `owner/model@revision` that match `patterns`.
+    """Download the files of `owner/model` or `owner/model@revision` that match `patterns`, and return their folder.
 
-    What the hub's cache holds is not asked for again; `local_dir` puts the files there, past the cache. Where
-    the hub cannot give them, raises SpecbatchError for `setting` that ends with what `works`.
+    Files in the hub's cache are not downloaded again. `local_dir`: store the files there instead of in the cache. If
+    the download fails, raises SpecbatchError for `setting`, with `works` as the advice.
     """
     from huggingface_hub import snapshot_download
 
@@ -27,7 +27,8 @@ def snapshot(setting: str, name: str, patterns: list[str], *, works: str, local_
             ignore_patterns=["consolidated*", "original/*"],
             local_dir=local_dir,
         )
-    except Exception as error:  # the hub's, the network's and the disk's errors have no common kind
+    except Exception as error:  # errors of the hub, the network and the disk have no common class
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise refuse(setting, name, f"the model hub did not give it ({lines[0].rstrip('.')}); {works}") from None
+        reason = f"it could not be downloaded from the model hub ({lines[0].rstrip('.')})"
+        raise refuse(setting, name, f"{reason}; {works}") from None
     return Path(found)

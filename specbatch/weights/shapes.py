@@ -1,4 +1,4 @@
-"""Named shapes: what published models say of their sizes."""
+"""Named shapes: the config.json values of published models, for random weights."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ _QWEN3_8B = {
     "tie_word_embeddings": False,
 }
 
-# Published values, in the published spelling; "toy" is ours, for tests and first steps.
+# Published values and keys. "toy" is our own, for tests and first steps.
 SHAPES: dict[str, dict[str, Any]] = {
     "toy": {
         "architectures": ["LlamaForCausalLM"],
@@ -265,7 +265,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 12,
         "torch_dtype": "bfloat16",
     },
-    # Ours: a draft of plain attention for the one above, whose vocabulary it has.
+    # Our own: a draft model without recurrent layers for the one above, with its vocabulary.
     "nemotron-draft-0.3b": {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 131072,

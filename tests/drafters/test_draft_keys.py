@@ -40,7 +40,7 @@ def test_shared_pages_hold_the_draft_models_own_keys(
         engine = toy_engine(speculation=speculation, page_size=1)
         done = engine.generate(prompts, SamplingParams(max_new_tokens=limit, ignore_eos=True))
         assert engine.record().metrics["accept_length"] > 2.5
-        drafter = engine._runner._iteration._drafter
+        drafter = engine._worker.prefill_step._drafter
         for item in done:
             text = (*item.prompt_token_ids, *item.token_ids)
             pages = torch.tensor([node.page for node in engine._scheduler._cache.path(list(text), len(text))])

@@ -337,7 +337,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     def cut(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{NAME}_scale_inv"] = tensors[f"{NAME}_scale_inv"][:1].contiguous()
 
-    assert f"tensor {NAME}_scale_inv is [1, 2]; its config asks for [2, 2]" in damaged(tmp_path, cut)
+    assert f"tensor {NAME}_scale_inv is [1, 2]; its config requires [2, 2]" in damaged(tmp_path, cut)
 
 
 def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: P
     def widen(tensors: dict[str, torch.Tensor]) -> None:
         tensors[NAME] = tensors[NAME].bfloat16()
 
-    assert f"{NAME}_scale_inv is there and no tensor of F8_E4M3" in damaged(tmp_path, widen)
+    assert f"{NAME}_scale_inv, but no F8_E4M3 tensor" in damaged(tmp_path, widen)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])

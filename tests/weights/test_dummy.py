@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.weights import open_checkpoint
-from specbatch.weights.dummy import SHAPES, random_float8, random_scales, random_tensor
+from specbatch.weights.dummy import SHAPES, random_fp8, random_scales, random_tensor
 
 # Published parameter counts.
 PARAMETERS = {
@@ -67,7 +67,7 @@ def test_what_is_float8_in_the_80b_shape() -> None:
 
 
 def test_float8_tensors_have_the_size_of_others() -> None:
-    values = random_float8("w", (3, 256, 300), 1)
+    values = random_fp8("w", (3, 256, 300), 1)
     assert not values.float().isnan().any()
     assert len(values.view(torch.uint8).unique()) == 254
     wide = Weight(values, random_scales("w_scale_inv", (3, 2, 3), 300, 1)).dequantize(torch.float32)

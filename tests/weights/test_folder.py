@@ -84,11 +84,11 @@ def test_damaged_files_are_refused_by_name(tiny_model: Make, save: Make) -> None
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
     assert "cut/model.safetensors" in refusal(folder)
-    assert "damaged or cut short" in refusal(folder)
+    assert "damaged or truncated" in refusal(folder)
     path.write_bytes(whole[:4])
-    assert "damaged or cut short" in refusal(folder)
+    assert "damaged or truncated" in refusal(folder)
     path.write_bytes(b"")
-    assert "damaged or cut short" in refusal(folder)
+    assert "damaged or truncated" in refusal(folder)
 
 
 def test_a_missing_shard_and_a_bad_index_are_refused_by_name(tiny_model: Make, save: Make) -> None:
@@ -120,7 +120,7 @@ def test_config_and_weights_must_agree(tiny_model: Make, save: Make) -> None:
     config, path = folder / "config.json", folder / "model.safetensors"
     right, tensors = config.read_text(), load_file(path)
     edit(config, intermediate_size=95)
-    assert "mlp.gate_proj.weight is [96, 64]; its config asks for [95, 64]" in refusal(folder)
+    assert "mlp.gate_proj.weight is [96, 64]; its config requires [95, 64]" in refusal(folder)
     edit(config, intermediate_size=96, num_hidden_layers=3)
     assert "model.layers.2.input_layernorm.weight is missing" in refusal(folder)
     edit(config, num_hidden_layers=1)
@@ -151,7 +151,7 @@ def test_what_a_folder_may_be(tmp_path: Path, tiny_model: Make, save: Make) -> N
 
 def test_the_tokenizer_must_fit_the_model(tiny_model: Make, save: Make) -> None:
     checkpoint = open_checkpoint(str(save(tiny_model("llama", vocab_size=299))))
-    with pytest.raises(SpecbatchError, match="300 ids and model has rows for 299"):
+    with pytest.raises(SpecbatchError, match="300 ids and model has embeddings for 299"):
         checkpoint.tokenizer()
     other = save(tiny_model("llama"), name="other")
     replaced = open_checkpoint(str(save(tiny_model("llama"), name="third")), tokenizer=str(other)).tokenizer()

@@ -66,7 +66,7 @@ def test_rows_are_unpermuted_per_head() -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
-def test_types_are_kept_or_dequantised_exactly(
+def test_types_are_kept_or_dequantized_exactly(
     tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, kind: str
 ) -> None:
     quantised = GGMLQuantizationType[kind]
@@ -86,7 +86,7 @@ def test_types_are_kept_or_dequantised_exactly(
             assert torch.equal(found, torch.from_numpy(again)), name
 
 
-def test_k_quants_are_dequantised_as_gguf_does(tmp_path: Path) -> None:
+def test_k_quants_are_dequantized_as_gguf_does(tmp_path: Path) -> None:
     """The package cannot make these types; any bytes with finite scales are valid."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (2, 144), dtype=np.uint8)
@@ -99,7 +99,7 @@ def test_k_quants_are_dequantised_as_gguf_does(tmp_path: Path) -> None:
     writer.close()
     tensor = gguf_file.GgufFile(tmp_path / "k.gguf").tensors["token_embd.weight"]
     expected = gguf.quants.dequantize(blocks, GGMLQuantizationType.Q4_K)
-    assert torch.equal(gguf_checkpoint.dequantise(tensor, None), torch.from_numpy(expected))
+    assert torch.equal(gguf_checkpoint.dequantize_tensor(tensor, None), torch.from_numpy(expected))
 
 
 def test_it_is_converted_once_in_bounded_files(
@@ -183,7 +183,7 @@ def test_files_that_are_no_whole_gguf_are_refused(
     whole = path.read_bytes()
     for size in (0, 3, 20, 200, 3000, len(whole) - 1000):
         path.write_bytes(whole[:size])
-        assert "not a whole GGUF file" in refusal(path), size
+        assert "not a complete GGUF file" in refusal(path), size
     path.write_bytes(b"GGML" + whole[4:])
     assert "magic invalid" in refusal(path)
     path.write_bytes(whole[:4] + b"\x09\0\0\0" + whole[8:])
@@ -209,7 +209,7 @@ def test_what_is_not_supported_is_refused_by_name(
     unequal = {"llama.attention.key_length": 16, "llama.attention.value_length": 8}
     assert "value_length=8" in told(metadata=unequal)
     wider = {"llama.attention.key_length": 32}
-    assert "q_proj.weight is [64, 64]; its config asks for [128, 64]" in told(metadata=wider)
+    assert "q_proj.weight is [64, 64]; its config requires [128, 64]" in told(metadata=wider)
 
     other = tiny_model("llama")
     other.config.model_type = "gemma3"

@@ -214,7 +214,7 @@ def test_shared_pages_hold_the_heads_own_keys(table_engine: Callable[..., Engine
         engine = table_engine(kind, "v1", page_size=1, **settings)
         done = engine.generate(prompts, SamplingParams(max_new_tokens=limit, ignore_eos=True))
         assert engine.record().metrics["accept_length"] > 2.5
-        drafter: Any = engine._runner._iteration._drafter
+        drafter: Any = engine._worker.prefill_step._drafter
         head, cache, model = drafter._head, drafter._cache, engine._model
         for item in done:
             text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
