@@ -103,7 +103,7 @@ def test_a_missing_shard_and_a_bad_index_are_refused_by_name(tiny_model: Make, s
     names = list(found["weight_map"])
     found["weight_map"][names[0]] = found["weight_map"][names[-1]]
     index.write_text(json.dumps(found))
-    assert f"holds {names[0]}" in refusal(folder)
+    assert f"lists {names[0]}" in refusal(folder)
     index.write_text(json.dumps({"weight_map": {names[0]: 5}}))
     assert "must name a file" in refusal(folder)
     index.write_text("{")
@@ -139,11 +139,11 @@ def test_config_and_weights_must_agree(tiny_model: Make, save: Make) -> None:
 def test_what_a_folder_may_be(tmp_path: Path, tiny_model: Make, save: Make) -> None:
     assert "no such file" in refusal(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "holds no safetensors" in refusal(tmp_path / "empty")
+    assert "lists no safetensors" in refusal(tmp_path / "empty")
     (tmp_path / "notes.txt").write_text("hello")
     assert "not a model" in refusal(tmp_path / "notes.txt")
     folder = save(tiny_model("llama"))
-    assert "holds no gguf" in refusal(folder, load_format="gguf")
+    assert "lists no gguf" in refusal(folder, load_format="gguf")
     (folder / "a.gguf").write_bytes(b"")
     (folder / "b.gguf").write_bytes(b"")
     assert "a.gguf, b.gguf" in refusal(folder, load_format="gguf")
