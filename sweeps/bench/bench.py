@@ -1,18 +1,18 @@
-"""`specbatch bench`: how fast the engine is on a shape, against the device it runs on.
+"""`specbatch bench`: step times, throughput and TTFT of an engine, compared with the limits of its device.
 
     folder/<section>/<configuration>/<size>/r<repeat>/record.json, requests.jsonl
     folder/machine/0/r<repeat>/record.json
 
-decode   a step of plain decoding at some batch sizes: two runs of the same prompts that differ in new tokens alone,
+decode   a step without speculation at some batch sizes: two runs of the same prompts that differ only in new tokens,
          their difference in time over their difference in tokens; prefill, start and tail cancel out
-         with an algorithm or a draft: an iteration of a baseline and of engines that draft, the mean of those of one
-         run that ran all requests, as requests that accept by themselves do not stay in step
-verify   the same for a verify of 16 rows, beside the 1-row step. NGRAM drafts, as that costs next to nothing, and a
-         simulated accept length of 1 keeps the requests in step
+         with an algorithm or a draft: an iteration of a baseline and of engines that draft, the mean over the
+         iterations of one run that ran all requests, because requests that draft do not stay in step
+verify   the same for a verify of 16 rows, compared with the 1-row step. NGRAM drafts, which costs almost nothing, and
+         a simulated accept length of 1 keeps the requests in step
 closed   a closed loop that keeps C requests unfinished: 2C prompts, 3 at C = 1
-ttft     requests on their own, one after the other
+ttft     single requests, one after the other
 
-All engines live side by side on one copy of the weights, each with the KV pages that its points need. Repeats are
+All engines stay loaded on one copy of the weights, each with the KV pages that its points need. Repeats are
 interleaved, A B C A B C. Prompts are random ids, the same for all; end tokens are ignored.
 """
 
@@ -56,10 +56,11 @@ def run_bench(
 ) -> str:
     """Measure every point, write its record as soon as it is done, and return the Markdown table.
 
-    `base`: model, device, type, page size, prefill chunk and who drafts; the rest of an engine follows from its points.
-    `folder` exists; `peers` is a CSV to show beside. On an error or Ctrl-C the table of what is finished is written
-    first. A point that fails leaves a record that says why, and the others go on. Refused: a shape that no engine can
-    be made for, a draft that does not fit, and sizes that do not fit the model, if they were asked for or all are.
+    `base`: model, device, dtype, page size, prefill chunk and speculation; the points determine the rest of an engine.
+    `folder` exists; `peers` is a CSV of other engines' figures. On an error or Ctrl-C the table of the finished points
+    is written first. A point that fails leaves a record with the reason, and the others go on. Refused: a shape that
+    no engine can be built for, a draft that does not fit, and sizes that do not fit the model, if the user gave them
+    or none fits.
     """
     plan = plan_engines(base, options, log)
     total = options.repeats * (sum(len(point.names) for point in plan.points) + ("machine" in options.sections))
@@ -84,16 +85,16 @@ def run_bench(
     if log is not None and (below := losses_of(load_records(folder))):
         log(below.log_text)
     if peers and log is not None and not peers_of(folder, load_records(folder)):
-        log("peers: none of the figures is for this model, type and device and one of these points")
+        log("peers: no figure matches this model, dtype and device and one of these points")
     return text
 
 
 def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | None) -> Iterator[RunRecord]:
-    """The record of every point, in the order of the run."""
-    # Before the engines take their memory; kept once they are there.
+    """The records of all points, in the order of the run."""
+    # Before the engines take their memory; saved once they are built.
     measured = [_machine(base, repeat) for repeat in range(1, options.repeats + 1) if "machine" in options.sections]
     errors: dict[str, str] = {}
-    products: dict[tuple[int, int], float] = {}
+    gemm_times: dict[tuple[int, int], float] = {}
     with ExitStack() as stack:
         engines, start_s = _engines(plan, stack, log, errors)
         yield from measured
@@ -113,7 +114,7 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
                     record = RunRecord(plan.engines[name].as_dict(), {}, {}, {}, [], {"error": broken[name]})
                 elif point.section != "closed" and not point.load.full_batch:
                     with _noting(record.workload, "products_error"):
-                        _add_products(record, engines[name], load, products)
+                        _add_gemm_time(record, engines[name], load, gemm_times)
                 where = {"section": point.section, "configuration": name, "size": point.size, "repeat": repeat}
                 record.workload |= where | {"place": place, "start_s": start_s.get(name)}
                 yield record
@@ -135,9 +136,9 @@ def _machine(base: EngineConfig, repeat: int) -> RunRecord:
 def _engines(
     plan: Plan, stack: ExitStack, log: Log | None, errors: dict[str, str]
 ) -> tuple[dict[str, Engine], dict[str, float]]:
-    """Every engine that can be made, and the seconds that took; the first loads the weights.
+    """Every engine that can be built, and the seconds that took; the first loads the weights.
 
-    Why the others cannot be made goes into `errors`. Refused: none can.
+    The reasons why others cannot go into `errors`. Refused: none can be built.
     """
     engines: dict[str, Engine] = {}
     seconds: dict[str, float] = {}
@@ -156,7 +157,7 @@ def _engines(
 
 @contextmanager
 def _noting(reasons: dict[str, Any], name: str) -> Iterator[None]:
-    """What goes wrong inside is the point's fault, not the run's: one line of it is kept."""
+    """Keep the first line of an exception, so that a failed point does not end the run."""
     try:
         yield
     except Exception as error:
@@ -165,8 +166,8 @@ def _noting(reasons: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def _warm_up(engine: Engine, load: Load) -> None:
-    """The load's own batch, and one request that takes another's place. As prompt passes and iterations take turns,
-    each has so many new tokens that the first still runs when the last begins."""
+    """Run the load's batch, and one request that takes another's slot. Prompt passes alternate with iterations, so each
+    request has enough new tokens that the first one still runs when the last one begins."""
     passes = -(-load.concurrency * load.prompt_tokens // engine.caps["prefill_chunk"])
     enough = max(WARM_UP_TOKENS, (passes + 2) * engine.caps["verify_rows"])
     few = min(load.prompts, load.concurrency + 1)
@@ -174,7 +175,7 @@ def _warm_up(engine: Engine, load: Load) -> None:
 
 
 def _measure(engine: Engine, load: Load) -> RunRecord:
-    """One point. Its record covers the run with the most new tokens, and has what both runs took together."""
+    """Measure one point. Its record covers the run with the most new tokens, and holds the times of both runs."""
     from specbatch.sweeps.bench.traffic import step_bytes
 
     seed = engine.config.seed
@@ -205,9 +206,9 @@ def _measure(engine: Engine, load: Load) -> RunRecord:
     return record
 
 
-def _add_products(record: RunRecord, engine: Engine, load: Load, known: dict[tuple[int, int], float]) -> None:
-    """The time of the matrix products alone, of a step or of a prompt whose last row alone goes through the head; or
-    why it is not measured."""
+def _add_gemm_time(record: RunRecord, engine: Engine, load: Load, known: dict[tuple[int, int], float]) -> None:
+    """Add the time of only the GEMMs of a step, or of a prompt of which only the last row goes through the head; or
+    the reason why it is not measured."""
     import torch
 
     from specbatch.sweeps.bench.traffic import without_products

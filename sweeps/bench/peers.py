@@ -1,9 +1,9 @@
-"""Figures of other engines, from a CSV: checked before a bench, kept in its folder, shown beside its own.
+"""Figures of other engines from a CSV: checked before a bench, kept in its folder, shown in its tables.
 
 Columns: model, dtype, gpu (a part of the device's name, empty for any), section, size, column (a number that the
 section is about), peer (what is shown above the figure), value. For engines that draft also algorithm, draft_steps,
 draft_topk, draft_tokens (the root not counted) and accept_length, the one that was simulated; empty or absent columns
-mean plain decoding. A figure stands beside nothing that drafts in another way.
+mean no speculation. A figure is shown only for a configuration that drafts in the same way.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from specbatch.sweeps.report.summaries import run_on
 PEERS = "peers.csv"
 _COLUMNS = ("model", "dtype", "gpu", "section", "size", "column", "peer", "value")
 Peer = dict[str, str]
-Point = tuple[str, int, str, str]  # section, size, column, and how it drafts, as `drafting_of` says it
+Point = tuple[str, int, str, str]  # section, size, column, and how it drafts (`drafting_of`)
 _SHAPE = ("draft_steps", "draft_topk", "draft_tokens")
 _DRAFTING = ("algorithm", *_SHAPE, "accept_length")
 
 
 def read_peers(source: Path) -> str:
-    """The text of the file, checked. A bench keeps it as `peers.csv` beside its records."""
+    """The text of the file, checked. A bench keeps it as `peers.csv` next to its records."""
     try:
         text = source.read_text(encoding="utf-8-sig")
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -41,9 +41,9 @@ def read_peers(source: Path) -> str:
     except OSError as error:
         raise refuse("peers", str(source), f"cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise refuse("peers", str(source), "is no text in UTF-8; give a CSV") from None
+        raise refuse("peers", str(source), "is not UTF-8 text; use a CSV file") from None
     except csv.Error as error:
-        raise refuse("peers", str(source), f"is no CSV ({error})") from None
+        raise refuse("peers", str(source), f"is not a CSV file ({error})") from None
     return text
 
 
@@ -54,7 +54,7 @@ def _wrong(header: list[str], cells: list[str]) -> str | None:
     kinds: dict[str, type[int] | type[float]] = {"size": int, "value": float}
     if any(row.get(column) for column in _DRAFTING):
         if not all(row.get(column) for column in _DRAFTING):
-            return f"of {', '.join(_DRAFTING)} give all, or none for plain decoding"
+            return f"give all of {', '.join(_DRAFTING)}, or none of them for no speculation"
         if row["algorithm"] not in ALGORITHMS or row["algorithm"] == NO_SPECULATION:
             return f"algorithm {row['algorithm']!r} drafts nothing here; use one of {', '.join(ALGORITHMS)}"
         kinds |= dict.fromkeys(_SHAPE, int) | {"accept_length": float}
@@ -63,7 +63,7 @@ def _wrong(header: list[str], cells: list[str]) -> str | None:
             if not math.isfinite(kind(row[column])):
                 raise ValueError
         except ValueError:
-            return f"{column} {row[column]!r} is no {'whole ' if kind is int else ''}number"
+            return f"{column} {row[column]!r} is not a {'whole ' if kind is int else ''}number"
     try:
         _drafting(row)
     except SpecbatchError as error:
@@ -86,7 +86,7 @@ def comparable(folder: Path, records: list[RunRecord], points: set[Point]) -> di
 
 
 def drafting_of(record: RunRecord) -> str:
-    """Algorithm, shape and simulated accept length of a record of a bench; "" for plain decoding."""
+    """Algorithm, shape and simulated accept length of a record of a bench; "" without speculation."""
     if not record.drafts:
         return ""
     asked, mean = record.speculation, record.simulated_accept_length

@@ -1,9 +1,7 @@
-"""What `specbatch bench` measures: its options, the points that follow from them, and engines that hold these points.
+"""Plan of `specbatch bench`: options, points, and the engines that hold these points.
 
-Lengths decide what fits: a point that its user made too long for the model is refused, one that is too long by
-defaults alone is left out.
-
-Where the engine asked for drafts, it is measured beside a baseline that does not.
+A point that the user's lengths make too long for the model is refused; one that is too long by defaults is left out.
+An engine that drafts is compared with a baseline.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ VERIFY = f"v2, {VERIFY_ROWS} rows"
 # Schedule, and whether prompts go through piecewise graphs.
 CONFIGS = {"v1": ("v1", "off"), "v2": ("v2", "off"), "v2+piecewise": ("v2", "piecewise")}
 TTFT_REQUESTS = 5
-TTFT_NEW_TOKENS = 8  # so that the step behind the first token is there to be waited for
-# The options that make the requests of a section long, the one with the prompt's tokens first.
+TTFT_NEW_TOKENS = 8  # so that there is a step after the first token to wait for
+# Options that determine the length of a section's requests; the first one is that of prompt tokens.
 LENGTHS = {
     "decode": ("decode_tokens", "new_tokens"),
     "closed": ("input_len", "output_len"),
@@ -35,27 +33,26 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Load:
-    """What one point sends: `prompts` random prompts, once for each number of new tokens."""
+    """Requests of one point: `prompts` random prompts, once for each number of new tokens."""
 
     prompts: int
     prompt_tokens: int
     new_tokens: tuple[int, ...]
     concurrency: int
-    alone: bool = False  # each request in a run of its own: nothing of the one before is left on the device
-    full_batch: bool = False  # measured are the iterations that run all requests
+    alone: bool = False  # each request runs after the previous one has left the device
+    full_batch: bool = False  # measures the iterations that run all requests
 
     @property
     def longest(self) -> int:
-        """Prompt and output of a request."""
+        """Prompt and output tokens of a request."""
         return self.prompt_tokens + max(self.new_tokens)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Which points are measured, `repeats` times each. None: what the device can.
+    """Which points are measured, `repeats` times each. None: all that the device supports.
 
-    asked: those of `LENGTHS`, and "sections", that the user gave. A point that they make too long for the model is
-    refused; one that is too long by defaults alone is left out.
+    asked: options of `LENGTHS`, and "sections", that the user gave.
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -80,7 +77,7 @@ class BenchOptions:
         for setting in ("sections", "configs", "batch", "verify_batch", "concurrency", "ttft_tokens"):
             values = getattr(self, setting)
             if values is not None and (not values or len(set(values)) < len(values)):
-                raise refuse(setting, ",".join(map(str, values)), "name at least one, and each only once")
+                raise refuse(setting, ",".join(map(str, values)), "name at least one, each once")
         for setting in ("batch", "verify_batch", "concurrency", "ttft_tokens", "new_tokens"):
             for number in getattr(self, setting):
                 at_least(setting, number, 1)
@@ -92,7 +89,7 @@ class BenchOptions:
             )
 
     def sizes(self, section: str) -> tuple[int, ...]:
-        """Batch sizes, concurrencies or prompt lengths; none for the machine."""
+        """Batch sizes, concurrencies or prompt lengths; none for the section machine."""
         return {
             "decode": self.batch,
             "closed": self.concurrency,
@@ -101,7 +98,7 @@ class BenchOptions:
         }.get(section, ())
 
     def load(self, section: str, size: int, drafting: bool = False) -> Load:
-        """What a point sends; with drafts the requests of a decode step go on at a pace of their own."""
+        """Requests of a point; requests that draft do not stay in step, so that a decode step needs another method."""
         if section == "closed":
             return Load(2 * size if size > 1 else 3, self.input_len, (self.output_len,), size)
         if section == "ttft":
@@ -113,7 +110,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Point:
-    """A section at a size, and the engines that it compares."""
+    """A section at a size, and the configurations that it compares."""
 
     section: str
     size: int
@@ -130,10 +127,10 @@ class Plan:
 
 
 def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = None) -> Plan:
-    """What the sections need: each engine has the places and pages of its largest point, all have the same length.
+    """Engines with the slots and pages of their largest point, all with the same maximum length.
 
-    `log` hears of what is left out. Refused: nothing is left, a draft that does not fit, or a length that was asked for
-    and does not.
+    `log` gets a line about points that are left out. Refused: nothing is left, a draft that does not fit, or a length
+    that the user gave and that does not fit.
     """
     from specbatch.engine.builder import default_graphs, find_device, prepare
 
@@ -141,23 +138,17 @@ def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = No
     on_cuda = device.type == "cuda"
     decode = options.decode_graph or default_graphs(device).decode
     drafting, most = base.speculation.algorithm != NO_SPECULATION, None
-    if drafting:  # refused before anything is loaded; and a draft may say how many it drafts
+    if drafting:  # refused before anything is loaded; and a draft may set how many tokens it drafts
         found = prepare(base, log or (lambda line: None))
         base, most = found.config, min(found.target.config.max_position, found.draft.config.max_position)
     points = _points_that_fit(base, options, _compared(options, drafting, on_cuda), most, log)
     longest = max((point.load.longest for point in points), default=2)
     engines = {}
     for name in dict.fromkeys(name for point in points for name in point.names):
-        schedule, prefill = CONFIGS.get(name, ("v2", "off"))
-        asked = replace(base, speculation=replace(base.speculation, schedule=schedule))
-        if name == BASELINE:
-            prefill = "piecewise" if on_cuda else "off"
-            asked = replace(base, speculation=Speculation(), draft_attention_backend="auto")
-        elif name == VERIFY:
-            drafts = Speculation("ngram", schedule, draft_tokens=VERIFY_ROWS - 1, simulate_accept_length=1.0)
-            asked = replace(base, speculation=drafts)
+        asked, prefill = _configured(base, name, on_cuda)
+        rows = asked.speculation.drafted + 1
+        slots = found.draft.kv_slots_per_step(rows) if drafting and name != BASELINE else rows
         loads = [point.load for point in points if name in point.names]
-        slots = _slots(asked.speculation)
 
         def pages(tokens: int, slots: int = slots) -> int:
             return pages_for(reach_of(tokens, slots), base.page_size)
@@ -174,9 +165,16 @@ def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = No
     return Plan(engines, points)
 
 
-def _slots(speculation: Speculation) -> int:
-    """KV slots from a root on that an iteration may write to, at most."""
-    return max(speculation.drafted + 1, speculation.shape.draft_slots) if speculation.drafted else 1
+def _configured(base: EngineConfig, name: str, on_cuda: bool) -> tuple[EngineConfig, str]:
+    """The engine of a configuration and its prefill graphs."""
+    if name == BASELINE:
+        config = replace(base, speculation=Speculation(), draft_attention_backend="auto")
+        return config, "piecewise" if on_cuda else "off"
+    if name == VERIFY:
+        drafts = Speculation("ngram", "v2", draft_tokens=VERIFY_ROWS - 1, simulate_accept_length=1.0)
+        return replace(base, speculation=drafts), "off"
+    schedule, prefill = CONFIGS[name]
+    return replace(base, speculation=replace(base.speculation, schedule=schedule)), prefill
 
 
 def _compared(options: BenchOptions, drafting: bool, on_cuda: bool) -> dict[str, list[str]]:
@@ -185,10 +183,12 @@ def _compared(options: BenchOptions, drafting: bool, on_cuda: bool) -> dict[str,
     names = list(options.configs or ([BASELINE, *known] if drafting else known))
     if drafting:
         if names == [BASELINE]:
-            raise refuse("configs", BASELINE, f"name one that drafts, too: {', '.join(CONFIGS)}")
+            raise refuse("configs", BASELINE, f"add one that drafts: {', '.join(CONFIGS)}")
         return {"decode": names, "closed": names, "ttft": names}
     if BASELINE in names:
-        raise refuse("configs", BASELINE, f"nothing is drafted beside it; use some of {', '.join(CONFIGS)}")
+        raise refuse(
+            "configs", BASELINE, f"nothing drafts without --algorithm or --draft; use some of {', '.join(CONFIGS)}"
+        )
     decoding = [name for name in names if CONFIGS[name][1] == "off"] or names  # prompt graphs do not change a step
     return {"decode": decoding, "closed": names, "ttft": names, "verify": ["v2", VERIFY]}
 
@@ -196,14 +196,14 @@ def _compared(options: BenchOptions, drafting: bool, on_cuda: bool) -> dict[str,
 def _points_that_fit(
     base: EngineConfig, options: BenchOptions, compared: dict[str, list[str]], most: int | None, log: Log | None
 ) -> list[Point]:
-    """The points in the order of the run, without those that defaults alone make too long for the model.
+    """The points in the order of the run, without those that default lengths make too long for the model.
 
-    most: the longest request of an engine that drafts; None: nothing does.
+    most: the longest request of an engine that drafts; None if nothing drafts.
     """
     from specbatch.weights import open_checkpoint
 
     if "verify" in options.sections and "verify" not in compared and "sections" in options.asked:
-        works = "it drafts in a way of its own and is measured without --algorithm"
+        works = "it has its own drafts and is measured without --algorithm and --draft"
         if set(options.sections) <= {"machine", "verify"}:
             raise refuse("sections", "verify", f"{works}; use some of {', '.join(compared)}")
         if log is not None:

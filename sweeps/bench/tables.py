@@ -1,9 +1,9 @@
-"""The table of `specbatch bench`, made from nothing but the records in its folder.
+"""The table of `specbatch bench`, made only from the records in its folder.
 
-A number is the median over repeats; what a section is about also has its smallest and largest. A ratio is over the
-section's base configuration in the same repeat; break-even is over the fastest plain decoding of the same section and
-size. Figures of other engines stand beside ours where the folder holds a
-`peers.csv` with rows for the same model, type and device, and the same way to draft.
+A number is the median over repeats; the primary number of a section also has its smallest and largest. A ratio is over
+the section's base configuration in the same repeat; break-even is over the fastest baseline of the same section and
+size. Figures of other engines are shown where the folder holds a `peers.csv` with rows for the same model, dtype,
+device and speculation.
 """
 
 from __future__ import annotations
@@ -126,20 +126,20 @@ def _gain(key: tuple[Any, ...], groups: Groups) -> Gain | None:
 def _break_evens(key: tuple[Any, ...], groups: Groups) -> list[float | None]:
     """The break-even of each repeat; None of first tokens, which take hardly any steps."""
     section, size, _ = key
-    beside = [record for (*point, _), others in groups.items() if point == [section, size] for record in others]
-    return [None if section == "ttft" else _break_even(record, beside) for record in groups[key]]
+    point = [record for (*place, _), others in groups.items() if place == [section, size] for record in others]
+    return [None if section == "ttft" else _break_even(record, point) for record in groups[key]]
 
 
-def _break_even(record: RunRecord, beside: list[RunRecord]) -> float | None:
+def _break_even(record: RunRecord, point: list[RunRecord]) -> float | None:
     """Over the baselines of the same repeat."""
     repeat = record.workload["repeat"]
-    plain = [other for other in beside if not other.drafts and other.workload["repeat"] == repeat]
+    plain = [other for other in point if not other.drafts and other.workload["repeat"] == repeat]
     if not record.drafts:
         return None
     if "full_batch_steps" not in record.workload:
         return break_even(record, plain)
-    time, others = record.metrics.get("step_s"), [other for one in plain if (other := one.metrics.get("step_s"))]
-    return time / min(others) if time and others else None
+    time, baselines = record.metrics.get("step_s"), [s for one in plain if (s := one.metrics.get("step_s"))]
+    return time / min(baselines) if time and baselines else None
 
 
 def losses_of(records: list[RunRecord]) -> Note | None:
@@ -180,19 +180,19 @@ def write_table(folder: Path) -> str:
 
 
 def peers_of(folder: Path, records: list[RunRecord]) -> dict[Point, Peer]:
-    """The figures of other engines that stand beside ours."""
+    """The figures of other engines for these points."""
     sections = shown(records)
     asked = {
         (name, record.workload["size"], column, drafting_of(record))
         for record in records
         if (name := record.workload["section"]) in sections
-        for column in sections[name].beside
+        for column in sections[name].peer_columns
     }
     return comparable(folder, records, asked)
 
 
 def markdown(records: list[RunRecord], rows: list[Row], peers: dict[Point, Peer]) -> str:
-    """What was run on what, a table per section, and what a reader must know before believing it."""
+    """Heading, a table per section, and notes and warnings."""
     parts = [_heading(records, rows)]
     for name, section in shown(records).items():
         own = [row for row in rows if row["section"] == name]
@@ -210,16 +210,16 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
     columns = [column for column in section.columns if any(row[column] is not None for row in rows)]
     compared = _has_base(section, rows)
     drafting = any(row["break_even"] is not None for row in rows)
-    beside = [
+    peer_cells = [
         {
             (peer, column): value
-            for column in section.beside
+            for column in section.peer_columns
             for peer, value in peers.get((row["section"], row["size"], column, row["drafting"]), {}).items()
         }
         for row in rows
     ]
-    named = list(dict.fromkeys(name for figures in beside for name in figures))
-    named.sort(key=lambda name: section.beside.index(name[1]))
+    named = list(dict.fromkeys(name for figures in peer_cells for name in figures))
+    named.sort(key=lambda name: section.peer_columns.index(name[1]))
     body = [
         [
             row["size"],
@@ -230,19 +230,19 @@ def _section(section: Section, rows: list[Row], peers: dict[Point, Peer]) -> str
             *((number(row["break_even"], 3), row["speculation"] or "-") if drafting else ()),
             *(figures.get(name, "-") for name in named),
         ]
-        for row, figures in zip(rows, beside, strict=True)
+        for row, figures in zip(rows, peer_cells, strict=True)
     ]
     titles = [COLUMNS[column].title for column in (section.primary, *columns)]
     ratio = [f"ratio to {section.base}"] if compared else []
     headers = [section.size, "configuration", titles[0], *ratio, *titles[1:]]
     headers += ["break-even accept length", "speculation"] if drafting else []
-    several = len(section.beside) > 1
+    several = len(section.peer_columns) > 1
     headers += [f"{peer}: {COLUMNS[column].title}" if several else peer for peer, column in named]
     return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def _has_base(section: Section, rows: list[Row]) -> bool:
-    """Was the configuration run that the section's ratio is over?"""
+    """Whether the configuration was run that the section's ratio is over."""
     return any(row["configuration"] == section.base for row in rows)
 
 
@@ -274,8 +274,8 @@ def _started(record: RunRecord) -> str:
 
 def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
     yield "Medians over repeats (smallest-largest); ratios within a repeat. Random prompts, greedy, end tokens ignored."
-    sound = [record.workload for record in records if "error" not in record.workload]
-    first = {work["section"]: work for work in reversed(sound)}
+    finished = [record.workload for record in records if "error" not in record.workload]
+    first = {work["section"]: work for work in reversed(finished)}
     steps = first.get("decode") or first.get("verify")
     if steps and "full_batch_steps" in steps:
         first["full batch"], steps = steps, None
@@ -284,8 +284,8 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
         first |= {name: steps for name, key in (("experts", "experts"), ("states", "state_bytes")) if key in steps}
         if bounds_of(records).read:
             first["floor"] = steps
-    if products := steps or first.get("ttft"):
-        first["no products" if "no_products" in products else "products"] = products
+    if gemms := steps or first.get("ttft"):
+        first["no products" if "no_products" in gemms else "products"] = gemms
     for name, text in METHODS.items():
         if name in first:
             yield text.format(**first[name], tokens=" and ".join(map(str, first[name].get("new_tokens", ()))))
@@ -296,7 +296,7 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
         if own and not _has_base(section, own):
             both = section.base == BASELINE and name != "ttft"
             needs = "ratio and break-even need" if both else "the ratio needs"
-            yield f"NOT COMPARED: {section.title}: {needs} {section.base}, which --configs leaves out; add it there."
+            yield f"NOT COMPARED: {section.title}: {needs} {section.base}, which --configs leaves out; add it."
     for row in rows:
         if row["failed"]:
             yield f"FAILED: {_where(row)}: {row['failed']}"
@@ -309,7 +309,7 @@ def _notes(records: list[RunRecord], rows: list[Row]) -> Iterator[str]:
             label, _, rest = why.partition(": ")
             yield f"{label}: {where}, repeat {work['repeat']}: {rest}."
         if "products_error" in work:
-            yield f"PRODUCTS FAILED: {where}: {work['products_error']}"
+            yield f"GEMMS FAILED: {where}: {work['products_error']}"
         yield from map(str, replay_notes(record, where))
         yield from (
             f"{where}, repeat {work['repeat']}, {line}." for line in draft_length_lines([record.counters], record.caps)

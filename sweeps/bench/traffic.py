@@ -1,4 +1,4 @@
-"""What a step must move at least: weights, states, and keys and values."""
+"""Bytes that a step must move at least: weights, states, and keys and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROUTED = ".experts."  # in the names of what a router chooses from; shared ones
 
 
 def step_bytes(engine: Engine, load: Load) -> dict[str, float]:
-    """Of a step: the weights that it uses, states, and keys and values at the mean context of the measured steps."""
+    """Bytes of a step: weights that it uses, states, and keys and values at the mean context of the measured steps."""
     caps, model = engine.caps, engine.model_config
     dtype, rows = getattr(torch, caps["dtype"]), caps["verify_rows"]
     context = load.prompt_tokens + sum(load.new_tokens) / 2
@@ -36,8 +36,8 @@ def step_bytes(engine: Engine, load: Load) -> dict[str, float]:
 
 
 def used_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Weights that a step of so many tokens reads, as they lie in memory: all but an embedding table that is not the
-    head too (a row per token), and of a mixture the experts that are hit (`hit_experts`) with what all tokens use."""
+    """Bytes of weights that a step of so many tokens reads: all except an embedding table that is not also the head (a
+    row per token), and of a mixture the shared weights and the experts that are hit (`hit_experts`)."""
     share = 1.0 if model.chosen is None else hit_experts(*model.chosen, tokens) / model.chosen[0]
     kept, total = kept_float8(model, device), 0.0
     for name, shape in model.weight_shapes().items():
@@ -60,9 +60,9 @@ def moved_states(model: ModelConfig, rows: int, types: dict[str, torch.dtype]) -
 
 
 def without_products(model: ModelConfig) -> str | None:
-    """Why `machine.gemm_seconds`, which multiplies by the matrices of dense attention layers, is not measured."""
+    """Why `machine.limits.gemm_seconds`, which is for dense attention layers, is not measured; None if it is."""
     if model.chosen is not None:
         return "which experts' matrices a step multiplies by depends on its tokens"
     if model.state_shapes:
-        return "recurrent layers have other products than those that are measured"
-    return "float8 weights are not what torch's linear multiplies" if model.float8 is not None else None
+        return "recurrent layers have GEMMs of other shapes"
+    return "torch's linear does not multiply FP8 weights" if model.float8 is not None else None

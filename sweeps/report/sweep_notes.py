@@ -83,8 +83,8 @@ def _shared(records: list[RunRecord]) -> Iterator[Note]:
 def _remarks(record: RunRecord) -> Iterator[Note]:
     if (distinct := record.workload.get("distinct_prompts")) and distinct < record.workload["prompts"]:
         yield Note(f"only {distinct} prompts are different; a prefix cache answers the others faster", "REPEATED")
-    for doubt in record.workload.get("doubts", ()):
-        yield Note(doubt, "DOUBTFUL")
+    for line in record.workload.get("warnings", ()):
+        yield Note(line, "CHECK OUTPUTS")
     if reason := record.counters.get("no_accept_length"):
         yield Note(f"No accept length: {reason}")
 

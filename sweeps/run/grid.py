@@ -1,9 +1,9 @@
-"""Which engines a sweep compares: configurations known by name, or those that a file describes.
+"""Configurations that a sweep compares: known ones by name, or those of a file.
 
-A file is TOML or YAML, a table for each configuration, whose keys are options of the command and count in place of what
-was given there. A list stands for one configuration for each of its values, all combinations of several lists:
+A file is TOML or YAML, with a table for each configuration, whose keys are options of the command and override those of
+the command line. A list makes one configuration for each of its values, and several lists all combinations:
 
-    [baseline]                    # that of the ratios, if there is one of this name
+    [baseline]                    # ratios are over the configuration of this name
     spec = "off"
 
     [eagle]
@@ -32,8 +32,8 @@ NAME_BYTES = 255  # that a folder's name may have
 
 
 def by_model(configs: Mapping[str, EngineConfig]) -> dict[str, dict[str, EngineConfig]]:
-    """Configurations that can share weights, by a name for their model. Their own names no longer say what they share,
-    so that each model has its baseline."""
+    """Configurations that can share weights, by a name for their model. Settings of the weights are removed from their
+    names, so that each model has its baseline."""
     found: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
     for name, config in configs.items():
         weights = tuple(getattr(config, key) for key in OF_WEIGHTS)
@@ -47,18 +47,18 @@ def by_model(configs: Mapping[str, EngineConfig]) -> dict[str, dict[str, EngineC
 
 
 def read_grid(path: Path) -> dict[str, Settings]:
-    """The settings of each configuration of a file, underscores in their names, lists multiplied out."""
+    """The settings of each configuration of a file: keys with underscores, lists expanded."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise refuse("configs", str(path), f"cannot be read ({error})") from error
     tables = _parse(path, text)
     if not isinstance(tables, Mapping) or not tables:
-        raise refuse("configs", str(path), "holds no configurations: write a table of options for each")
+        raise refuse("configs", str(path), "has no configurations: write a table of options for each")
     found: dict[str, Settings] = {}
     for name, table in tables.items():
         if not isinstance(name, str) or not name.isprintable() or set(name) & {*"/|"} or name[:1] in ("", "."):
-            works = "a configuration's name is that of a folder and of a row, too: write one without / and |"
+            works = "the name is also that of a folder and of a table row: use one without / and |"
             raise refuse("configs", f"{path}: {name}", works)
         if not isinstance(table, Mapping):
             raise refuse("configs", f"{path}: {name}", "write a table of options")
@@ -69,7 +69,7 @@ def read_grid(path: Path) -> dict[str, Settings]:
 
 
 def _check_folder(path: Path, label: str, others: Iterable[str]) -> None:
-    """Refuse a configuration whose records would lie where those of another one do, or nowhere."""
+    """Refuse a configuration whose folder is that of another one, or too long a name."""
     folder = folder_name(label)
     for other in others:
         if folder_name(other) == folder:
@@ -88,7 +88,7 @@ def _parse(path: Path, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Of YAML 1.2, in which `off` is a word: spec has it."""
+        """Reads `off` as text, as YAML 1.2 does: it is a value of spec."""
 
         yaml_implicit_resolvers = {  # noqa: RUF012
             first: [(tag, form) for tag, form in known if first in "tTfF" or not tag.endswith(":bool")]
@@ -106,7 +106,7 @@ def _combined(path: Path, name: str, table: Mapping[Any, Any]) -> dict[str, Sett
     known: set[str] = set()
     for key, value in table.items():
         if (option := str(key).replace("-", "_")) in known:
-            raise refuse("configs", f"{path}: {name}.{key}", "is spelled twice, with - and with _; leave one out")
+            raise refuse("configs", f"{path}: {name}.{key}", "is given twice, with - and with _; remove one")
         known.add(option)
         values = value if isinstance(value, list) else [value]
         if not values or not all(isinstance(item, (str, int, float, bool)) for item in values):
@@ -117,6 +117,6 @@ def _combined(path: Path, name: str, table: Mapping[Any, Any]) -> dict[str, Sett
         varied = [f"{key}={value}" for (key, value), axis in zip(chosen, axes, strict=True) if len(axis) > 1]
         label = " ".join([name, *varied])
         if label in found:
-            raise refuse("configs", f"{path}: {label}", "a list names each value once")
+            raise refuse("configs", f"{path}: {label}", "name each value of a list once")
         found[label] = {key.replace("-", "_"): value for key, value in chosen}
     return found

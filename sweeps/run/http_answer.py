@@ -1,4 +1,4 @@
-"""One answer of an OpenAI-compatible server as it comes, piece by piece."""
+"""Parses the streamed answer of an OpenAI-compatible server and records when its tokens arrive."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from specbatch.core.request import Completion, RequestMetrics
 
 
 class Failed(Exception):
-    """A request that the server did not answer as it should; the message says what happened."""
+    """A request that failed; the message has the reason."""
 
 
 class Answer:
-    """A request on its way: what came when."""
+    """A request in flight, and what has arrived of it."""
 
     def __init__(self, index: int, prompt: list[int], submitted: float) -> None:
         self.index, self.prompt = index, prompt
@@ -24,22 +24,22 @@ class Answer:
         self.text = ""
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None
-        self.counted = 0  # tokens in the pieces so far; as usage says
-        self.is_counted = True  # did usage come with every piece?
+        self.counted = 0  # tokens so far, according to usage
+        self.is_counted = True  # does every chunk have usage?
         self.gaps: list[float] = []
-        self.finished = submitted  # when the piece with the finish reason came
+        self.finished = submitted  # when the finish reason arrived
 
-    def take(self, piece: dict[str, Any], now: float) -> int:
-        """Take in a piece of the stream; how many tokens it is known to hold."""
-        if error := piece.get("error"):
-            raise Failed(f"the stream broke off: {message_of(json.dumps({'error': error}))}")
-        usage, choices = piece.get("usage"), piece.get("choices")
+    def take(self, chunk: dict[str, Any], now: float) -> int:
+        """Add a chunk of the stream; return how many tokens it is known to hold."""
+        if error := chunk.get("error"):
+            raise Failed(f"the stream ended with an error: {message_of(json.dumps({'error': error}))}")
+        usage, choices = chunk.get("usage"), chunk.get("choices")
         if isinstance(usage, dict):
             self.usage = usage
-        if not choices:  # a last piece, of usage alone
+        if not choices:  # a last chunk, only of usage
             return 0
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
-            raise Failed("the stream holds a piece that is none of a completion")
+            raise Failed("the stream has a chunk that is not of a completion")
         text = choices[0].get("text") or ""
         self.text += str(text)
         if reason := choices[0].get("finish_reason"):
@@ -53,13 +53,13 @@ class Answer:
         return 0
 
     def check(self) -> None:
-        """Behind the stream: refuse what is no whole answer."""
+        """Refuse an answer that is not complete, at the end of the stream."""
         if self.finish_reason is None:
             raise Failed("the stream ended before its answer did")
         if self.finish_reason not in ("stop", "length"):
             raise Failed(f"the server ended the answer: {self.finish_reason}")
         if self.usage is None or not _whole(self.usage, "completion_tokens"):
-            raise Failed("the stream says nothing of usage (stream_options.include_usage), so no token can be counted")
+            raise Failed("the stream has no usage (stream_options.include_usage), so tokens cannot be counted")
         if self.is_counted:  # an end token may come with the finish reason, uncounted
             self._count(_whole(self.usage, "completion_tokens") - self.counted, self.finished)
 
@@ -79,7 +79,7 @@ class Answer:
         return Completion(self.index, list(self.prompt), [], self.text, self.finish_reason or "abort", metrics)
 
     def _count(self, new: int, now: float) -> int:
-        """Tokens that usage has counted since the last piece, if any."""
+        """Tokens that usage has counted since the last chunk."""
         if new <= 0:
             return 0
         self.counted += new
@@ -96,22 +96,22 @@ class Answer:
 
 def parsed(data: bytes) -> dict[str, Any]:
     try:
-        piece = json.loads(data)
+        chunk = json.loads(data)
     except ValueError:
-        raise Failed("the stream holds what is not JSON") from None
-    if not isinstance(piece, dict):
-        raise Failed("the stream holds JSON that is no object")
-    return piece
+        raise Failed("the stream has a line that is not JSON") from None
+    if not isinstance(chunk, dict):
+        raise Failed("the stream has JSON that is not an object")
+    return chunk
 
 
 def _whole(table: dict[str, Any], name: str) -> int:
-    """A count that a server tells; 0 where it is none."""
+    """A count from the server; 0 if it is not a whole number."""
     value = table.get(name)
     return value if isinstance(value, int) else 0
 
 
 def message_of(text: str) -> str:
-    """What a server's error says, in a line."""
+    """The message of a server's error, in one line."""
     with suppress(ValueError, AttributeError):
         body = json.loads(text)
         error = body.get("error", body)

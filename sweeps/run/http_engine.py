@@ -1,12 +1,12 @@
-"""An OpenAI-compatible server (vLLM, SGLang and others) in the place of an engine: same prompts, same clocks.
+"""Client of an OpenAI-compatible server (vLLM, SGLang and others) with the interface of an engine.
 
     engine = HttpEngine(Server("http://localhost:8000"))
     completions = engine.generate(prompts, params, concurrency=8)
 
-Times are this machine's: a request is submitted when it is sent (with arrivals, when it arrives), its first token is
-there when the first piece of the stream that holds one is, so HTTP is in them. `queue_s` is what `concurrency` kept it
-waiting here; what it waits in the server nobody tells. Tokens are counted by the server (`usage`); where it counts in
-every piece (`continuous_usage_stats`: vLLM, SGLang), gaps between tokens and the fullest second are known, too.
+Times are measured on this machine and include HTTP: a request is submitted when it is sent (with arrivals, when it
+arrives), and its first token arrives with the first chunk of the stream that has one. `queue_s` is the time that
+`concurrency` made it wait here; the server does not report its own queue. The server counts the tokens (`usage`); if it
+counts in every chunk (`continuous_usage_stats`: vLLM, SGLang), inter-token latencies and the peak second are known.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM (where its de
 
 @dataclass(frozen=True)
 class Server:
-    """Which server is asked, and how.
+    """A server and how requests are sent to it.
 
-    base_url     with or without /v1 behind it
+    base_url     with or without /v1 at the end
     model        one of its models; None: the only one
-    tokenizer    known name, folder or hub id; None: what the server says that its model is
-    send         "ids": prompts as token ids; "text": as text, which the server reads by its own tokenizer
-    api_key_env  name of the environment variable with the key that it wants
+    tokenizer    known name, folder or hub id; None: that of the model that the server reports
+    send         "ids": prompts as token ids; "text": as text, which the server tokenizes
+    api_key_env  environment variable that holds the server's key
     """
 
     base_url: str
@@ -58,7 +58,7 @@ class Server:
     tokenizer: str | None = None
     send: str = "ids"
     api_key_env: str | None = None
-    prefix_cache: ClassVar[bool] = True  # it may have one
+    prefix_cache: ClassVar[bool] = True  # the server may have one
 
     def __post_init__(self) -> None:
         try:
@@ -83,9 +83,9 @@ class Server:
 
 
 class HttpEngine:
-    """Has what a sweep needs of an `Engine`. Raises SpecbatchError where the server, its model or a tokenizer is not
-    to be had; a request that fails later is a completion with finish_reason "abort", counted in the record's `errors`
-    by what went wrong."""
+    """The part of `Engine` that a sweep needs. Raises SpecbatchError if the server, its model or a tokenizer is not
+    available; a request that fails later is a completion with finish_reason "abort", counted by its error in the
+    record's `errors`."""
 
     def __init__(self, server: Server, *, log: Callable[[str], None] | None = None) -> None:
         self.server = server
@@ -121,7 +121,7 @@ class HttpEngine:
         return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
 
     def forget_prefixes(self) -> None:
-        """Empty the server's prefix cache, if it lets us."""
+        """Empty the server's prefix cache, if it has an endpoint for that."""
         self._emptied = next((path for path in EMPTYING if self._post(path)), None)
 
     def reset_record(self) -> None:
@@ -130,7 +130,7 @@ class HttpEngine:
         self._before = counters_of(self._get_text("/metrics"))
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
-        """All work since `reset_record`. The accept length is of the server's own counters over that time."""
+        """All work since `reset_record`. The accept length comes from the server's own counters over that time."""
         window = self._closed - self._opened if self._opened is not None else 0.0
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
@@ -138,7 +138,7 @@ class HttpEngine:
         metrics |= found
         counters: dict[str, Any] = {"errors": dict(self._errors)}
         counters |= {"accept_length_source": source} if found else {"no_accept_length": source}
-        emptied = f"emptied by {self._emptied}" if self._emptied else "NOT EMPTIED: no way to do so was found"
+        emptied = f"emptied by {self._emptied}" if self._emptied else "NOT EMPTIED: no endpoint was found"
         return RunRecord(
             config={
                 "model": self.model,
@@ -147,7 +147,7 @@ class HttpEngine:
                 "device": self.caps["device"],
                 "dtype": self.caps["dtype"],
                 "load_format": "auto",
-                "speculation": asdict(Speculation()),  # what the server does nobody tells
+                "speculation": asdict(Speculation()),  # the server does not report it
                 "graphs": asdict(Graphs()),
                 "prefix_cache": f"the server's own, {emptied}",
             },
@@ -191,7 +191,7 @@ class HttpEngine:
                 try:
                     await self._ask(session, answer, params[index])
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed) as error:
-                    self._errors[_said(error)] += 1
+                    self._errors[_message(error)] += 1
                     answer.finish_reason = "abort"
                 self._closed = max(self._closed, time.perf_counter())
                 done[index] = completion = answer.completion()
@@ -236,22 +236,22 @@ class HttpEngine:
         answer.check()
 
     def _text(self, prompt: list[int]) -> str:
-        """A prompt as text; the server puts its own first token before it."""
+        """A prompt as text, without the first token, which the server adds."""
         own = prompt[1:] if prompt and prompt[0] == self.tokenizer.bos_id else prompt
         return self.tokenizer.decode(own, skip_special_tokens=False)
 
     # -- the server -------------------------------------------------------------------------------------------
 
     def _model(self) -> dict[str, Any]:
-        """What the server says of the model that is asked."""
+        """The server's description of the requested model."""
         url, wanted = self.server.base_url, self.server.model
         try:
             text = self._get("/v1/models")
             models = [item for item in json.loads(text)["data"] if isinstance(item["id"], str)]
         except (aiohttp.ClientError, OSError, TimeoutError, Failed) as error:
-            raise refuse("base_url", url, f"no answer from /v1/models ({_said(error)}); is the server up?") from None
+            raise refuse("base_url", url, f"no answer from /v1/models ({_message(error)}); is the server up?") from None
         except (ValueError, LookupError, TypeError):
-            raise refuse("base_url", url, "what /v1/models says is not OpenAI's list of models") from None
+            raise refuse("base_url", url, "/v1/models did not answer with OpenAI's list of models") from None
         names = ", ".join(item["id"] for item in models)
         if wanted is None and len(models) == 1:
             return dict(models[0])
@@ -269,7 +269,7 @@ class HttpEngine:
         try:
             return open_tokenizer(name, self._log)
         except SpecbatchError as error:
-            works = f"that of the server's model {name} cannot be had here; give the same one as a folder ({error})"
+            works = f"that of the server's model {name} is not available here; give the same one as a folder ({error})"
             raise refuse("tokenizer", None, works) from None
 
     def _post(self, path: str) -> bool:
@@ -293,7 +293,7 @@ class HttpEngine:
         return asyncio.run(ask())
 
     def _get_text(self, path: str) -> str:
-        """ "" where there is none."""
+        """The text at `path`; "" without an answer."""
         with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed):
             return self._get(path)
         return ""
@@ -303,9 +303,9 @@ class HttpEngine:
         return aiohttp.ClientSession(timeout=timeout, headers=self.server.headers)
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, Failed):
         return str(error)
     if isinstance(error, TimeoutError):
-        return "no word from the server for too long"
+        return "timed out"
     return f"{type(error).__name__}: {message_of(str(error))}"

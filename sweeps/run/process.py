@@ -61,7 +61,7 @@ def _run(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path, 
 
 
 def _exit_with_parent() -> None:
-    """If the parent is killed and started again, this process must not measure beside the new one."""
+    """If the parent is killed and started again, this process must not measure at the same time as the new one."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -1,8 +1,7 @@
-"""`specbatch sweep`: configurations of a model side by side in one process, repeats interleaved, one record per point.
+"""Runs a sweep: configurations of a model in one process, repeats interleaved, one record per point.
 
-All engines stay loaded, on one copy of the weights, so that repeat 1 of A, B, C is followed by repeat 2 of A, B, C: a
-machine that slows down slows all of them down. Each configuration is warmed up at each concurrency; that is in no
-number.
+All engines stay loaded on one copy of the weights, so that repeat 2 of A, B, C follows repeat 1 of A, B, C: a machine
+that slows down affects all of them. Each configuration is warmed up at each concurrency, outside of the measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, save
 from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.tables import load_records, losses_of, write_summary
-from specbatch.sweeps.run.sanity_checks import doubts
+from specbatch.sweeps.run.sanity_checks import warnings
 from specbatch.sweeps.run.workloads import Workload, sha256_of, shown
 
 if TYPE_CHECKING:
@@ -84,8 +83,8 @@ def run_server(
     log: Callable[[str], None] | None = None,
     report: Report | None = None,
 ) -> str:
-    """The same with a server as the one configuration, by its model's name. A point of which every request failed is
-    refused, which ends the sweep."""
+    """Run a sweep with a server as the only configuration, named by its model. A point whose requests all fail ends the
+    sweep with an error."""
     return _finish(
         {server.model: server.config}, lambda: nullcontext({server.model: server}), options, folder, log, report
     )
@@ -109,7 +108,7 @@ def _finish(
                 _run(engines, options, left, partial(save, folder, plan), log, _counter(options, left, report))
     except KeyboardInterrupt:
         finished = sum(point.is_finished(folder) for point in every)
-        works = "the same command with this --out goes on"
+        works = "the same command with this --out continues"
         raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}; {works}") from None
     finally:
         summary = write_summary(folder) if any(point.is_finished(folder) for point in every) else ""
@@ -143,7 +142,7 @@ def _run(
     count: Callable[[Completion], None],
 ) -> None:
     workload, tokenizer = options.workload, next(iter(engines.values())).tokenizer
-    most, told = max(options.concurrency), set[str]()
+    most, shown_before = max(options.concurrency), set[str]()
     every = workload.prompts(tokenizer, workload.count(most))
     params = workload.params(len(every))
     for name, engine in engines.items():
@@ -159,11 +158,11 @@ def _run(
             where = f"{point.configuration} at concurrency {concurrency}, repeat {point.repeat}"
             failed = "; ".join(f"{error} ({number})" for error, number in failures(record))
             if failed and not record.metrics["requests"]:
-                raise SpecbatchError(f"every request of {where} failed: {failed}; points that were finished are kept")
-            for line in record.workload["doubts"]:
-                if log is not None and line not in told:
-                    log(f"doubtful: {where}: {line}")
-                told.add(line)
+                raise SpecbatchError(f"every request of {where} failed: {failed}; finished points are kept")
+            for line in record.workload["warnings"]:
+                if log is not None and line not in shown_before:
+                    log(f"warning: {where}: {line}")
+                shown_before.add(line)
             done(point, record)
 
 
@@ -179,7 +178,7 @@ def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[s
 
 @contextmanager
 def of_lengths(config: EngineConfig, workload: Workload) -> Iterator[None]:
-    """What is refused of a max_model_len that follows from the workload's lengths is of these."""
+    """Report a max_model_len that is refused in terms of the workload's lengths, if it follows from them."""
     try:
         yield
     except SpecbatchError as error:
@@ -202,8 +201,8 @@ def check(configs: Mapping[str, EngineConfig], options: SweepOptions) -> None:
 def _check_concurrency(
     name: str, caps: dict[str, Any], most: int, prompts: list[list[int]], params: list[SamplingParams]
 ) -> None:
-    """Refuse what would wait for a place or for pages: its numbers would be of another concurrency. A server says
-    nothing of its pages."""
+    """Refuse requests that would wait for a slot or for pages: the numbers would be of another concurrency. A server
+    does not report its pages."""
     if "kv_pages" not in caps:
         return
     lengths = [len(prompt) + wanted.max_new_tokens for prompt, wanted in zip(prompts, params, strict=True)]
@@ -232,8 +231,8 @@ def _measure(
     concurrency: int,
     on_completion: Callable[[Completion], None],
 ) -> RunRecord:
-    """One point: a closed loop that keeps `concurrency` requests unfinished, or prompts that arrive by a clock, at most
-    `concurrency` of them worked on. The prefix cache is empty at its start."""
+    """Measure one point: a closed loop that keeps `concurrency` requests unfinished, or prompts that arrive by a clock,
+    of which at most `concurrency` run. The prefix cache is empty at its start."""
     if engine.config.prefix_cache:
         engine.forget_prefixes()
     engine.reset_record()
@@ -246,13 +245,13 @@ def _measure(
     )
     record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
-    real = record.simulated_accept_length is None  # else the text is no model's
-    record.workload["doubts"] = list(doubts(workload, completions, params)) if real else []
+    real = record.simulated_accept_length is None  # a simulated accept length makes the text meaningless
+    record.workload["warnings"] = list(warnings(workload, completions, params)) if real else []
     return record
 
 
 def _counter(options: SweepOptions, left: list[Point], report: Report | None) -> Callable[[Completion], None]:
-    """Reports progress in requests over all that is left, so that the time that takes is known early."""
+    """Report progress in requests over all points that are left."""
     total = sum(options.workload.count(point.concurrency) for point in left)
     done = 0
 

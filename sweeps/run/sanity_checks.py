@@ -1,4 +1,4 @@
-"""Outputs that do not look like what was asked for: a number measured on them says little."""
+"""Sanity checks of a point's outputs: warnings that its numbers may not measure what was asked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from specbatch.core.request import Completion, SamplingParams
 from specbatch.jobs.thinking import CLOSE, OPEN
 from specbatch.sweeps.run.workloads import Workload
 
-MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "[INST]")  # only a template writes them
+TEMPLATE_MARKS = (
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<start_of_turn>",
+    "<|user|>",
+    "[INST]",
+)  # written only by a chat template
 
 
-def doubts(workload: Workload, completions: list[Completion], params: list[SamplingParams]) -> Iterator[str]:
-    """What is wrong with the answers of a point, a line each. Aborted ones are not looked at."""
+def warnings(workload: Workload, completions: list[Completion], params: list[SamplingParams]) -> Iterator[str]:
+    """Problems with the answers of a point, one line each. Aborted requests are ignored."""
     ended = [item for item in completions if item.finish_reason != "abort"]
     if not ended:
         return
@@ -25,28 +31,28 @@ def doubts(workload: Workload, completions: list[Completion], params: list[Sampl
         sum(of) for of in zip(*((len(i.prompt_token_ids), i.metrics.prompt_tokens) for i in ended), strict=True)
     )
     if sent != counted:
-        yield f"{counted} input tokens were counted where {sent} were sent: the server reads prompts in another way"
+        yield f"{counted} input tokens were counted where {sent} were sent: the server tokenizes prompts differently"
     if workload.is_random:
         short = sum(item.metrics.output_tokens < params[item.index].max_new_tokens for item in ended)
         if short:
-            yield f"{of_all(short)} are shorter than asked: the engine does not go on past end tokens"
+            yield f"{of_all(short)} are shorter than requested: the engine stops at end tokens"
         return
     thought = sum(OPEN in text or CLOSE in text for text in texts)
     if workload.thinking is False and thought:
-        yield f"{of_all(thought)} hold {OPEN} though thinking is off: the model was not made to answer without"
+        yield f"{of_all(thought)} contain {OPEN} though thinking is off: the model was not trained to answer without it"
     if workload.thinking and not thought:
-        yield f"no answer holds {OPEN} or {CLOSE} though thinking is on: the model does not reason, or hides it"
+        yield f"no answer contains {OPEN} or {CLOSE} though thinking is on: the model does not reason, or hides it"
     unended = sum(OPEN in text and CLOSE not in text for text in texts)
     if unended:
         yield f"{of_all(unended)} end inside their reasoning: use more than {limit} output tokens"
     if all(item.finish_reason == "length" for item in ended):
         base = ", or the model is a base model, which does not end its turn" if workload.is_rendered else ""
-        yield f"all answers were cut off at {limit} tokens: use more{base}"
-    marked = sum(any(mark in text for mark in MARKS) for text in texts)
+        yield f"all answers were cut off at {limit} tokens: use a larger --output-len{base}"
+    marked = sum(any(mark in text for mark in TEMPLATE_MARKS) for text in texts)
     if marked:
-        cause = "a base model behind a chat template goes on with the other side's turn"
-        other = "a model made for conversations wants --chat-template"
-        yield f"{of_all(marked)} hold marks of a chat template: {cause if workload.is_rendered else other}"
+        cause = "a base model with a chat template continues with the user's turn"
+        other = "a chat model needs --chat-template"
+        yield f"{of_all(marked)} contain special tokens of a chat template: {cause if workload.is_rendered else other}"
     empty = sum(item.metrics.output_tokens <= 1 and item.finish_reason == "stop" for item in ended)
     if 2 * empty > len(ended):
         yield f"{of_all(empty)} are empty: try {'--no-chat-template' if workload.is_rendered else '--chat-template'}"

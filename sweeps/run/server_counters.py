@@ -1,9 +1,9 @@
-"""How much of what was drafted a server accepted, from the counters that it shows at /metrics (Prometheus' text).
+"""Accept length of a server from its Prometheus counters at /metrics.
 
 vLLM counts drafts (verifies of a draft, one per request and step), drafted and accepted tokens: accept length is
-1 + accepted / drafts, which leaves out steps without a draft. SGLang (with --enable-metrics) counts the verifies of
-each request that ends: accept length is output tokens, but for each first one, which prefill made, over verifies.
-Its gauge of an accept length is of no known window and is not read.
+1 + accepted / drafts, which excludes steps without a draft. SGLang (with --enable-metrics) counts the verifies of
+each request that ends: accept length is output tokens, without each first one, which prefill made, over verifies.
+Its gauge of the accept length covers an unknown window and is not read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KNOWN = (DRAFTS, DRAFTED, ACCEPTED, VERIFIES)
 
 
 def counters_of(text: str) -> dict[str, float]:
-    """The counters that are known here, each summed over its labels."""
+    """The known counters, each summed over its labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if (match := _LINE.match(line)) and match[1] in _KNOWN:
@@ -31,7 +31,7 @@ def counters_of(text: str) -> dict[str, float]:
 def accepted(
     before: dict[str, float], after: dict[str, float], completions: Iterable[Completion]
 ) -> tuple[dict[str, float | None], str]:
-    """The numbers of acceptance between two readings, and where they come from; none, and the reason."""
+    """Acceptance metrics between two readings, and their source; or no metrics and the reason."""
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     if drafts := grown.get(DRAFTS):
         drafted, right = grown.get(DRAFTED, 0.0), grown.get(ACCEPTED, 0.0)
@@ -42,5 +42,5 @@ def accepted(
         tokens = sum(item.metrics.output_tokens - 1 for item in completions if item.finish_reason != "abort")
         return {"accept_length": tokens / verifies, "verify_steps": verifies}, "SGLang's counter of verifies"
     if after:
-        return {}, "the server's counters say that nothing was drafted"
-    return {}, "/metrics shows no counter of drafts (SGLang has it with --enable-metrics, vLLM where it drafts)"
+        return {}, "the server's counters show no drafts"
+    return {}, "/metrics has no counter of drafts (SGLang needs --enable-metrics, vLLM speculation)"

@@ -1,4 +1,4 @@
-"""What a sweep runs: the same prompts for every configuration, chosen by dataset, lengths and seed."""
+"""Workload of a sweep: prompts, output lengths and arrivals, the same for every configuration."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from specbatch.jobs.questions import bundled_questions
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
-LEAST_PROMPTS = 4  # of a point, so that its medians are medians of something
+LEAST_PROMPTS = 4  # of a point, so that medians mean something
 LM_EVAL = "lm-eval:"
-Length = int | tuple[int, int]  # so many tokens, or least and most, all lengths between them equally likely
+Length = int | tuple[int, int]  # tokens, or least and most with a uniform distribution
 
 
 class TaskReader(Protocol):
@@ -50,8 +50,8 @@ class Workload:
     request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
                 inf: a closed loop, where a prompt is submitted when another one ends
     burst       prompts that arrive together, at the same mean rate; 0: all of a point at once, which takes no rate
-    chat_template  None: messages are rendered by the model's template and all else is continued as it stands; True:
-                texts are asked as a message of the user; False: nothing is rendered
+    chat_template  None: messages are rendered by the model's template and all else is continued as text; True:
+                texts become a message of the user; False: nothing is rendered
     thinking    the template's `enable_thinking`; None leaves it to the template
     read_task   reads the prompts of lm-eval:TASK
     """
@@ -88,7 +88,7 @@ class Workload:
         if self.burst == 0 and self.request_rate < math.inf:
             raise refuse("request_rate", self.request_rate, "all prompts arrive at once; leave it out, or --burst all")
         if self.burst > 1 and self.request_rate == math.inf:
-            raise refuse("burst", self.burst, "give a request rate, which says how often bursts come, or use all")
+            raise refuse("burst", self.burst, "give --request-rate, too, or use all")
         if self.data is not None and self.dataset != "gsm8k" and not self.dataset.startswith(LM_EVAL):
             raise refuse(
                 "data",
@@ -101,7 +101,9 @@ class Workload:
                     raise refuse(name, getattr(self, name), f"{self.dataset} prompts are no text; leave it out")
             return
         if not isinstance(self.output_len, int):
-            raise refuse("output_len", shown(self.output_len), "text ends by itself; give one number, the most tokens")
+            raise refuse(
+                "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
+            )
         rows, stop = self._read()
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
@@ -119,12 +121,12 @@ class Workload:
 
     @property
     def is_open(self) -> bool:
-        """Do prompts arrive by a clock?"""
+        """Whether prompts arrive by a clock."""
         return self.request_rate < math.inf or self.burst == 0
 
     @property
     def is_rendered(self) -> bool:
-        """Does the chat template write some of the prompts?"""
+        """Whether the chat template renders some of the prompts."""
         return self.chat_template is not False and any(row.form == "messages" for row in self.rows)
 
     @property
@@ -204,8 +206,8 @@ class Workload:
         return [shared[group] + own(index) for index, group in enumerate(order[:count])]
 
     def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """What a record says of the prompts of its point. output_len is the most, and input_len None where prompts
-        differ; where lengths were drawn, input_range and output_range hold the fewest and the most."""
+        """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
+        input_range and output_range hold the smallest and the largest of random lengths."""
         inputs, outputs = self.input_range, _bounds(self.output_len)
         return {
             "dataset": self.dataset,
@@ -250,17 +252,17 @@ class Workload:
 
 
 def lines_of(work: dict[str, Any]) -> dict[str, str]:
-    """The lines of a heading that say what a record's workload was."""
+    """Heading lines that describe a record's workload."""
     inputs = work.get("input_range") or work["input_len"]
-    text = f"{_said(inputs)} input tokens each" if inputs else "text"
+    text = f"{_text(inputs)} input tokens each" if inputs else "text"
     if shared := work.get("shared"):
-        length = _said(shared["shared_len"])
+        length = _text(shared["shared_len"])
         text += f" ({length} of them shared by the {shared['group_prompts']} of each of {shared['groups']} groups)"
     if work.get("rendered"):
         thinking = work.get("thinking")
         switch = "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
         text += f" by the chat template{switch}"
-    output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_said(work.get('output_range') or work['output_len'])}"
+    output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
     return {
         "workload": f"{work['dataset']}, {text}, output {output}, greedy, seed {work['seed']}",
         "arrivals": _arrivals(work),
@@ -269,12 +271,12 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
 
 def _arrivals(work: dict[str, Any]) -> str:
     rate, burst = work.get("request_rate"), work.get("burst", 1)
-    counted = "times count from there"
-    most = "concurrency is the most that are worked on"
+    counted = "times are measured from there"
+    most = "at most as many as the concurrency run"
     if burst == 0:
         return f"all prompts of a point at once: {counted}, and {most}"
     if rate is None:
-        return "closed loop: as many as concurrency says are kept unfinished"
+        return "closed loop: as many requests as the concurrency are kept unfinished"
     together = f", {burst} together" if burst > 1 else ""
     return (
         f"{rate:g} requests per second at random (Poisson{together}): {counted}, throughput follows the rate, and "
@@ -283,7 +285,7 @@ def _arrivals(work: dict[str, Any]) -> str:
 
 
 def shown(length: Length) -> int | str:
-    """As the command takes it."""
+    """In the form of the command line."""
     return length if isinstance(length, int) else f"{length[0]}-{length[1]}"
 
 
@@ -291,14 +293,14 @@ def _check_length(name: str, length: Length) -> None:
     least, most = _bounds(length)
     at_least(name, least, 1)
     if most < least:
-        raise refuse(name, shown(length), f"the fewest come first; use {most}-{least}")
+        raise refuse(name, shown(length), f"the smaller number comes first; use {most}-{least}")
 
 
 def _bounds(length: Length) -> tuple[int, int]:
     return (length, length) if isinstance(length, int) else length
 
 
-def _said(length: int | list[int] | tuple[int, int]) -> str:
+def _text(length: int | list[int] | tuple[int, int]) -> str:
     return str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
 
 

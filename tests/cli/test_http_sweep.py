@@ -63,10 +63,10 @@ def test_points_records_and_table(sweep, run, engine, tmp_path):
     assert "server at http://127.0.0.1:" in summary
     assert "emptied by /flush_cache" in summary
     assert "device: http://127.0.0.1:" in summary
-    assert "unknown; asked from" in summary
-    assert summary.count("No accept length: /metrics shows no counter of drafts") == 1
+    assert "unknown; client on" in summary
+    assert summary.count("No accept length: /metrics has no counter of drafts") == 1
     assert "(org/toy at concurrency 1, repeat 1, and 3 other points)." in summary
-    assert "DOUBTFUL" not in summary
+    assert "CHECK OUTPUTS" not in summary
     # warm-up, then both repeats of 4 and of 6 prompts, each behind an emptied cache
     assert script.emptied == [1, 5, 12, 18]
     assert [body["max_tokens"] for body in script.bodies] == [5] * 24
@@ -94,10 +94,13 @@ def test_text_with_a_request_rate_and_suspicious_outputs(sweep, jsonl, tmp_path)
     assert not script.bodies[-1]["ignore_eos"]
     work = records(tmp_path / "out")["org_toy/c2/r1"]["workload"]
     assert (work["chat_template"], work["rendered"], work["request_rate"], work["thinking"]) == (True, True, 200, None)
-    for said in ("all answers were cut off at 5 tokens: use more, or", "input tokens were counted where"):
-        assert any(said in doubt for doubt in work["doubts"])
+    for said in (
+        "all answers were cut off at 5 tokens: use a larger --output-len, or",
+        "input tokens were counted where",
+    ):
+        assert any(said in line for line in work["warnings"])
         assert said in result.stderr
-        assert f"DOUBTFUL: {work['doubts'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
+        assert f"CHECK OUTPUTS: {work['warnings'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
 
 
 def test_failed_requests_are_in_the_table_and_make_the_exit_status_1(sweep, tmp_path):

@@ -118,7 +118,7 @@ def test_json(run):
     ("change", "said"),
     [
         ({"sections": "decode,prefill"}, "sections='prefill': use some of machine, decode, closed, ttft, verify"),
-        ({"sections": "decode,decode"}, "sections='decode,decode': name at least one, and each only once"),
+        ({"sections": "decode,decode"}, "sections='decode,decode': name at least one, each once"),
         ({"configs": "v3"}, "configs='v3': use some of v1, v2, v2+piecewise"),
         ({"batch": "0"}, "batch=0:"),
         ({"batch": "1,x"}, "batch='1,x':"),
@@ -269,9 +269,9 @@ def test_products_of_a_mixture_are_left_out_with_the_reason(run, tmp_path):
     result = run(model=tmp_path / "config.json", sections="decode", batch="2", repeats=1)
     assert result.exit_code == 0, result.output
     text = Path("out/summary.md").read_text()
-    assert "Products alone: left out, as which experts' matrices" in text
+    assert "GEMMs alone: not measured, because which experts' matrices" in text
     assert "of its 6 experts a step reads" in text
-    assert "PRODUCTS FAILED" not in text
+    assert "GEMMS FAILED" not in text
 
 
 def test_the_caps_count_the_bytes_of_a_token():
@@ -378,11 +378,11 @@ def test_products_that_fail_cost_their_column_only(run, monkeypatch):
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for weights\nand more")
 
-    monkeypatch.setattr(bench, "_add_products", fail)
+    monkeypatch.setattr(bench, "_add_gemm_time", fail)
     result = run(sections="decode", batch="1")
     assert result.exit_code == 0
     assert all(row["step_ms"] and row["repeats"] == "2" and not row["products_ms"] for row in rows_of())
-    assert result.stdout.count("PRODUCTS FAILED: decode v1 1: OutOfMemoryError: no room for weights") == 1
+    assert result.stdout.count("GEMMS FAILED: decode v1 1: OutOfMemoryError: no room for weights") == 1
 
 
 def test_a_machine_that_is_a_cpu_says_so(run):
@@ -402,14 +402,14 @@ def test_a_cpu_has_no_numbers_of_overlap_or_graphs(run):
 
 def test_a_table_says_which_configurations_a_section_has_and_why(run):
     text = run(sections="decode,verify", configs="v1", batch="1", repeats=1).stdout
-    assert "Configurations: v1 (those of --configs" in text
+    assert "Configurations: v1 (from --configs" in text
     assert "Configurations: v2 and v2, 16 rows (always v2, with 1 and with 16 rows)" in text
 
 
 def test_peers_that_match_nothing_are_said_in_a_line(run):
     row = "toy,float32,,decode,{},step_ms,Theirs,7.25\n"
     Path("peers.csv").write_text("model,dtype,gpu,section,size,column,peer,value\n" + row.format(77))
-    said = "peers: none of the figures is for this"
+    said = "peers: no figure matches this"
     assert said in run(sections="decode", repeats=1, peers="peers.csv").stderr
     Path("peers.csv").write_text("model,dtype,gpu,section,size,column,peer,value\n" + row.format(3))
     assert said not in run(sections="decode", repeats=1, peers="peers.csv", output="o").stderr

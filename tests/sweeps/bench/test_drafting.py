@@ -110,7 +110,7 @@ def test_first_tokens_and_a_verify_that_is_left_out(run):
     assert result.exit_code == 0, result.output
     assert [(row["section"], row["configuration"]) for row in rows_of()] == [("ttft", "v2"), ("ttft", "baseline")]
     assert all(row["median_ttft_ms"] and row["ratio"] and not row["break_even"] for row in rows_of())
-    assert "left out: section verify: it drafts in a way of its own" in result.stderr
+    assert "left out: section verify: it has its own drafts" in result.stderr
     assert "break-even" not in result.stdout
 
 
@@ -135,9 +135,9 @@ def test_nobody_is_told_of_a_section_that_nobody_asked_for():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("bench", *WORDS, *DRAFT, "--sections", "verify"), "sections='verify': it drafts in a way of its own"),
-        (("bench", *WORDS, *DRAFT, "--configs", "baseline"), "configs='baseline': name one that drafts, too"),
-        (("bench", *WORDS, "--configs", "baseline"), "configs='baseline': nothing is drafted beside it"),
+        (("bench", *WORDS, *DRAFT, "--sections", "verify"), "sections='verify': it has its own drafts"),
+        (("bench", *WORDS, *DRAFT, "--configs", "baseline"), "configs='baseline': add one that drafts"),
+        (("bench", *WORDS, "--configs", "baseline"), "configs='baseline': nothing drafts without"),
         (("bench", *WORDS, "--simulate-accept-length", "2"), "nothing is drafted; add --algorithm, or leave it out"),
     ],
 )

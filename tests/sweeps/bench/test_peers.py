@@ -19,19 +19,22 @@ ROW = "toy,float32,,decode,3,step_ms,Theirs,7.25\n"
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\x00\xff\xfe binary", "is no text in UTF-8"),
+        (b"\x00\xff\xfe binary", "is not UTF-8 text"),
         (b"", "needs the columns model, dtype"),
         (b"a,b\n1,2\n", "needs the columns model, dtype"),
         ((HEAD + ROW + "toy,float32,,decode\n").encode(), "line 3: 4 cells under 8 columns"),
         ((HEAD + ROW.replace("7.25", "7.25,extra")).encode(), "line 2: 9 cells under 8 columns"),
-        ((HEAD + ROW.replace("7.25", "fast")).encode(), "line 2: value 'fast' is no number"),
-        ((HEAD + ROW.replace("7.25", "nan")).encode(), "line 2: value 'nan' is no number"),
-        ((HEAD + ROW.replace(",3,", ",x,")).encode(), "line 2: size 'x' is no whole number"),
-        ((HEAD + ROW + '"toy,float32').encode(), "is no CSV"),
-        ((DRAFTING + "eagle3,3,1,3,," + ROW).encode(), "line 2: of algorithm, draft_steps, .* give all, or none"),
-        ((DRAFTING + ",,,,2.4," + ROW).encode(), "line 2: of algorithm, draft_steps, .* give all, or none"),
-        ((DRAFTING + "eagle3,3,1,x,2.4," + ROW).encode(), "line 2: draft_tokens 'x' is no whole number"),
-        ((DRAFTING + "eagle3,3,1,3,much," + ROW).encode(), "line 2: accept_length 'much' is no number"),
+        ((HEAD + ROW.replace("7.25", "fast")).encode(), "line 2: value 'fast' is not a number"),
+        ((HEAD + ROW.replace("7.25", "nan")).encode(), "line 2: value 'nan' is not a number"),
+        ((HEAD + ROW.replace(",3,", ",x,")).encode(), "line 2: size 'x' is not a whole number"),
+        ((HEAD + ROW + '"toy,float32').encode(), "is not a CSV file"),
+        (
+            (DRAFTING + "eagle3,3,1,3,," + ROW).encode(),
+            "line 2: give all of algorithm, draft_steps, .* or none of them",
+        ),
+        ((DRAFTING + ",,,,2.4," + ROW).encode(), "line 2: give all of algorithm, draft_steps, .* or none of them"),
+        ((DRAFTING + "eagle3,3,1,x,2.4," + ROW).encode(), "line 2: draft_tokens 'x' is not a whole number"),
+        ((DRAFTING + "eagle3,3,1,3,much," + ROW).encode(), "line 2: accept_length 'much' is not a number"),
         ((DRAFTING + "eagle3,3,1,4,2.4," + ROW).encode(), r"line 2: draft_steps=3: .* \(the root is not counted\)"),
         ((DRAFTING + "eagle4,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'eagle4' drafts nothing here; use one"),
         ((DRAFTING + "none,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'none' drafts nothing here"),
@@ -58,7 +61,7 @@ def test_the_peers_of_the_repository_can_be_shown():
     assert all(float(row["value"]) > 0 for row in rows)
     ways = {tuple(row[name] for name in DRAFTING.split(",")[:5]) for row in rows}
     assert ways == {("",) * 5, ("eagle3", "3", "1", "3", "2.4"), ("dflash", "15", "1", "15", "6.35")}
-    assert all(row["column"] in SECTIONS[row["section"]].beside for row in rows)
+    assert all(row["column"] in SECTIONS[row["section"]].peer_columns for row in rows)
     names = ("algorithm", "section", "size", "peer", "column")
     figures = {tuple(row[name] for name in names): float(row["value"]) for row in rows}
     assert len(figures) == len(rows)

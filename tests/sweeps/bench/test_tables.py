@@ -189,7 +189,9 @@ def test_what_drafts_is_compared_by_tokens_and_full_batches():
     assert all(few[column] is None for column in ("step_ms", "decode_tok_s", "ratio", "break_even", "speculation"))
     assert few["not_measured"].startswith("NOT MEASURED: 19 steps ran all 2 requests and 20 are needed")
     text = markdown(records, [*rows.values()], {})
-    assert "NOT MEASURED: decode spec 9, repeat 1: 19 steps ran all 2 requests and 20 are needed; more --new-" in text
+    assert (
+        "NOT MEASURED: decode spec 9, repeat 1: 19 steps ran all 2 requests and 20 are needed; use more --new-" in text
+    )
     assert "## Iteration at full batch" in text
     assert "ms per step" in text.split("##")[1]
     assert "GB per step" not in text

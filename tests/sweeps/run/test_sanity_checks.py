@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.sweeps.run.sanity_checks import doubts
+from specbatch.sweeps.run.sanity_checks import warnings
 from specbatch.sweeps.run.workloads import Workload
 
 
@@ -27,10 +27,10 @@ def asked(tmp_path):
 
 
 def told(workload, found):
-    return " | ".join(doubts(workload, found, workload.params(len(found))))
+    return " | ".join(warnings(workload, found, workload.params(len(found))))
 
 
-def test_good_answers_raise_no_doubt(asked):
+def test_good_answers_give_no_warning(asked):
     good = answers("It is 42.<|im_end|>", "Paris.")
     assert told(asked(), good) == ""
     assert told(asked(thinking=False), good) == ""
@@ -44,23 +44,29 @@ def test_good_answers_raise_no_doubt(asked):
 
 
 def test_reasoning_that_should_not_be_there_or_should(asked):
-    assert "1 of 2 answers hold <think> though thinking is off" in told(asked(thinking=False), answers("<think>", "a"))
+    assert "1 of 2 answers contain <think> though thinking is off" in told(
+        asked(thinking=False), answers("<think>", "a")
+    )
     assert "though thinking is off" in told(asked(thinking=False), answers("b</think>", "a"))
-    assert "no answer holds <think> or </think> though thinking is on" in told(asked(thinking=True), answers("a", "b"))
+    assert "no answer contains <think> or </think> though thinking is on" in told(
+        asked(thinking=True), answers("a", "b")
+    )
     assert "1 of 2 answers end inside their reasoning: use more than 16" in told(asked(), answers("<think>Hm", "a"))
 
 
 def test_answers_that_are_all_cut_off(asked):
     cut = answers("a", "b", reason="length")
     assert told(asked(), cut).startswith(
-        "all answers were cut off at 16 tokens: use more, or the model is a base model"
+        "all answers were cut off at 16 tokens: use a larger --output-len, or the model is a base model"
     )
-    assert told(asked("prompt"), cut) == "all answers were cut off at 16 tokens: use more"
+    assert told(asked("prompt"), cut) == "all answers were cut off at 16 tokens: use a larger --output-len"
 
 
 def test_marks_of_a_template_and_nothing_at_all(asked):
-    assert "1 of 2 answers hold marks of a chat template: a base model" in told(asked(), answers("x<|im_start|>", "a"))
-    assert "wants --chat-template" in told(asked("prompt"), answers("[INST] x", "a"))
+    assert "1 of 2 answers contain special tokens of a chat template: a base model" in told(
+        asked(), answers("x<|im_start|>", "a")
+    )
+    assert "needs --chat-template" in told(asked("prompt"), answers("[INST] x", "a"))
     assert "2 of 3 answers are empty: try --no-chat-template" in told(
         asked(), [*answers("", "", tokens=1), *answers("a")]
     )
@@ -71,11 +77,11 @@ def test_random_prompts_are_looked_at_for_their_length_alone():
     workload = Workload(output_len=16)
     assert told(workload, answers("<think>", reason="length", tokens=16)) == ""
     assert told(workload, answers("", "", tokens=15)) == (
-        "2 of 2 answers are shorter than asked: the engine does not go on past end tokens"
+        "2 of 2 answers are shorter than requested: the engine stops at end tokens"
     )
 
 
 def test_prompts_that_were_read_differently(asked):
-    said = "8 input tokens were counted where 6 were sent: the server reads prompts in another way"
+    said = "8 input tokens were counted where 6 were sent: the server tokenizes prompts differently"
     assert told(asked(), answers("a", "b", sent=3, counted=4)) == said
     assert told(Workload(output_len=16), answers("a", "b", sent=3, counted=4, tokens=16)) == said

@@ -140,9 +140,9 @@ def test_groups_have_system_prompts_of_drawn_lengths():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"input_len": (9, 3)}, "input_len='9-3': the fewest come first; use 3-9"),
+        ({"input_len": (9, 3)}, "input_len='9-3': the smaller number comes first; use 3-9"),
         ({"output_len": (0, 3)}, "output_len=0: use a whole number of at least 1"),
-        ({"burst": 4}, "burst=4: give a request rate"),
+        ({"burst": 4}, "burst=4: give --request-rate"),
         ({"burst": -1}, "burst=-1: use a whole number"),
         ({"burst": 0, "request_rate": 5.0}, "request_rate=5.0: all prompts arrive at once"),
         ({"chat_template": True}, "chat_template=True: random prompts are no text"),
@@ -212,7 +212,7 @@ def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
             Workload(source, thinking=True, chat_template=template)
     with pytest.raises(SpecbatchError, match="line 1 has token ids, which cannot be a message"):
         Workload(written(tmp_path, {"prompt_token_ids": [4]}), chat_template=True)
-    with pytest.raises(SpecbatchError, match="text ends by itself"):
+    with pytest.raises(SpecbatchError, match="answers of text end by themselves"):
         Workload(source, output_len=(3, 4))
 
 
