@@ -27,7 +27,7 @@ from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.dataset import is_saved, read_rows, write_rows
 from specbatch.jobs.partial_output import PartialRows, row_seed
-from specbatch.jobs.prompts import BadLine, Prompt, scan_prompts, where
+from specbatch.jobs.prompts import MalformedLine, Prompt, location, scan_prompts
 from specbatch.progress import NotedReport, Speed
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class BatchJob:
     overwrite: bool = False
     replaces: bool = False  # an existing output is kept until the new one is complete
     skip_bad: bool = False
-    skipped: list[BadLine] = field(default_factory=list)
+    skipped: list[MalformedLine] = field(default_factory=list)
 
     @classmethod
     def open(
@@ -111,10 +111,10 @@ class BatchJob:
         """
         found = scan_prompts(source, split=split, column=column)
         prompts = {item.line - 1: item for item in found if isinstance(item, Prompt)}
-        place = _place_of(output)
-        replaces = _is_there(place)
-        if replaces and Path(source).exists() and (place.samefile(source) or _holds(place, source)):
-            raise refuse("output", str(place), "is the input; name another one")
+        path = _output_path(output)
+        replaces = _is_there(path)
+        if replaces and Path(source).exists() and (path.samefile(source) or _holds(path, source)):
+            raise refuse("output", str(path), "is the input; name another one")
         settings = config.as_dict()
         contents = [[index, item.form, item.value, item.id] for index, item in prompts.items()]
         header = {
@@ -126,24 +126,24 @@ class BatchJob:
         }
         seed = config.seed if params.seed is None else params.seed
         kept = PartialRows(
-            place.with_name(f"{place.name}.partial"),
+            path.with_name(f"{path.name}.partial"),
             header,
             lambda row: row["index"] in prompts and "token_ids" in row,
             start_over="pass --overwrite",
         )
-        job = cls(str(source), place, prompts, params, chat_template, seed, kept, log, overwrite, replaces, skip_bad)
-        job._leave_out([item for item in found if isinstance(item, BadLine)], len(found))
+        job = cls(str(source), path, prompts, params, chat_template, seed, kept, log, overwrite, replaces, skip_bad)
+        job._leave_out([item for item in found if isinstance(item, MalformedLine)], len(found))
         if not job._is_jsonl:
-            _id_type(prompts, place)
+            _id_type(prompts, path)
         if replaces and not overwrite and not job.partial.exists():
             raise job._exists()
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=place.parent).close()  # fail now if the folder is not writable
+            path.parent.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=path.parent).close()  # fail now if the folder is not writable
             if job.partial.exists() and not overwrite:
                 kept.load()
         except OSError as error:
-            raise refuse("output", str(place), f"cannot be written ({error.strerror}); name another file") from error
+            raise refuse("output", str(path), f"cannot be written ({error.strerror}); name another file") from error
         return job
 
     @property
@@ -211,12 +211,12 @@ class BatchJob:
         types = {name: of for name, of in _TYPES.items() if name != "id"}
         write_rows(self.output, rows, types if kind is None else {"index": "int64", "id": kind} | types)
 
-    def _leave_out(self, bad: list[BadLine], total: int) -> None:
+    def _leave_out(self, bad: list[MalformedLine], total: int) -> None:
         """Log malformed lines. Raises SpecbatchError without `skip_bad`, and if all `total` lines are malformed."""
         if not bad:
             return
         self.skipped += bad
-        lines = [f"{where(self.source, item.line)}: {item.what}" for item in bad[:SHOWN]]
+        lines = [f"{location(self.source, item.line)}: {item.problem}" for item in bad[:SHOWN]]
         lines += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
         if self.skip_bad and len(bad) < total:
             for line in lines:
@@ -224,7 +224,7 @@ class BatchJob:
             return
         if len(bad) == 1:
             hint = " (--skip-bad leaves it out)" if total > 1 else ""
-            raise refuse("input", where(self.source, bad[0].line), bad[0].what + hint)
+            raise refuse("input", location(self.source, bad[0].line), bad[0].problem + hint)
         works = "fix them, or pass --skip-bad to leave them out" if len(bad) < total else "fix them"
         raise refuse("input", self.source, "\n".join([f"{len(bad)} of {total} lines are malformed; {works}:", *lines]))
 
@@ -238,13 +238,13 @@ class BatchJob:
     def _encode(self, engine: Engine, missing: Mapping[int, Prompt]) -> dict[int, list[int]]:
         """Token ids by index, of the prompts that this engine can run."""
         encoded: dict[int, list[int]] = {}
-        bad: list[BadLine] = []
+        bad: list[MalformedLine] = []
         for index, prompt in missing.items():
             try:
                 ids = prompt.encode(engine.tokenizer, chat_template=self.chat_template)
                 engine.check(ids, self.params, index)
             except SpecbatchError as error:
-                bad.append(BadLine(prompt.line, str(error)))
+                bad.append(MalformedLine(prompt.line, str(error)))
             else:
                 encoded[index] = ids
         self._leave_out(bad, len(self.prompts))
@@ -288,21 +288,21 @@ def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
     return line
 
 
-def _place_of(output: str | Path) -> Path:
+def _output_path(output: str | Path) -> Path:
     """The path of the output. Raises SpecbatchError for an unknown format, and if the path is not an output's."""
-    place = Path(output)
-    if place.suffix in (".jsonl", ".parquet"):
-        if place.is_dir():
-            raise refuse("output", str(place), f"is a folder; name a {place.suffix} file")
-        return place
-    if place.suffix and not str(output).endswith("/"):
+    path = Path(output)
+    if path.suffix in (".jsonl", ".parquet"):
+        if path.is_dir():
+            raise refuse("output", str(path), f"is a folder; name a {path.suffix} file")
+        return path
+    if path.suffix and not str(output).endswith("/"):
         works = "name a .jsonl or .parquet file, or a folder (ending in / if its name has a dot)"
         raise refuse("output", str(output), works)
-    if place.exists() and not place.is_dir():
-        raise refuse("output", str(place), "already exists and is not a folder; name another one")
-    if place.is_dir() and not is_saved(place):
-        raise refuse("output", str(place), "is a folder with other files; name a new one, or a .jsonl file")
-    return place
+    if path.exists() and not path.is_dir():
+        raise refuse("output", str(path), "already exists and is not a folder; name another one")
+    if path.is_dir() and not is_saved(path):
+        raise refuse("output", str(path), "is a folder with other files; name a new one, or a .jsonl file")
+    return path
 
 
 def _is_there(output: Path) -> bool:

@@ -63,11 +63,11 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class BadLine:
+class MalformedLine:
     """A malformed line: its number (from 1), and what is wrong with it."""
 
     line: int
-    what: str
+    problem: str
 
 
 def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FORMS) -> list[Prompt]:
@@ -75,13 +75,13 @@ def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FO
     with the number of the first malformed line."""
     prompts: list[Prompt] = []
     for item in scan_prompts(path, setting, forms):
-        if isinstance(item, BadLine):
-            raise refuse(setting, where(path, item.line), item.what)
+        if isinstance(item, MalformedLine):
+            raise refuse(setting, location(path, item.line), item.problem)
         prompts.append(item)
     return prompts
 
 
-def where(source: str | Path, line: int) -> str:
+def location(source: str | Path, line: int) -> str:
     """FILE:LINE for a line of JSONL; for a data set or a JSON array, whose rows are not lines, the row."""
     return f"{source} row {line}" if is_dataset(source) or Path(source).suffix == ".json" else f"{source}:{line}"
 
@@ -93,7 +93,7 @@ def scan_prompts(
     *,
     split: str | None = None,
     column: str | None = None,
-) -> list[Prompt | BadLine]:
+) -> list[Prompt | MalformedLine]:
     """The prompt of each line of a JSONL file that is not blank, of each item of the array in a .json file, or of each
     row of a data set (`specbatch.jobs.dataset`), in order.
 
@@ -104,12 +104,12 @@ def scan_prompts(
     Raises SpecbatchError for a file that cannot be read or has no prompts.
     """
     forms = forms if column is None else (column,)
-    found: list[Prompt | BadLine] = []
+    found: list[Prompt | MalformedLine] = []
     for number, row in _rows(source, setting, forms, split):
         try:
             found.append(_prompt(_parsed(row, _LINES) if isinstance(row, bytes) else row, forms, number))
         except _MalformedError as error:
-            found.append(BadLine(number, str(error)))
+            found.append(MalformedLine(number, str(error)))
     if not found:
         raise refuse(setting, str(source), f"has no prompts; write {_LINES}")
     return found

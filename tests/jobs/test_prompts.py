@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.jobs.prompts import BadLine, Prompt, read_prompts, scan_prompts
+from specbatch.jobs.prompts import MalformedLine, Prompt, read_prompts, scan_prompts
 
 CHAT = [{"role": "user", "content": "x"}]
 
@@ -44,9 +44,9 @@ def scanned(tmp_path):
 def test_a_malformed_line_is_returned_between_the_others(scanned, line, what):
     before, bad, after = scanned(b'{"prompt": "a"}\n\n' + line + b'\n{"question": "b", "id": 7}')
     assert before == Prompt(1, "prompt", "a")
-    assert isinstance(bad, BadLine)
+    assert isinstance(bad, MalformedLine)
     assert bad.line == 3
-    assert bad.what.startswith(what)
+    assert bad.problem.startswith(what)
     assert after == Prompt(4, "question", "b", 7)
 
 
@@ -69,7 +69,7 @@ def test_a_json_file_has_an_array_or_lines(tmp_path):
     path.write_text('\n[{"prompt": "2024-01-01", "id": "a"},\n 5, {"messages": [{"role": "user", "content": "x"}]}]')
     first, bad, last = scan_prompts(path)
     assert (first, last) == (Prompt(1, "prompt", "2024-01-01", "a"), Prompt(3, "messages", CHAT))
-    assert isinstance(bad, BadLine)
+    assert isinstance(bad, MalformedLine)
     with pytest.raises(SpecbatchError, match=r"in\.json row 2': write a JSON object"):
         read_prompts(path)
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
@@ -119,8 +119,8 @@ def test_a_column_has_any_form_or_the_one_of_its_name(scanned, column, value, fo
 )
 def test_a_row_without_a_prompt_in_the_column_is_malformed(scanned, row, what):
     (bad,) = scanned(json.dumps(row).encode(), column="body")
-    assert isinstance(bad, BadLine)
-    assert bad.what.startswith(what)
+    assert isinstance(bad, MalformedLine)
+    assert bad.problem.startswith(what)
 
 
 def test_jsonl_has_no_splits(scanned):
