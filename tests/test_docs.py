@@ -143,6 +143,7 @@ def little(words: list[str]) -> list[str]:
     return [name, *short, *(TOY if name in SHORT else []), *([] if answered else SHORT.get(name, []))]
 
 
+@pytest.mark.slow
 def test_the_way_to_a_draft_of_ones_own(desk: Path) -> None:
     """docs/own-draft.md from its first command to its last."""
     page = ROOT / "docs" / "own-draft.md"

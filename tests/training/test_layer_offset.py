@@ -57,6 +57,7 @@ def shares(line):
     return int(drafted), {layers: float(own)} | beside
 
 
+@pytest.mark.slow
 def test_shares_are_those_of_the_first_drafts_of_runs_with_these_layers(run):
     """What is said of other layers is what an engine that reads them says of its own, and it accepts about as much."""
     said = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, first_quick
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
@@ -63,7 +63,7 @@ def start(kit: Any, bench: Any) -> Callable[..., Any]:
 # -- EAGLE -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "chunk"), [(1, 1000), (3, 3), (4, 7), (2, 1)])
+@pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(3, 3), (1, 1000), (4, 7), (2, 1)]))
 @pytest.mark.parametrize("bias", [True, False])
 def test_eagle(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: int) -> None:
     """Without a theta of its own a head means 10000, whatever its target's is; bias by presence."""
@@ -82,9 +82,12 @@ def test_a_head_with_values_that_are_not_finite_does_not_load(kit: Any, write: A
 
 
 @pytest.mark.parametrize(
-    "spelling", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}]
+    ("stored", "spelling"),
+    crossed(
+        [{}, {"binary": True}, {"prefix": "model."}],
+        [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}],
+    ),
 )
-@pytest.mark.parametrize("stored", [{}, {"binary": True}, {"prefix": "model."}])
 def test_eagle_in_its_spellings(kit: Any, write: Any, start: Any, spelling: Any, stored: Any) -> None:
     stub, tensors = kit.TargetStub(2), kit.eagle(own=True)
     tensors |= kit.randomise(
@@ -104,7 +107,7 @@ def test_a_theta_that_is_asked_for_wins(kit: Any, write: Any, start: Any) -> Non
 # -- EAGLE-3 -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "chunk"), [(1, 1000), (3, 3), (4, 7), (2, 1)])
+@pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(4, 7), (1, 1000), (3, 3), (2, 1)]))
 def test_eagle3(kit: Any, write: Any, start: Any, count: int, chunk: int) -> None:
     """SafeAILab's spelling: midlayer, a reduced vocabulary, no theta, the usual layers."""
     stub, tensors = kit.TargetStub(8), kit.eagle3()
@@ -167,8 +170,7 @@ def test_eagle3_with_norms_before_fc_and_behind(kit: Any, write: Any, start: Any
     check(kit, run, kit.RefEagle3(tensors, stub, norm_output=True), (2, 4, 5), kit.ids(tensors))
 
 
-@pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize(("binary", "legacy"), crossed([True, False], [True, False]))
 def test_eagle3_with_a_norm_for_each_feature(kit: Any, write: Any, start: Any, legacy: bool, binary: bool) -> None:
     stub, tensors = kit.TargetStub(8), kit.eagle3(more={f"fc_norm.{n}.weight": kit.HIDDEN for n in range(3)})
     names = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed, slow_but
+from crossed import first_quick, slow_but
 
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.verify_attention import verify_attention_ref
@@ -79,17 +79,17 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("splits", slow_but([2], [1, 2, 5]))
 def test_chain(device: torch.device, dtype: torch.dtype, splits: int) -> None:
     Case(device, dtype, [0, 1, 37, 150], 3).check(splits)
 
 
-@pytest.mark.parametrize("n", [1, 5, 16, 17, 64])
+@pytest.mark.parametrize("n", slow_but([1, 17], [1, 5, 16, 17, 64]))
 def test_rows(device: torch.device, n: int) -> None:
     Case(device, torch.float32, [70, 15], n, count=6, kv=2).check(3)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, 19])
+@pytest.mark.parametrize("splits", slow_but([8], [1, 2, 8, 19]))
 def test_many_splits(device: torch.device, splits: int) -> None:
     Case(device, torch.float32, [0, 17, 129], 2).check(splits)
 
@@ -132,7 +132,10 @@ def test_tree(device: torch.device, n: int) -> None:
     case.check(2, ancestors=words, positions=(case.lengths[:, None] + depths).flatten())
 
 
-@pytest.mark.parametrize(("first", "n", "splits"), crossed([(1, 3), (4, 3), (7, 10), (61, 3), (63, 1)], [1, 3]))
+PASSES = [(7, 10, 3), (61, 3, 1), (1, 3, 1), (4, 3, 3), (63, 1, 3)]
+
+
+@pytest.mark.parametrize(("first", "n", "splits"), first_quick(2, PASSES))
 def test_tree_in_several_passes(device: torch.device, first: int, n: int, splits: int) -> None:
     """Nodes of earlier passes lie in the cache, and some of them are not seen."""
     case = Case(device, torch.float32, [first + 90, first, first + 17], n)
@@ -149,7 +152,9 @@ def test_block(device: torch.device, n: int) -> None:
     Case(device, torch.float32, [30, 0], n).check(2, causal=False)
 
 
-@pytest.mark.parametrize(("window", "causal"), crossed([1, 2, 5, 40, 1000], [True, False]))
+@pytest.mark.parametrize(
+    ("window", "causal"), first_quick(2, [(5, True), (40, False), (1, True), (2, False), (1000, True)])
+)
 def test_window(device: torch.device, window: int, causal: bool) -> None:
     Case(device, torch.float32, [0, 3, 90], 5).check(3, window=window, causal=causal)
 
@@ -181,7 +186,7 @@ def test_tiles_of_query_rows(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("tile", "splits"),
-    crossed([Tile(16, 64, 4, 3, 128), Tile(32, 32, 4, 3, 168), Tile(64, 32, 4, 3, 168)], [1, 4]),
+    first_quick(1, [(Tile(32, 32, 4, 3, 168), 4), (Tile(16, 64, 4, 3, 128), 1), (Tile(64, 32, 4, 3, 168), 1)]),
 )
 def test_tiles(device: torch.device, tile: Tile, splits: int) -> None:
     case = Case(device, DTYPES[-1], [0, 1, 65, 140], 6, count=8, kv=2, dim=32, page_size=16)
@@ -189,7 +194,7 @@ def test_tiles(device: torch.device, tile: Tile, splits: int) -> None:
     case.check(splits, tile=tile, window=70)
 
 
-@pytest.mark.parametrize("keys", slow_but([15, 32, 97], [15, 16, 31, 32, 33, 64, 96, 97]))
+@pytest.mark.parametrize("keys", slow_but([32], [15, 16, 31, 32, 33, 64, 96, 97]))
 def test_edges_of_steps_and_splits(device: torch.device, keys: int) -> None:
     case = Case(device, torch.float32, [keys], 2)
     for splits in (1, 2, 3, 6, 7):  # the last of them has old keys or none, and others may be empty

@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int, int, list[int]]:
     return rows, draw(st.integers(shortest, 16)), shortest, draw(st.integers(1, 9)), behind
 
 
-@settings(deadline=None, derandomize=True, max_examples=600)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(case=cases())
 def test_every_row_finds_what_a_plain_search_finds(
     case: tuple[list[list[int]], int, int, int, list[int]],
@@ -71,7 +71,7 @@ def test_every_row_finds_what_a_plain_search_finds(
         assert drafts[index] == (expected or [row[-1]] * count)
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(case=cases(), texts=st.integers(1, 5))
 def test_several_texts_are_the_best_that_differ(
     case: tuple[list[list[int]], int, int, int, list[int]], texts: int
@@ -88,7 +88,7 @@ def test_several_texts_are_the_best_that_differ(
         assert drafts[index].tolist() == expected + [[row[-1]] * count] * (texts - len(expected))
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(data=st.data())
 def test_texts_are_merged_where_they_begin_alike(data: st.DataObject) -> None:
     """Every node is a beginning of some text, once; the first ones in the order of the texts are kept."""

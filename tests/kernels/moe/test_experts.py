@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import crossed
+from crossed import crossed, first_quick
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.elementwise import elementwise_triton
@@ -109,16 +109,19 @@ RULES = {
 
 @pytest.mark.parametrize(
     ("name", "tokens", "activation"),
-    [
-        ("plain", 1, "swiglu"),
-        ("plain", 5, "relu2"),
-        ("odd", 19, "swiglu"),
-        ("one", 1, "relu2"),
-        ("one", 17, "swiglu"),
-        ("shared", 1, "swiglu"),
-        ("shared", 21, "swiglu"),
-        ("sigmoid", 7, "relu2"),
-    ],
+    first_quick(
+        4,
+        [
+            ("odd", 19, "swiglu"),
+            ("one", 1, "relu2"),
+            ("shared", 21, "swiglu"),
+            ("sigmoid", 7, "relu2"),
+            ("plain", 1, "swiglu"),
+            ("plain", 5, "relu2"),
+            ("one", 17, "swiglu"),
+            ("shared", 1, "swiglu"),
+        ],
+    ),
 )
 def test_against_every_expert_on_every_token(
     name: str, tokens: int, activation: Activation, dtype: torch.dtype, device: torch.device

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import first_quick
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import gated_delta, gated_delta_prefill_triton, gated_delta_triton
@@ -173,11 +174,14 @@ def words_of(parents: list[int]) -> list[int]:
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
-    [
-        (torch.float32, (1, 3, 24, 20)),
-        (torch.float16, (2, 4, 40, 24)),
-        (torch.bfloat16, (3, 6, 128, 128)),
-    ],
+    first_quick(
+        1,
+        [
+            (torch.float32, (1, 3, 24, 20)),
+            (torch.float16, (2, 4, 40, 24)),
+            (torch.bfloat16, (3, 6, 128, 128)),
+        ],
+    ),
 )
 def test_prompts_and_verifies(
     device: torch.device, twin: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]
@@ -193,7 +197,7 @@ def test_prompts_and_verifies(
 
 
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize(("few", "held", "stored"), [(0, 4, torch.float32), (512, 1, torch.bfloat16)])
+@pytest.mark.parametrize(("few", "held", "stored"), first_quick(1, [(512, 1, torch.bfloat16), (0, 4, torch.float32)]))
 def test_short_chains(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, twin: str, few: int, held: int, stored: torch.dtype
 ) -> None:

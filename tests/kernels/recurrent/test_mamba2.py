@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import slow_but
+from crossed import first_quick, slow_but
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.gemm.linear import Norm
@@ -156,7 +156,7 @@ class Layer:
         torch.testing.assert_close(ours.cpu().double(), truth, rtol=self.slack, atol=self.slack)
 
 
-@pytest.mark.parametrize(("sizes", "dtype"), CASES)
+@pytest.mark.parametrize(("sizes", "dtype"), first_quick(2, CASES))
 def test_prompts_and_chains(
     device: torch.device, twin: Twin, sizes: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
@@ -171,7 +171,8 @@ def test_prompts_and_chains(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "most"), [(SIZES[1], torch.float32, 4), (SIZES[2], torch.float32, 1), (*CASES[-1], 4)]
+    ("sizes", "dtype", "most"),
+    first_quick(1, [(SIZES[1], torch.float32, 4), (SIZES[2], torch.float32, 1), (*CASES[-1], 4)]),
 )
 def test_short_chains(
     device: torch.device, twin: Twin, sizes: tuple[int, int, int, int], dtype: torch.dtype, most: int

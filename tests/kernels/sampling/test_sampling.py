@@ -150,7 +150,7 @@ def of(temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[torc
     return torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
 
 
-@settings(STEADY, max_examples=400)
+@settings(STEADY, max_examples=150)
 @given(row=ROW)
 def test_the_law_is_that_of_float64(row: tuple[list[float], float, int, float, float]) -> None:
     logits, *parameters = row
