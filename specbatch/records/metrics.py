@@ -411,7 +411,7 @@ ACCEPTANCE: dict[str, str] = {
     "drafts before it were accepted.",
     "accepted where tried (%)": "Share of the verifies that accepted all drafts before draft j in which draft j was "
     "accepted, too. The shares reached of equally long drafts are the running products of these.",
-    "left 1, 2, ... tokens (%)": "Share of the verifies that emitted so many tokens, bonus token included.",
+    "emitted 1, 2, ... tokens (%)": "Share of the verifies that emitted that many tokens, bonus token included.",
     "accept length by context": "Accept length of the verifies after 2^k to 2^(k+1) - 1 tokens of prompt and output.",
 }
 
