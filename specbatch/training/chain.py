@@ -1,10 +1,10 @@
-"""Heads that draft token by token, trained on their own hidden states ("training-time test" of EAGLE-3).
+"""Training of heads that draft token by token, unrolled on their own hidden states (EAGLE-3's training-time test).
 
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025);
 github.com/sgl-project/SpecForge. Place p pairs the target's feature f_p with token t_{p+1} and predicts t_{p+2}. Step k
-goes on from there as a draft would: its own output of step k - 1 and the token t_{p+1+k}, at position p + k. It attends
-to the pairs of real features up to p, and to what its own steps 1..k left at this place. So all places of a sequence
-draft at once, each from its own prefix.
+continues as in drafting: its input is the output of step k - 1 and the token t_{p+1+k}, at position p + k. It attends
+to the pairs with real features up to p, and to the keys of its own steps 1..k at this place. So all places of a
+sequence draft in parallel, each from its own prefix.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from specbatch.training.head import Guess, Head, Scores
 from specbatch.training.layers import Rotary
 from specbatch.training.target import Target
 
-DECAY = 0.8  # SpecForge's weight of a step over the one before
+DECAY = 0.8  # weight of a step relative to the one before, as in SpecForge
 
 
 class ChainHead(Head):
-    """kept: int64 [Vd], the target's ids of the tokens that it drafts, ascending; None is all."""
+    """kept: int64 [Vd], the target's ids of the tokens that it can draft, ascending; None: all."""
 
     kept: torch.Tensor | None = None
     rotary: Rotary
 
     def begin(self, last: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
-        """The target's features -> hidden [B, L, H], which its own output stands for later."""
+        """The target's features -> hidden [B, L, H], which the head's own output replaces in later steps."""
         raise NotImplementedError
 
     def advance(self, embedded: torch.Tensor, hidden: torch.Tensor, memory: Memory) -> torch.Tensor:
@@ -42,11 +42,11 @@ class ChainHead(Head):
         last, aux = target.features(batch, self.aux)
         tokens = batch.tokens
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        # Hidden states of answer tokens behind which another one stands: what the target would say there is learnt.
+        # Hidden states of answer tokens with a next token: the head learns the target's prediction there.
         known = (places >= batch.prompts[:, None]) & (places + 1 < batch.lengths[:, None])
-        wanted, inside = self._laws(target, last[known])
-        law = torch.full_like(tokens, -1)
-        law[known] = torch.arange(len(wanted), device=tokens.device)
+        wanted, inside = self._distributions(target, last[known])
+        row_of = torch.full_like(tokens, -1)
+        row_of[known] = torch.arange(len(wanted), device=tokens.device)
 
         guesses = []
         memory = Memory(self.rotary, places)
@@ -54,21 +54,21 @@ class ChainHead(Head):
         right = ahead(known, 1, False)  # the root is a token of the answer
         for step in range(self.drafts):
             hidden = self.advance(F.embedding(ahead(tokens, 1 + step, 0), target.embedding), hidden, memory)
-            rows = ahead(law, 1 + step, -1)
-            stands = ahead(known, 1, False) & (rows >= 0)
-            logits = self.predict(hidden[stands], target).float()
+            rows = ahead(row_of, 1 + step, -1)
+            valid = ahead(known, 1, False) & (rows >= 0)
+            logits = self.predict(hidden[valid], target).float()
             drafted = logits.argmax(-1) if self.kept is None else self.kept[logits.argmax(-1)]
-            hits = drafted == ahead(tokens, 2 + step, 0)[stands]
-            right = right & stands
-            right[stands] &= hits
-            learnt = inside[rows[stands]]
-            losses = -(wanted[rows[stands]][learnt] * logits[learnt].log_softmax(-1)).sum(-1)
-            guesses.append(Guess(losses, hits, right[stands]))
+            hits = drafted == ahead(tokens, 2 + step, 0)[valid]
+            right = right & valid
+            right[valid] &= hits
+            learned = inside[rows[valid]]
+            losses = -(wanted[rows[valid]][learned] * logits[learned].log_softmax(-1)).sum(-1)
+            guesses.append(Guess(losses, hits, right[valid]))
         return Scores.of(guesses, DECAY)
 
-    def _laws(self, target: Target, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's distribution over the head's tokens, float32 [n, Vd], and whether its likeliest token is one of
-        them: bool [n]."""
+    def _distributions(self, target: Target, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's distribution over the head's tokens, float32 [n, Vd], and whether its most likely token is one
+        of them: bool [n]."""
         logits = target.logits(last)
         if self.kept is None:
             return logits.softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
@@ -86,12 +86,12 @@ class Memory:
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [L], of the step whose keys are not here yet."""
+        """int64 [L]: positions of the next step."""
         return self._places + len(self._keys)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [B, L, kv heads, group, head_dim], k and v [B, L, kv heads, head_dim] of this step, which are kept ->
-        [B, L, kv heads, group, head_dim]."""
+        """q [B, L, kv heads, group, head_dim], k and v [B, L, kv heads, head_dim] of this step, which are added to the
+        memory -> attention output [B, L, kv heads, group, head_dim]."""
         self._keys.append(k)
         self._values.append(v)
         length = len(self._places)
@@ -106,5 +106,5 @@ class Memory:
 
 
 def ahead(x: torch.Tensor, count: int, fill: int | bool) -> torch.Tensor:
-    """x [B, L] of `count` places further on; `fill` where there is none."""
+    """x [B, L] shifted by `count` places; `fill` past the end."""
     return F.pad(x[:, count:], (0, min(count, x.shape[1])), value=fill)

@@ -1,6 +1,6 @@
-"""What a draft learns from: examples of a prompt and an answer, split, shuffled and put side by side.
+"""Training data of drafts: examples of a prompt and an answer, split, shuffled and batched.
 
-They are token ids; features are made anew for every batch (`specbatch.training.target`).
+Examples are token ids. The target's features are computed for every batch (`specbatch.training.target`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from specbatch.errors import refuse
 
-LEAST_OUTPUT = 3  # tokens of an answer: one by the prompt's pass, one to stand on, one to draft
+LEAST_OUTPUT = 3  # tokens of an answer: one from the prompt pass, one as root, one to draft
 
 
 @dataclass(frozen=True)
 class Example:
-    """tokens: prompt and answer; prompt: how many of them are the prompt's."""
+    """tokens: prompt and answer; prompt: length of the prompt."""
 
     tokens: tuple[int, ...]
     prompt: int
@@ -27,7 +27,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples side by side, filled up with token 0: tokens int64 [B, L]; prompts, lengths int64 [B]."""
+    """A batch of examples padded with token 0: tokens int64 [B, L]; prompts, lengths int64 [B]."""
 
     tokens: torch.Tensor
     prompts: torch.Tensor
@@ -44,20 +44,21 @@ class Batch:
 
 
 def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples: the last `held_out` distinct prompts never train."""
+    """Training and held-out examples. The last `held_out` examples are held out, and with them all examples of the same
+    prompts."""
     if len(examples) <= held_out:
-        works = f"there are {len(examples)} usable answers; keep fewer out, or give more prompts"
+        works = f"there are {len(examples)} usable answers; hold fewer out, or give more prompts"
         raise refuse("held_out", held_out, works)
     kept = examples[len(examples) - held_out :]
     known = {item.tokens[: item.prompt] for item in kept}
     train = [item for item in examples[: len(examples) - held_out] if item.tokens[: item.prompt] not in known]
     if not train:
-        raise refuse("data", "all prompts", "are the same as those kept out; give different ones")
+        raise refuse("data", "all prompts", "are also held out; give different ones")
     return train, kept
 
 
 def groups(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[Example]]:
-    """Examples in their order, as many at a time as `batch_tokens` hold once they are filled up to one length."""
+    """Consecutive examples in batches of at most `batch_tokens` tokens, padding included."""
     group: list[Example] = []
     longest = 0
     for example in examples:
@@ -71,7 +72,7 @@ def groups(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[Exam
 
 
 def endless(examples: Sequence[Example], batch_tokens: int, seed: int) -> Iterator[list[Example]]:
-    """`groups` of one shuffled pass after the other."""
+    """Batches of `groups`, from one shuffled pass over the data after the other."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(examples), generator=generator).tolist()
@@ -85,7 +86,7 @@ def answers_hash(examples: Sequence[Example]) -> str:
 
 
 def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.Tensor:
-    """The `count` tokens that answers hold most often, by id: int64 [count]. Of equals, the lower id."""
+    """The `count` most frequent tokens of the answers, sorted by id: int64 [count]. Ties: the lower id."""
     tokens = torch.tensor([token for item in examples for token in item.tokens[item.prompt :]])
     seen = torch.bincount(tokens, minlength=vocabulary)
     return seen.sort(descending=True, stable=True).indices[:count].sort().values

@@ -1,10 +1,10 @@
-"""DFlash in the format of z-lab (`DFlashDraftModel`): a block of mask tokens, filled in one pass.
+"""Training of DFLASH drafts, in the format of z-lab (`DFlashDraftModel`): a block of mask tokens is filled in one pass.
 
-Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). Anchors are drawn at random
-among an answer's tokens. Behind an anchor stand block_size - 1 masks; they read the target's features in front of the
-anchor, and each other, and row j learns the token at anchor + j. Embedding and output matrix are the target's and do
-not train. Rows further on weigh less, exp(-(j - 1) / (block_size / 2)): what counts is all before it being
-right.
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). Anchors are sampled at
+random among an answer's tokens. An anchor is followed by block_size - 1 mask tokens, which attend to the target's
+features before the anchor and to each other; row j learns the token at anchor + j. Embedding and output matrix are the
+target's and are not trained. Row j has the loss weight exp(-(j - 1) / (block_size / 2)), as a draft counts only if all
+before it are accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from specbatch.training.data import Batch
 from specbatch.training.eagle3 import layer_keys, plain_rope
 from specbatch.training.head import Guess, Head, Layer, Scores
-from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialise
+from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -30,7 +30,7 @@ class DFlashHead(Head):
     def __init__(
         self, target: Target, *, layers: int, block: int, anchors: int, mask_token: int, max_len: int, seed: int
     ) -> None:
-        """block: rows of a pass, the anchor's included; anchors: most of them in one example."""
+        """block: tokens of a block, including the anchor; anchors: maximum number per example."""
         super().__init__()
         base = target.config
         sizes = replace(
@@ -47,7 +47,7 @@ class DFlashHead(Head):
             Layer(Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes)) for _ in range(layers)
         )
         self.norm = Norm(hidden, eps)
-        initialise(self, seed)
+        initialize(self, seed)
         with torch.no_grad():
             self.norm.weight.copy_(target.norm)
         self.to(target.device)
@@ -76,7 +76,8 @@ class DFlashHead(Head):
         return Scores.of(guesses, math.exp(-2 / (self.drafts + 1)))
 
     def forward(self, aux: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """aux [B, L, n * H]; blocks [B, A, rows, H] embedded, at places int64 [B, A, rows] -> [B, A, rows, H]."""
+        """aux [B, L, n * H], embedded blocks [B, A, rows, H] and their positions int64 [B, A, rows] -> hidden states
+        [B, A, rows, H]."""
         context = self.hidden_norm(self.fc(aux))  # no layer's input norm is applied to it
         at = torch.arange(aux.shape[1], device=aux.device)
         hidden = (at >= places[:, :, :1])[:, :, None]  # [B, A, 1, L]: what stands in front of the anchor is seen
@@ -98,7 +99,8 @@ class DFlashHead(Head):
         return out
 
     def _draw(self, batch: Batch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Anchors int64 [B, A], and whether each is one, as an answer may be too short for so many: bool [B, A]."""
+        """Positions of the anchors int64 [B, A], and which are valid, as an answer may be too short for A: bool [B,
+        A]."""
         rows, length = batch.tokens.shape
         at = torch.arange(length, device=batch.tokens.device)
         possible = (at >= batch.prompts[:, None]) & (at + 1 < batch.lengths[:, None])
@@ -121,8 +123,8 @@ class DFlashHead(Head):
 
 
 def feature_layers(depth: int, layers: int) -> tuple[int, ...]:
-    """Layers of the target, from 0, whose output is read: as many as the draft has, and three at least, from the second
-    to the fourth from the end at equal distances (z-lab/dflash); fewer where the target is too shallow."""
+    """Layers of the target, counted from 0, whose output is read: as many as the draft has, at least three, evenly
+    spaced from the second to the fourth from the end (z-lab/dflash); fewer if the target has too few layers."""
     count = max(layers, 3)
     wanted = {round(1 + index * (depth - 4) / (count - 1)) for index in range(count)}
     return tuple(sorted({min(max(layer, 0), max(depth - 2, 0)) for layer in wanted}))

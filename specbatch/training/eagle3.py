@@ -1,4 +1,4 @@
-"""EAGLE-3 in the format of SafeAILab and SpecForge (`LlamaForCausalLMEagle3`).
+"""Training of EAGLE-3 heads, in the format of SafeAILab and SpecForge (`LlamaForCausalLMEagle3`).
 
 h = fc(three residual streams of the target, side by side); q, k and v read [norm(embed(t)) ; norm(h)], and attention is
 added to h itself. The output matrix knows the commonest tokens only; `d2t` holds what to add to a draft's id for the
@@ -17,7 +17,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.rope import DEFAULT_THETA, Rope
 from specbatch.training.chain import ChainHead, Memory
 from specbatch.training.head import Layer
-from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialise
+from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.target import Target
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -29,7 +29,7 @@ class MidLayer(Layer):
 
 class Eagle3Head(ChainHead):
     def __init__(self, target: Target, kept: torch.Tensor, *, steps: int, max_len: int, seed: int) -> None:
-        """kept: int64 [Vd], ascending; steps: drafts that are unrolled."""
+        """kept: int64 [Vd], draft vocabulary, ascending; steps: number of unrolled drafts."""
         super().__init__()
         base = target.config
         sizes = replace(base, num_layers=1, qk_norm=False, rope=plain_rope(base))
@@ -45,9 +45,9 @@ class Eagle3Head(ChainHead):
         self.midlayer.hidden_norm = Norm(hidden, eps)
         self.norm = Norm(hidden, eps)
         self.lm_head = nn.Linear(hidden, len(kept), bias=False)
-        initialise(self, seed)
+        initialize(self, seed)
         with torch.no_grad():
-            # It begins as what the target makes of its own upper layer: far less is left to learn.
+            # Initialized to the target's own predictions from its upper layer, so that less is left to learn.
             self.fc.weight[:, -hidden:] += torch.eye(hidden)
             self.norm.weight.copy_(target.norm)
             self.lm_head.weight.copy_(target.head[self.kept])
@@ -77,7 +77,7 @@ class Eagle3Head(ChainHead):
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self._sizes.hidden_size,
         }
-        if self._boundaries != self._usual:  # the same key inside eagle_config has two readings, here it has one
+        if self._boundaries != self._usual:  # at the top level the key has one meaning, inside eagle_config two
             described["eagle_aux_hidden_state_layer_ids"] = list(self._boundaries)
         return described
 
@@ -90,24 +90,24 @@ class Eagle3Head(ChainHead):
 
 
 def usual_boundaries(layers: int) -> tuple[int, int, int]:
-    """What all readers take where a config names none: k is the input of layer k, or the output of layer k - 1."""
+    """Default boundaries of all readers: k is the input of layer k, or the output of layer k - 1."""
     return 2, layers // 2, layers - 3
 
 
 def feature_boundaries(layers: int) -> tuple[int, ...]:
-    """The usual ones, or in a target with too few layers for three of them the lowest three."""
+    """The usual boundaries, or the lowest three if the target has too few layers."""
     usual = usual_boundaries(layers)
     return usual if 1 <= usual[0] < usual[1] < usual[2] else tuple(range(1, min(layers, 4)))
 
 
 def plain_rope(target: ModelConfig) -> Rope:
-    """The target's theta without its scaling: a draft learns at the lengths it will see."""
+    """The target's theta without its scaling, as the draft is trained at the lengths that it will see."""
     theta = target.rope.theta if target.rope.rotary_dim else DEFAULT_THETA
     return Rope(theta=theta, rotary_dim=target.head_dim, source="rope_theta")
 
 
 def layer_keys(sizes: ModelConfig) -> dict[str, Any]:
-    """What configs of heads say of their layers, in the spelling that all readers know."""
+    """Layer settings of a head's config, with the keys that all readers know."""
     return {
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,

@@ -1,4 +1,4 @@
-"""A trained head in its published format. Its files appear once all of them are written, config.json as the last."""
+"""Writes a trained head in its published format. Files appear when all of them are written, config.json last."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from specbatch.weights.folder import FolderCheckpoint
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MTP_WEIGHTS = "model-mtp.safetensors"
-UNFINISHED = ".unfinished"  # where it lies, a crash has cut the writing of a head short
+UNFINISHED = ".unfinished"  # exists while a head is being written, and after a crash
 
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder`, whose files are moved there once all are written; what a crash left in it goes."""
+    """A temporary folder inside `folder`. Its files are moved to `folder` when all are written; leftovers of a crash
+    are removed."""
     stage = folder / UNFINISHED
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir()
@@ -38,15 +39,15 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def write_head(folder: Path, head: Head, dtype: torch.dtype) -> None:
-    """config.json and model.safetensors, weights in `dtype`."""
+    """Write config.json and model.safetensors, with weights in `dtype`."""
     _write_tensors(folder / WEIGHTS, _stored(head, dtype))
     described = head.config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_atomic(folder / CONFIG, json.dumps(described, indent=2) + "\n")
 
 
 def write_beside(folder: Path, head: Head, dtype: torch.dtype, target: FolderCheckpoint) -> None:
-    """The target's own checkpoint with the head's tensors in one file more. The target's files are linked, or copied
-    where a link cannot be made."""
+    """Write the target's checkpoint with the head's tensors in an additional file. The target's files are hard-linked,
+    or copied if that fails."""
     tensors = _stored(head, dtype)
     source = target.folder
     for path in source.iterdir():
@@ -62,12 +63,12 @@ def write_beside(folder: Path, head: Head, dtype: torch.dtype, target: FolderChe
 
 
 def takes_a_head(target: Checkpoint) -> FolderCheckpoint:
-    """Refuse a target that a head cannot be put beside."""
+    """Check that an MTP head can be stored with the target. Returns the target as a folder."""
     if not isinstance(target, FolderCheckpoint):
-        raise refuse("algorithm", "mtp", f"its head is stored beside the target's files, and {target.name} has none")
+        raise refuse("algorithm", "mtp", f"its head is stored with the target's files, and {target.name} has none")
     if target.mtp:
-        raise refuse("algorithm", "mtp", f"{target.name} has a head beside it already; train it for one without")
-    target.tokenizer()  # a GGUF file's is written to its folder when it is first asked for
+        raise refuse("algorithm", "mtp", f"{target.name} already has an MTP head; use a target without one")
+    target.tokenizer()  # converts the tokenizer of a GGUF file, if that is not done yet
     return target
 
 
@@ -85,7 +86,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     part = path.with_name(f".{path.name}.part{os.getpid()}")
     try:
         save_file(tensors, part, metadata={"format": "pt"})
-        part.chmod(0o644)  # the library makes it the owner's alone
+        part.chmod(0o644)  # the library makes it readable for its owner only
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a draft head offers its trainer: a score of a batch, and the files of its published format."""
+"""The interface of trainable draft heads: scores of a batch, and the config and tensors of the published format."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from specbatch.training.data import Batch
 from specbatch.training.layers import Attention, Mlp, Norm
 from specbatch.training.target import Target
 
-LEAST_WEIGHT = 1e-9  # of a draft position that a batch does not reach
+LEAST_WEIGHT = 1e-9  # avoids a division by zero for a batch without any draft position
 
 
 class Guess(NamedTuple):
-    """Of one draft position, over the n places of a batch where it stands: losses float32 [m] (m <= n where some
-    answers are out of the head's vocabulary), hits and chains bool [n]: the draft is the target's token; so are all
-    drafts before it, too."""
+    """One draft position, at the n places of a batch that have it.
+
+    losses  float32 [m], m <= n: places whose target token is in the head's vocabulary
+    hits    bool [n]: the draft equals the target's token
+    chains  bool [n]: the draft and all drafts before it equal the target's tokens
+    """
 
     losses: torch.Tensor
     hits: torch.Tensor
@@ -27,14 +30,14 @@ class Guess(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """loss: a scalar with its gradient; sums float64 [4, drafts]: of losses, hits, chains and places by position."""
+    """loss: a scalar with gradient; sums float64 [4, drafts]: losses, hits, chains and places by draft position."""
 
     loss: torch.Tensor
     sums: torch.Tensor
 
     @classmethod
     def of(cls, guesses: list[Guess], decay: float) -> Scores:
-        """Position k weighs decay ** k: a draft counts only when all before it were right."""
+        """Draft position k has weight decay ** k, as a draft counts only if all before it are accepted."""
         means = torch.stack([guess.losses.sum() / max(len(guess.losses), 1) for guess in guesses])
         weights = torch.tensor(
             [decay**k if len(guess.losses) else 0.0 for k, guess in enumerate(guesses)], device=means.device
@@ -46,7 +49,7 @@ class Scores:
 
 
 class Layer(nn.Module):
-    """One decoder layer; how it attends is the method's own."""
+    """One decoder layer. Attention is computed by the training method."""
 
     input_layernorm: Norm
     self_attn: Attention
@@ -59,26 +62,28 @@ class Layer(nn.Module):
         self.mlp = mlp
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """From the residual stream [..., H] and attention [..., kv heads, group, head_dim] to the next one."""
+        """From the residual stream [..., H] and attention output [..., kv heads, group, head_dim] to the residual
+        stream after the layer."""
         x = x + self.self_attn.out(attended, gate)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 class Head(nn.Module):
-    """aux: layers of the target behind which it reads (see `Target.features`); drafts: positions that it learns."""
+    """A trainable draft head. aux: layers of the target after which it reads features (see `Target.features`); drafts:
+    number of draft positions that it learns."""
 
     aux: tuple[int, ...] = ()
     drafts: int
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
-        """generator: on the CPU, for what a method draws."""
+        """Loss and accuracy on a batch. generator: on the CPU, for methods that sample."""
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        """Its config.json, less the type of its weights."""
+        """Its config.json without the dtype of its weights."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name in the file -> parameter, or map of token ids."""
+        """Name in the file -> parameter, or map between vocabularies."""
         return dict(self.named_parameters())

@@ -1,4 +1,4 @@
-"""The parts of draft heads as plain torch modules, for their gradients. Parameters are named as in checkpoints."""
+"""Differentiable building blocks of draft heads as torch modules. Parameters are named as in checkpoints."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Norm(nn.Module):
 
 
 class Rotary:
-    """Rope of positions 0..length-1, turning x [..., L, heads, head_dim], or its first channels if the config says so,
-    to positions int64 [..., L]."""
+    """Rope for positions 0..length-1. Rotates x [..., L, heads, head_dim], or its first channels if the config has a
+    smaller rotary_dim, to positions int64 [..., L]."""
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
         tables = rope_table(config.rope.inverse_frequencies(), length, config.rope.attention_factor)
@@ -39,7 +39,7 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """The projections of an attention layer; what attends to what is the method's own.
+    """The projections of an attention layer. Attention itself is computed by the training method.
 
     config: sizes, biases aside; inputs: hidden states side by side that q, k and v read; gated: q_proj also gives a
     gate for each channel of its output, query and gate alternating head by head (Qwen3-Next).
@@ -95,8 +95,9 @@ class Mlp(nn.Module):
         return out
 
 
-def initialise(module: nn.Module, seed: int) -> None:
-    """Matrices normal with variance 1 / inputs, from the seed alone; norms stay as they are made."""
+def initialize(module: nn.Module, seed: int) -> None:
+    """Initialize matrices from a normal distribution with variance 1 / inputs, by the seed alone; norms are
+    unchanged."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         if parameter.dim() > 1:

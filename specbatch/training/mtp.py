@@ -1,4 +1,4 @@
-"""MTP, or NEXTN: one layer beside the target as `mtp.*`, in the layout of Qwen3-Next and Qwen3.5.
+"""Training of MTP (NEXTN) heads: one layer, stored with the target as `mtp.*`, in the layout of Qwen3-Next.
 
 x = fc([norm(embed(t)) ; norm(h)]) with the target's hidden state after its final norm; a layer with gated attention; a
 norm whose output goes through the target's output matrix and is the next h. All norms are centred on zero: they
@@ -16,7 +16,7 @@ from torch import nn
 
 from specbatch.training.chain import ChainHead, Memory
 from specbatch.training.head import Layer
-from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialise
+from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.target import Target
 
 PREFIX = "mtp."
@@ -24,7 +24,7 @@ PREFIX = "mtp."
 
 class MtpHead(ChainHead):
     def __init__(self, target: Target, *, steps: int, max_len: int, seed: int) -> None:
-        """steps: drafts that are unrolled."""
+        """steps: number of unrolled drafts."""
         super().__init__()
         base = target.config
         sizes = replace(base, num_layers=1, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False)
@@ -38,9 +38,9 @@ class MtpHead(ChainHead):
             [Layer(attention, Norm(hidden, eps, offset=1), Norm(hidden, eps, offset=1), Mlp(sizes))]
         )
         self.norm = Norm(hidden, eps, offset=1)
-        initialise(self, seed)
+        initialize(self, seed)
         with torch.no_grad():
-            # It begins as the target's own hidden state, in the size that the output matrix expects.
+            # Initialized to the target's hidden state, in the magnitude that the output matrix expects.
             self.fc.weight[:, hidden:] += torch.eye(hidden)
             self.norm.weight.fill_(target.norm.float().square().mean().sqrt() - 1)
         self.to(target.device)
@@ -63,7 +63,7 @@ class MtpHead(ChainHead):
         return F.linear(hidden, target.head)
 
     def config(self) -> dict[str, Any]:
-        """What the target's own config.json says more, once the head lies beside it."""
+        """Settings to add to the target's config.json when the head is stored with it."""
         return {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 
     def tensors(self) -> dict[str, torch.Tensor]:

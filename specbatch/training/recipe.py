@@ -1,4 +1,4 @@
-"""How a draft head is trained: every choice that its weights depend on, checked before anything is loaded."""
+"""Settings of a training run: every choice that the weights depend on, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 from specbatch.errors import at_least, refuse
 
 HEADS = ("eagle3", "dflash", "mtp")
-_OWN: dict[
-    str, dict[str, int | None]
-] = {  # what an algorithm alone takes, and its default; None: decided by the target
+_OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
     "eagle3": {"unroll": 5, "vocab": None},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8},
 }
-ANSWER_TOKENS = 512  # of the longest answer, where nothing else is asked for
-USUAL_VOCABULARY = 32000  # tokens that published EAGLE-3 heads draft
+ANSWER_TOKENS = 512  # default limit of an answer
+USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
 
 
 @dataclass(frozen=True)
@@ -25,14 +23,14 @@ class Recipe:
 
     algorithm     "eagle3", "dflash" or "mtp"
     steps         updates
-    batch_tokens  tokens of a batch, filled up to one length
-    max_len       longest example in tokens; what is longer is cut
-    lr            learning rate at its highest, behind a short warm-up and before a cosine down to a tenth
-    held_out      answers that never train and are measured instead
-    unroll        eagle3, mtp: drafts in a row that the head learns to make
-    vocab         eagle3: how many of the commonest tokens it drafts; default 32000, or all if the target has fewer
-    draft_layers  dflash: its layers
-    block_size    dflash: rows of a block, the anchor's included
+    batch_tokens  tokens of a batch, padding included
+    max_len       longest example in tokens; longer ones are truncated
+    lr            peak learning rate, after a short warm-up and before a cosine decay to a tenth
+    held_out      answers that are not trained on but used for evaluation
+    unroll        eagle3, mtp: number of consecutive drafts that the head learns
+    vocab         eagle3: size of the draft vocabulary, the most frequent tokens; default 32000, or all of the target's
+    draft_layers  dflash: number of layers
+    block_size    dflash: tokens of a block, including the anchor
     """
 
     algorithm: str = "eagle3"
@@ -78,7 +76,7 @@ class Recipe:
             at_least("vocab", self.vocab, 1)
 
     def vocabulary(self, target: int) -> int:
-        """Tokens that an EAGLE-3 head drafts for a target of that many."""
+        """Draft vocabulary size of an EAGLE-3 head for a target with that many tokens."""
         if self.vocab is not None and self.vocab > target:
             raise refuse("vocab", self.vocab, f"the target has {target} tokens; use at most that")
         return self.vocab or min(USUAL_VOCABULARY, target)

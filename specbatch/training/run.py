@@ -1,4 +1,4 @@
-"""`specbatch train-draft` from prompts to files: answers, training, the head, and a record of how it was made."""
+"""`specbatch train-draft`, from prompts to files: answers, training, the head, and a record of the run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Progress = Callable[[str], AbstractContextManager[Report]]
 
 @dataclass(frozen=True)
 class Source:
-    """Where answers come from: prompts in `data`, the first `limit` of them, answered under `params`; or `answers`, a
-    file that an earlier run has written."""
+    """Source of the answers: the first `limit` prompts in `data`, answered with `params`; or `answers`, a file of an
+    earlier run."""
 
     data: Path | None
     answers: Path | None
@@ -60,7 +60,9 @@ class Source:
         if self.answers is not None and (self.params != USUAL or not self.chat_template):
             how = "temperature, top-p, max-new-tokens, chat template"
             raise refuse(
-                "answers", str(self.answers), f"nothing is answered beside it: leave out what says how ({how})"
+                "answers",
+                str(self.answers),
+                f"no prompts are answered with it; leave out the settings of answering ({how})",
             )
 
 
@@ -74,11 +76,11 @@ def train_draft(
     progress: Progress,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train a head for `config.model` and write it to `folder`, which exists and is empty, or holds answers to the same
-    prompts, which are not made again, or a head whose writing was cut short; returns the record.
+    """Train a head for `config.model`, write it to `folder`, and return the record.
 
-    Raises SpecbatchError for what cannot be trained. An interruption of the training itself writes the head as it is,
-    one of the answering leaves the finished answers; both then go on their way as KeyboardInterrupt.
+    `folder` exists and is empty, or has answers to the same prompts, which are reused, or an incompletely written head.
+    Raises SpecbatchError for what cannot be trained. If training is interrupted, the head is written as it is; if
+    answering is interrupted, finished answers are kept. Both re-raise KeyboardInterrupt.
     """
     device = find_device(config.device)
     checkpoint = weights.open_checkpoint(
@@ -86,7 +88,7 @@ def train_draft(
     )
     dtype = find_dtype(config.dtype, checkpoint.config.dtype, device)
     if dtype == torch.float16:
-        raise refuse("dtype", "float16", "small gradients vanish in it; use bfloat16 or float32")
+        raise refuse("dtype", "float16", "small gradients underflow; use bfloat16 or float32")
     if recipe.max_len > checkpoint.config.max_position:
         works = f"{checkpoint.name} has {checkpoint.config.max_position} positions; use at most that"
         raise refuse("max_len", recipe.max_len, works)
@@ -94,7 +96,7 @@ def train_draft(
     beside = files.takes_a_head(checkpoint) if recipe.algorithm == "mtp" else None
     examples, described = _examples(config, source, recipe, checkpoint, dtype, folder, open_engine, progress, log)
     kept, held_out = split(examples, recipe.held_out)
-    log(f"data: {len(kept)} answers to train on, {len(held_out)} kept out; {described['answer_tokens']} tokens in all")
+    log(f"data: {len(kept)} answers to train on, {len(held_out)} held out; {described['answer_tokens']} tokens in all")
 
     with on_device(device), progress("train") as report:
         target = Target(checkpoint, dtype, device, recipe.max_len)
@@ -125,7 +127,7 @@ def _examples(
     progress: Progress,
     log: Callable[[str], None],
 ) -> tuple[list[Example], dict[str, Any]]:
-    """The answers, and what a record says of them."""
+    """The answers, and their description for the record."""
     described: dict[str, Any]
     if source.answers is not None:
         examples, header = read_answers(source.answers, checkpoint, recipe.max_len, log)

@@ -1,4 +1,4 @@
-"""The frozen target as its drafts see it while they train: features of a batch, and what it would say."""
+"""The frozen target during training: features of a batch, and its predictions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HEAD = "lm_head.weight"
 
 
 class Target:
-    """embedding, head [V, H]: its two matrices as plain tensors, for drafts that read and write through them."""
+    """embedding, head [V, H]: its embedding and output matrix as plain tensors, which drafts share."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
-        """max_len: tokens of the longest example."""
+        """max_len: number of tokens of the longest example."""
         self.name = checkpoint.name
         self.config: ModelConfig = checkpoint.config
         self.dtype = dtype
@@ -33,8 +33,8 @@ class Target:
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states after the final norm [B, L, H], and the residual stream behind `layers`, side by side
-        [B, L, n * H], or None without any. What stands behind an example's end is of no account."""
+        """Hidden states after the final norm [B, L, H], and the concatenated residual streams after `layers`
+        [B, L, n * H], None without layers. Values past the end of an example are meaningless."""
         rows, length = batch.tokens.shape
         positions = torch.arange(length, device=self.device).repeat(rows)
         model = self._model.with_aux(layers)
@@ -44,5 +44,5 @@ class Target:
 
     @torch.no_grad()
     def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> float32 [T, V]."""
+        """Hidden states [T, H] -> logits float32 [T, V]."""
         return self._model.logits(last).float()

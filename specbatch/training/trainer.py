@@ -1,4 +1,4 @@
-"""The training loop: AdamW, a cosine, clipped gradients, and what the head is worth on answers that it never saw."""
+"""The training loop: AdamW, cosine schedule, gradient clipping, and evaluation on held-out answers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from specbatch.training.mtp import MtpHead
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
-WARMUP = 0.04  # share of the steps in which the learning rate rises
-FLOOR = 0.1  # of the learning rate, at the end
-CLIP = 1.0  # largest norm of the gradient
+WARMUP = 0.04  # share of the steps with a rising learning rate
+FLOOR = 0.1  # final learning rate relative to the peak
+CLIP = 1.0  # maximum gradient norm
 WEIGHT_DECAY = 0.01
 BETAS = (0.9, 0.95)
-ANCHORS = 16  # blocks of an example and update
-LINES = 10  # measurements in a run, the first of them before any update
+ANCHORS = 16  # DFLASH: blocks per example and update
+LINES = 10  # evaluations per run, not counting the one before the first update
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a head is worth, by draft position.
+class Evaluation:
+    """Loss and accuracy of a head, by draft position.
 
-    loss        cross entropy with the target (eagle3, mtp: with its distribution; dflash: with its tokens)
-    accuracy    share of places where the draft is the token that the target wrote
-    chain       share of places where it is, and so are all drafts before it
-    accept_length  1 + the sum of `chain`: tokens per verify if verifies began at every token of an answer alike
-    places      over how many
+    loss           cross entropy with the target (eagle3, mtp: its distribution; dflash: its tokens)
+    accuracy       share of places where the draft equals the target's token
+    chain          share of places where it and all drafts before it do
+    accept_length  1 + the sum of `chain`: tokens per verify, if verifies started equally often at every token
+    places         number of places
     """
 
     loss: list[float]
@@ -48,7 +48,7 @@ class Measured:
     places: list[int]
 
     @classmethod
-    def of(cls, sums: torch.Tensor) -> Measured:
+    def of(cls, sums: torch.Tensor) -> Evaluation:
         """sums: as in `Scores`."""
         losses, hits, chains = (part / sums[3].clamp(min=1) for part in sums[:3])
         length = 1 + float(chains.sum())
@@ -61,13 +61,13 @@ class Measured:
 
 @dataclass
 class History:
-    """steps: updates made; seconds: training alone; measured: step -> on answers kept out; losses: step -> mean
-    training loss since the one before."""
+    """steps: updates made; seconds: training time; measured: step -> evaluation on held-out answers; losses: step ->
+    mean training loss since the previous evaluation."""
 
     steps: int = 0
     seconds: float = 0.0
     interrupted: bool = False
-    measured: dict[int, Measured] = field(default_factory=dict)
+    measured: dict[int, Evaluation] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class History:
 
 
 def make_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Head:
-    """An untrained head. spare_tokens: ids from here on stand for no text."""
+    """An untrained head. spare_tokens: ids from this one on are not used by the tokenizer."""
     shared = {"max_len": recipe.max_len, "seed": recipe.seed}
     if recipe.algorithm == "eagle3":
         assert recipe.unroll is not None
@@ -105,7 +105,8 @@ def train(
     log: Callable[[str], None],
     report: Report,
 ) -> History:
-    """Update `head` in place. Ctrl-C ends the training early and is noted, not raised: what was learnt is not lost."""
+    """Update `head` in place. Ctrl-C ends the training early; it is recorded in the history and not raised, so that the
+    head can be written."""
     history = History()
     optimizer = torch.optim.AdamW(head.parameters(), recipe.lr, BETAS, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, recipe.steps))
@@ -120,7 +121,7 @@ def train(
             with _precision(target):
                 scores = head.score(Batch.of(group, target.device), target, generator)
             if not torch.isfinite(scores.sums).all():
-                raise refuse("lr", recipe.lr, f"the loss is no number any more after {history.steps} steps; lower it")
+                raise refuse("lr", recipe.lr, f"the loss is not finite after {history.steps} steps; lower it")
             optimizer.zero_grad()
             scores.loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
@@ -142,18 +143,18 @@ def train(
 
 
 @torch.no_grad()
-def measure(head: Head, target: Target, examples: Sequence[Example], recipe: Recipe) -> Measured:
-    """On `examples`; what a method draws is the same each time."""
+def measure(head: Head, target: Target, examples: Sequence[Example], recipe: Recipe) -> Evaluation:
+    """Evaluate on `examples`, with the same random numbers each time."""
     generator = torch.Generator().manual_seed(recipe.seed)
     sums = torch.zeros(4, head.drafts, dtype=torch.float64)
     for group in groups(examples, recipe.batch_tokens):
         with _precision(target):
             sums += head.score(Batch.of(group, target.device), target, generator).sums
-    return Measured.of(sums)
+    return Evaluation.of(sums)
 
 
 def rate(step: int, steps: int) -> float:
-    """Factor on the learning rate: a line up, then half a cosine down to FLOOR."""
+    """Learning rate factor: linear warm-up, then cosine decay to FLOOR."""
     rise = max(1, round(WARMUP * steps))
     if step < rise:
         return (step + 1) / rise
@@ -175,19 +176,19 @@ def _note(
 
 
 def _mask_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
-    """An id that never stands in a text: one behind the tokenizer's own, else the last one that no answer holds."""
+    """A token id that never occurs in a text: one that the tokenizer does not use, else the last one in no answer."""
     if spare < vocabulary:
         return spare
     seen = {token for example in train for token in example.tokens}
     unseen = (token for token in reversed(range(vocabulary)) if token not in seen)
     token = next(unseen, None)
     if token is None:
-        raise refuse("algorithm", "dflash", "the data hold every token of the target, and none is left for a mask")
+        raise refuse("algorithm", "dflash", "every token of the target occurs in the data, and none is left for a mask")
     return token
 
 
 @contextmanager
 def _precision(target: Target) -> Iterator[None]:
-    """Products in the target's type; weights, sums and the optimizer's state stay float32."""
+    """GEMMs in the target's dtype; weights, sums and optimizer state stay float32."""
     with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
         yield

@@ -37,12 +37,12 @@ REFUSED = [
     ("--algorithm eagle3 --data {in} --lr 0", "lr=0.0: use a number above 0"),
     ("--algorithm eagle3 --data {in} --lr 3", "lr=3.0:"),
     ("--algorithm eagle3 --data {in} --limit 0", "limit=0:"),
-    ("--algorithm eagle3 --answers {in} --max-new-tokens 3", "in.jsonl': nothing is answered beside it: leave out"),
+    ("--algorithm eagle3 --answers {in} --max-new-tokens 3", "in.jsonl': no prompts are answered with it; leave out"),
     ("--algorithm eagle3 --data {in} --temperature -1", "temperature=-1.0:"),
     ("--algorithm eagle3 --data {in} --batch-tokens 100", "batch_tokens=100: use at least max_len=1024"),
     ("--algorithm eagle3 --data {in} --max-len 9000000 --batch-tokens 9000000", "positions; use at most that"),
-    ("--algorithm eagle3 --data {in} --dtype float16", "dtype='float16': small gradients vanish in it"),
-    ("--algorithm mtp --data {in}", "its head is stored beside the target's files, and toy has none"),
+    ("--algorithm eagle3 --data {in} --dtype float16", "dtype='float16': small gradients underflow"),
+    ("--algorithm mtp --data {in}", "its head is stored with the target's files, and toy has none"),
     ("--algorithm eagle3 --data {in} --out {tmp}", "this folder is not empty"),
 ]
 
@@ -126,7 +126,7 @@ def test_a_learning_rate_that_is_too_high_is_reported_and_loses_no_answers(sourc
         patch.setattr(trainer, "rate", lambda step, steps: float("nan"))
         result = call(*command)
     assert result.exit_code == 2
-    assert "the loss is no number any more after" in result.stderr
+    assert "the loss is not finite after" in result.stderr
     again = call(*command)
     assert again.exit_code == 0, again.output
     assert "answers: 6 of 6 are finished" in again.stderr

@@ -163,14 +163,14 @@ def test_a_sample_of_the_weights_holds_a_value_of_every_row():
         assert _weights_hash(target) != zeros
 
 
-def test_an_older_file_is_read_and_said_to_name_nobody(old_file, checkpoint):
+def test_an_older_file_without_a_header_is_read_with_a_note(old_file, checkpoint):
     said: list[str] = []
     found, header = read_answers(old_file, checkpoint, 64, said.append)
     assert header is None
     assert found == [Example((*row["prompt_token_ids"], *row["token_ids"]), 2) for row in OLD]
     (line,) = said
     assert str(old_file) in line
-    assert "does not say which model answered" in line
+    assert "does not name the model that answered" in line
     cut, _ = read_answers(old_file, checkpoint, 6, print)
     assert [len(item.tokens) for item in cut] == [5, 6, 6]
     assert read_answers(old_file, checkpoint, 4, print)[0] == []  # answers of two tokens teach nothing

@@ -184,12 +184,12 @@ def test_the_engine_accepts_what_the_trainer_foresees(trained, algorithm, target
 
 
 def test_a_target_with_a_head_takes_no_other(trained):
-    with pytest.raises(SpecbatchError, match="has a head beside it already"):
+    with pytest.raises(SpecbatchError, match="already has an MTP head"):
         takes_a_head(open_checkpoint(str(trained["mtp"][0])))
 
 
 def test_a_dummy_target_has_no_place_for_a_head():
-    with pytest.raises(SpecbatchError, match="stored beside the target's files"):
+    with pytest.raises(SpecbatchError, match="stored with the target's files"):
         takes_a_head(open_checkpoint("toy", "dummy"))
 
 

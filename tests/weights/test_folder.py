@@ -139,11 +139,11 @@ def test_config_and_weights_must_agree(tiny_model: Make, save: Make) -> None:
 def test_what_a_folder_may_be(tmp_path: Path, tiny_model: Make, save: Make) -> None:
     assert "no such file" in refusal(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "lists no safetensors" in refusal(tmp_path / "empty")
+    assert "holds no safetensors" in refusal(tmp_path / "empty")
     (tmp_path / "notes.txt").write_text("hello")
     assert "not a model" in refusal(tmp_path / "notes.txt")
     folder = save(tiny_model("llama"))
-    assert "lists no gguf" in refusal(folder, load_format="gguf")
+    assert "holds no gguf" in refusal(folder, load_format="gguf")
     (folder / "a.gguf").write_bytes(b"")
     (folder / "b.gguf").write_bytes(b"")
     assert "a.gguf, b.gguf" in refusal(folder, load_format="gguf")
