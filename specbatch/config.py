@@ -1,7 +1,7 @@
 """Engine configuration: `EngineConfig` with its parts `Speculation` and `Graphs`.
 
-Each field carries its help text, choices and least value, from which the command line derives its options. Illegal
-combinations are rejected here, before anything is loaded.
+Each field has its help text, choices and least value in its metadata, from which the command line derives its options.
+Invalid values and combinations are rejected here, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ class Speculation:
     `draft_steps`, `draft_topk` and `draft_tokens` give the shape of a draft. With none of them it is the shape that the
     algorithm was published with; `draft_shape.shape_of` completes a partial one.
 
-    draft_tokens="auto" drafts chains of at most draft_steps tokens (or the default number), with a length that follows
-    from measured step times and acceptance. Where drafts are sampled by a model or a head, the tokens of a seed then
-    depend on these times; their distribution does not.
-    draft="self:skip=12-15,20-21" names inclusive ranges of layers; such a draft shares the target's weights. A draft
-    with random weights is "dummy" or a config.json. "mtp" takes no draft: its head is part of the target.
-    aux_layers counts as EAGLE-3 heads do: the input of layer k is the output of layer k - 1.
-    draft_rope_theta is for heads trained with theta 10000, which is also the default of a config that names none,
-    whatever their config says.
-    simulate_accept_length is at most draft_steps + 1. A request that drafts nothing accepts nothing, and the generated
-    text is not the model's.
+    Details beyond the help texts of the fields:
+
+    draft_tokens   "auto" drafts chains of at most draft_steps tokens (or the default number); their length follows from
+                   measured step times and acceptance. Where drafts are sampled by a model or a head, the tokens of a
+                   seed then depend on these times; their distribution does not
+    draft          "self:skip=12-15,20-21" names inclusive ranges of layers and shares the target's weights. A draft
+                   with random weights is "dummy" or a config.json. "mtp" takes none: its head is part of the target
+    aux_layers     counted as EAGLE-3 heads do: the input of layer k is the output of layer k - 1
+    draft_rope_theta  overrides the theta in the head's config. A config without one means 10000, and some heads were
+                   trained with 10000 whatever their config says
+    simulate_accept_length  at most draft_steps + 1. A request that drafts nothing accepts nothing, and the generated
+                   text is not the model's
     """
 
     algorithm: str = _setting(
