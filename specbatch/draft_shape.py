@@ -1,4 +1,4 @@
-"""How many tokens are drafted, and in which shape: steps, children per node, nodes kept."""
+"""The shape of a draft: steps, children per node, and tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 from specbatch.algorithms import ALGORITHMS, Algorithm
 from specbatch.errors import at_least, refuse
 
-MOST = 63  # nodes behind a root: ancestors are the bits of one 64-bit word
-TREE = 7  # nodes of a tree where none are given, as in SGLang's (5, 4, 8), which counts the root
+MOST = 63  # nodes after a root: ancestors are the bits of one 64-bit word
+TREE = 7  # default nodes of a tree, as in SGLang's (5, 4, 8), which counts the root
 
 
 class DraftShape(NamedTuple):
@@ -25,11 +25,11 @@ class DraftShape(NamedTuple):
 
     @property
     def draft_slots(self) -> int:
-        """KV slots from the root's on that a drafter writes which expands this tree: the root's and the beams'."""
+        """KV slots, from the root's on, that a drafter writes to when it expands this tree: those of root and beams."""
         return 1 + (self.steps - 1) * self.topk
 
 
-AUTO: Final = "auto"  # as draft_tokens: between none and all of a chain, whatever is fastest
+AUTO: Final = "auto"  # for draft_tokens: the fastest number from 0 to the whole chain
 
 
 def shape_of(name: str, steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:
@@ -44,7 +44,7 @@ def shape_of(name: str, steps: int | None, topk: int | None, tokens: int | None)
         if value is not None:
             at_least(setting, value, 1)
             if value > MOST:
-                raise refuse(setting, value, f"use at most {MOST} (a verify has at most {MOST + 1} rows)")
+                raise refuse(setting, value, f"use at most {MOST} (a verify has at most {MOST + 1} tokens)")
     if algorithm.tree is None and (topk or 1) > 1:
         raise refuse("draft_topk", topk, f"{name!r} drafts chains only; use 1")
     default = algorithm.default_tokens
@@ -65,13 +65,13 @@ def shape_of(name: str, steps: int | None, topk: int | None, tokens: int | None)
 
 
 def lengths_of(most: int) -> tuple[int, ...]:
-    """How many drafts AUTO chooses from: 0, powers of two, and the most."""
+    """Numbers of drafts that AUTO chooses from: 0, powers of two, and `most`."""
     powers = (1 << power for power in range(most.bit_length()))
     return (0, *(length for length in powers if length < most), most)
 
 
 def _wrong(algorithm: Algorithm, shape: DraftShape) -> tuple[str, str] | None:
-    """Which of the three is impossible beside the others, and why."""
+    """The setting that contradicts the others, and why; None if the shape is possible."""
     steps, topk, tokens = shape
     if topk == 1 and steps != tokens:
         return "steps", f"a chain of draft_tokens={tokens} takes as many steps"
@@ -86,7 +86,7 @@ def _wrong(algorithm: Algorithm, shape: DraftShape) -> tuple[str, str] | None:
 
 
 def _nearest(algorithm: Algorithm, asked: DraftShape) -> DraftShape:
-    """The possible shape that differs by the least sum; rather in tokens than in steps than in topk."""
+    """The possible shape with the least total difference; ties prefer to change tokens, then steps, then topk."""
 
     def distance(shape: DraftShape) -> tuple[int, int, int]:
         steps, topk, tokens = (abs(one - other) for one, other in zip(shape, asked, strict=True))

@@ -104,8 +104,8 @@ def evaluate(
 
 
 def _compare(config: EngineConfig, options: EvalOptions, folder: Path, as_json: bool) -> None:
-    from specbatch.engine.builder import find_device
     from specbatch.evals.ablation import configurations, run_ablation
+    from specbatch.runtime.device import find_device
 
     configs, left_out = configurations(config, find_device(config.device).type == "cuda")
     with progress(f"eval {options.task}") as report:

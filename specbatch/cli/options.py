@@ -169,7 +169,7 @@ class EngineOptions(SimpleNamespace):
         config = EngineConfig(**settings | {"speculation": self.speculation(), "graphs": graphs})
         if self.decode_graph and (self.prefill_graph or compares):
             return config
-        from specbatch.engine.builder import default_graphs, find_device
+        from specbatch.runtime.device import default_graphs, find_device
 
         usual = default_graphs(find_device(config.device))
         prefill = self.prefill_graph or ("off" if compares else usual.prefill)

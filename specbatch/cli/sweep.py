@@ -204,9 +204,9 @@ def sweep(
     reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. To continue an
     interrupted sweep, run the same command with its folder as --out.
     """
-    from specbatch.engine.builder import find_device
     from specbatch.evals.prompts import task_prompts
     from specbatch.records.sweep_plan import PLAN
+    from specbatch.runtime.device import find_device
     from specbatch.sweeps.run.defaults import CPU, GPU, default_dataset, resolved
     from specbatch.sweeps.run.grid import by_model
     from specbatch.sweeps.run.process import run_in_process

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specbatch import weights
-from specbatch.config import EngineConfig, Graphs
+from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.drafters.base import Drafter, DraftPlan
@@ -34,6 +34,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.progress import Report
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, graph_bytes
+from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.runtime.loader import Loader, fp8_lines, quantizes_activations, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 from specbatch.tokenizer import Tokenizer
@@ -202,7 +203,7 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
         attention=attention,
         chunk=config.prefill_chunk,
         page_table=batch.page_table,
-        rows=num_queries,
+        num_queries=num_queries,
         state_dtype=config.state_dtype,
         cached_states=plan.cached_states,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
@@ -307,25 +308,6 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     }
 
 
-def find_device(name: str) -> torch.device:
-    """The device that `name` (auto, cpu, cuda, cuda:N) names on this machine."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise refuse("device", name, "torch sees no CUDA device here; use cpu or auto")
-        index = int(name[5:] or 0) if ":" in name else 0
-        if index >= torch.cuda.device_count():
-            raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
-        return torch.device("cuda", index)
-    return torch.device(name)
-
-
-def default_graphs(device: torch.device) -> Graphs:
-    """What commands record by default, so that nobody times the host by accident."""
-    return Graphs("whole", "piecewise") if device.type == "cuda" else Graphs()
-
-
 def _check_device(config: EngineConfig, device: torch.device) -> None:
     """Refuse what only a CUDA device can do."""
     if device.type == "cuda":
@@ -335,18 +317,6 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
             raise refuse(setting, value, "needs a CUDA device and this engine runs on a CPU; use off")
     if config.kv_dtype != "auto":
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
-
-
-def type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def find_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
-    """The type that `name` names for a checkpoint published in `stored`: auto is float32 on a CPU."""
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else stored or "bfloat16"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -73,7 +73,7 @@ def fp8_lines(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], q
 
 @dataclass(frozen=True)
 class Loader:
-    """What the models of an engine have in common: type, device, room for positions, size of the KV pool.
+    """What the models of an engine share: type, device, number of positions, size of the KV pool.
 
     A model is used as "target" or as "draft". With a `recorder`, prefill passes of up to `chunk` tokens are replayed
     from piecewise graphs. `forwards` collects the forward passes by role.
@@ -88,7 +88,7 @@ class Loader:
     attention: dict[str, PrefillAttention]  # by role
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
-    rows: int  # of a verify
+    num_queries: int  # of a verify, per request
     state_dtype: str  # of recurrent layers' matrix states
     cached_states: int  # places for states of prefixes
     recorder: Recorder | None = None
@@ -121,9 +121,9 @@ class Loader:
         if not model.recurrent_layers:
             return None
         types = state_types(self.dtype, self.state_dtype)
-        shapes, device_rows = model.config.state_shapes, self.page_table.shape[0]
+        shapes, slots = model.config.state_shapes, self.page_table.shape[0]
         return RecurrentStates(
-            shapes, model.recurrent_layers, device_rows, self.rows, types, self.device, self.cached_states
+            shapes, model.recurrent_layers, slots, self.num_queries, types, self.device, self.cached_states
         )
 
     def _forward(self, model: Decoder, role: str, needs_all_hidden: bool) -> tuple[Forward, KVCache]:

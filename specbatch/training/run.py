@@ -17,11 +17,11 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import SamplingParams
-from specbatch.engine.builder import find_device, find_dtype, type_name
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.prompts import read_prompts
 from specbatch.progress import Report
 from specbatch.records.environment import hardware, versions
+from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.training import files
 from specbatch.training.answers import ANSWERS, answer, header_of, partial_answers, read_answers, with_room
 from specbatch.training.data import Example, answers_hash, split

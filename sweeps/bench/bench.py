@@ -121,7 +121,7 @@ def _points(base: EngineConfig, options: BenchOptions, plan: Plan, log: Log | No
 
 
 def _machine(base: EngineConfig, repeat: int) -> RunRecord:
-    from specbatch.engine.builder import find_device
+    from specbatch.runtime.device import find_device
     from specbatch.sweeps.machine.limits import measure_machine
 
     device = find_device(base.device)

@@ -132,7 +132,8 @@ def plan_engines(base: EngineConfig, options: BenchOptions, log: Log | None = No
     `log` gets a line about points that are left out. Refused: nothing is left, a draft that does not fit, or a length
     that the user gave and that does not fit.
     """
-    from specbatch.engine.builder import default_graphs, find_device, prepare
+    from specbatch.engine.builder import prepare
+    from specbatch.runtime.device import default_graphs, find_device
 
     device = find_device(base.device)
     on_cuda = device.type == "cuda"

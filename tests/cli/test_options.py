@@ -96,7 +96,7 @@ def test_zero_is_not_replaced_by_a_default():
 )
 def test_default_graphs_by_device(monkeypatch, device, decode, prefill, gets, compares):
     """But for prompts where a command has configurations with and without."""
-    monkeypatch.setattr("specbatch.engine.builder.find_device", torch.device)
+    monkeypatch.setattr("specbatch.runtime.device.find_device", torch.device)
     found = EngineOptions(device=device, decode_graph=decode, prefill_graph=prefill).config(compares=compares).graphs
     assert found == (replace(gets, prefill="off") if compares and prefill is None else gets)
     options = EngineOptions(device=device, prefill_graph="piecewise")

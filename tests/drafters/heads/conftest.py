@@ -299,7 +299,7 @@ def loader_of(here: Any) -> Loader:
         attention={"target": attention, "draft": attention},
         chunk=64,
         page_table=here.batch.page_table,
-        rows=8,
+        num_queries=8,
         state_dtype="fp32",
         cached_states=0,
     )

@@ -16,6 +16,7 @@ from specbatch.cli.app import app
 from specbatch.config import EngineConfig, Speculation
 from specbatch.engine import builder
 from specbatch.jobs.configurations import named
+from specbatch.runtime import device as devices
 from specbatch.sweeps.bench import bench
 from specbatch.sweeps.bench.plan import BenchOptions, plan_engines
 from specbatch.sweeps.bench.tables import write_table
@@ -234,7 +235,8 @@ def test_four_engines_of_qwen3_8b_fit_on_an_h200(monkeypatch, speculation, sizes
     """By their memory plans, if all that is planned stays taken while the next engine is made."""
     free = 139 << 30
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(builder, "find_device", lambda name: device)
+    for module in (builder, devices):
+        monkeypatch.setattr(module, "find_device", lambda name: device)
     monkeypatch.setattr(builder, "prefill_backend", lambda *_: None)
     monkeypatch.setattr(builder, "available_memory", lambda _: free)
     base = EngineConfig(model="qwen3-8b", load_format="dummy", prefill_chunk=8192, speculation=speculation)

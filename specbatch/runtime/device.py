@@ -1,0 +1,39 @@
+"""Devices and types by their names in the configuration."""
+
+from __future__ import annotations
+
+import torch
+
+from specbatch.config import Graphs
+from specbatch.errors import refuse
+
+
+def find_device(name: str) -> torch.device:
+    """The device that `name` (auto, cpu, cuda, cuda:N) selects on this machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise refuse("device", name, "torch sees no CUDA device here; use cpu or auto")
+        index = int(name[5:] or 0) if ":" in name else 0
+        if index >= torch.cuda.device_count():
+            raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
+        return torch.device("cuda", index)
+    return torch.device(name)
+
+
+def default_graphs(device: torch.device) -> Graphs:
+    """What commands record by default, so that nobody times the host by accident."""
+    return Graphs("whole", "piecewise") if device.type == "cuda" else Graphs()
+
+
+def type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def find_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
+    """The type that `name` selects for a checkpoint published in `stored`: auto is float32 on a CPU."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else stored or "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
