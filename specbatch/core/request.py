@@ -42,28 +42,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.temperature) and self.temperature >= 0):
-            raise refuse("temperature", self.temperature, "use 0 (greedy) or a positive number")
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise refuse("top_p", self.top_p, "use a value above 0 and up to 1 (1 is off)")
-        if not (_is_whole(self.top_k) and self.top_k >= 0):
-            raise refuse("top_k", self.top_k, "use 0 (off) or a positive whole number")
-        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
-            raise refuse("min_p", self.min_p, "use a value from 0 (off) to 1")
-        if not (_is_whole(self.max_new_tokens) and self.max_new_tokens >= 1):
-            raise refuse("max_new_tokens", self.max_new_tokens, "use a whole number of at least 1")
-        if self.seed is not None and not _is_whole(self.seed):
-            raise refuse("seed", self.seed, "use a whole number, or None")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _listed("stop", stop, "use a text or a list of texts"))
-        works = "use a list of token ids"
-        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, works))
-        if not all(isinstance(text, str) for text in self.stop):
-            raise refuse("stop", self.stop, "use a text or a list of texts")
+        object.__setattr__(self, "stop", _tuple_of([self.stop] if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
+        for setting, (is_valid, works) in _CHECKS.items():
+            value = getattr(self, setting)
+            if not is_valid(value):
+                raise refuse(setting, value, works)
         if not all(self.stop):
             raise refuse("stop", self.stop, "a stop string must not be empty")
-        if not all(_is_whole(token) and token >= 0 for token in self.stop_token_ids):
-            raise refuse("stop_token_ids", self.stop_token_ids, works)
 
 
 def _is_number(value: object) -> bool:
@@ -76,10 +62,28 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _listed(setting: str, values: object, works: str) -> tuple[Any, ...]:
-    if not isinstance(values, Iterable):
-        raise refuse(setting, values, works)
-    return tuple(values)
+def _tuple_of(values: Any) -> Any:
+    """`values` as a tuple; what is not iterable stays as it is, and is refused."""
+    return tuple(values) if isinstance(values, Iterable) else values
+
+
+# What is valid, and what an error says that works.
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda x: _is_number(x) and x >= 0, "use 0 (greedy) or a positive number"),
+    "top_p": (lambda x: _is_number(x) and 0 < x <= 1, "use a value above 0 and up to 1 (1 is off)"),
+    "top_k": (lambda x: _is_whole(x) and x >= 0, "use 0 (off) or a positive whole number"),
+    "min_p": (lambda x: _is_number(x) and 0 <= x <= 1, "use a value from 0 (off) to 1"),
+    "max_new_tokens": (lambda x: _is_whole(x) and x >= 1, "use a whole number of at least 1"),
+    "seed": (lambda x: x is None or _is_whole(x), "use a whole number, or None"),
+    "stop": (
+        lambda x: isinstance(x, tuple) and all(isinstance(text, str) for text in x),
+        "use a text or a list of texts",
+    ),
+    "stop_token_ids": (
+        lambda x: isinstance(x, tuple) and all(_is_whole(token) and token >= 0 for token in x),
+        "use a list of token ids",
+    ),
+}
 
 
 @dataclass

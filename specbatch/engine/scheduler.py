@@ -21,7 +21,7 @@ from specbatch.memory.state_cache import Found, StateCache
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """A request in one launch. `epoch` tells whether its result is from before a retraction."""
+    """A request in one launch. Its result is void if `epoch` is no longer the request's."""
 
     request: Request
     epoch: int

@@ -23,7 +23,7 @@ def find_device(name: str) -> torch.device:
 
 
 def default_graphs(device: torch.device) -> Graphs:
-    """What commands record by default, so that nobody times the host by accident."""
+    """The graphs that commands record by default: without any, they would time the host on a GPU."""
     return Graphs("whole", "piecewise") if device.type == "cuda" else Graphs()
 
 
