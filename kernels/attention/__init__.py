@@ -1,1 +1,1 @@
-"""Paged attention: verify, prefill and KV writes."""
+"""Attention over the paged KV cache: decode and verify, prefill, and cache writes."""

@@ -1,4 +1,4 @@
-"""Keys and values of a context that is given as vectors: of all layers at once, into the paged cache."""
+"""Writes the keys and values of a context, computed for all layers by one GEMM, to the paged cache (DFlash)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specbatch.kernels.elementwise.rope import apply_rope_ref
 
 @dataclass(frozen=True)
 class ContextKVLayout:
-    """How a row of the stacked product splits: layer after layer `kv` key heads, then `kv` value heads of `dim` each.
+    """How a row of the stacked GEMM output splits: layer by layer `kv` key heads, then `kv` value heads of `dim` each.
 
     k_norms: RMSNorm weights [layers, dim] with `eps`; cos, sin: tables [positions, dim] of `rope_table`.
     """
@@ -56,7 +56,7 @@ def write_verified_kv_ref(
     lengths: torch.Tensor,
     accepted: torch.Tensor,
 ) -> None:
-    """`write_context_kv_ref` for the rows of a verify: row i of a sequence stands at position lengths + i and is stored
+    """`write_context_kv_ref` for the rows of a verify: row i of a sequence has position lengths + i and is stored
     there if i <= accepted. Others leave the pages of sequences as they are.
 
     page_table int64 [R, P] of all device rows, of which rows int64 [B] names the sequences'; lengths and accepted int64
@@ -66,7 +66,7 @@ def write_verified_kv_ref(
     row = torch.arange(count, device=kv.device)
     positions = lengths[:, None] + row
     slots = kv_slots(page_table, rows[:, None], positions, size)
-    slots = torch.where(row <= accepted[:, None], slots, 0)  # page 0 is nobody's
+    slots = torch.where(row <= accepted[:, None], slots, 0)  # page 0 is for padding
     write_context_kv_ref(kv, heads, keys, values, positions.flatten(), slots.flatten())
 
 

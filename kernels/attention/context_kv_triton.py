@@ -1,4 +1,4 @@
-"""A context's keys and values into the caches of all layers, in one launch: `context_kv.write_context_kv_ref`."""
+"""Triton kernel of `context_kv`: keys and values of a context into the caches of all layers in one launch."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def attention_mask(
     causal: bool = True,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Which keys each query row of a verify sees: bool [B, rows, keys].
+    """The attention mask of a verify: which keys each query row sees: bool [B, rows, keys].
 
-    lengths [B] is the KV length before the verify; row i stands at key lengths + first + i. `ancestors` int64 [rows] or
+    lengths [B] is the KV length before the verify; row i is key lengths + first + i. `ancestors` int64 [rows] or
     [B, rows] holds one 64-bit word per node with the bits of its ancestors and itself; None is a chain, or with
     `causal` false a block whose rows all see each other. Bit j is the key lengths + j: the first `first` of them are
     nodes that earlier passes left in the cache. With `window` a row sees only keys after lengths + i - window.
@@ -58,7 +58,7 @@ def paged_attention_ref(
     """Attention of a few query rows per sequence over its pages.
 
     q [B, rows, heads, head_dim]; page_table [B, P]; bias from `attention_bias` over P * page_size keys.
-    Returns [B, rows, heads, head_dim]. The heads that share a KV head are rows of one product, so K and V are read
+    Returns [B, rows, heads, head_dim]. The heads that share a KV head are rows of one GEMM, so K and V are read
     once.
     """
     batch, rows, heads, dim = q.shape
@@ -88,8 +88,8 @@ def prefill_attention_ref(
     mask = None
     if start or window:
         position = torch.arange(end, device=q.device)
-        behind = position[start:, None] - position
-        mask = (behind >= 0) & (behind < (window or end))
+        distance = position[start:, None] - position
+        mask = (distance >= 0) & (distance < (window or end))
     out = F.scaled_dot_product_attention(
         q[None].transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
     )

@@ -63,7 +63,7 @@ def prefill_attention(
 
     `window`: a query sees that many keys, itself included; 0 is all. k_new, v_new [T, kv, dim]: the keys and values of
     these very T tokens, read instead of the caches where no span has a prefix. The caches may be float8_e4m3fn. float32
-    is exact (no tf32). What lies in a last page behind its sequence must be finite. Returns [T, heads, dim].
+    is exact (no tf32). Values past the end of a sequence in its last page must be finite. Returns [T, heads, dim].
     """
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
@@ -182,8 +182,8 @@ def _attend(
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    # A bulk copy may reach behind the sequence, into another's values: that block comes last and hides them. A weight
-    # of 0 would not do, as they may be NaN.
+    # A bulk copy may reach past the end of the sequence, into values of another: that block comes last and masks them.
+    # A weight of 0 would not be enough, as they may be NaN.
     inner = high
     if SOURCE != "slots":
         inner = tl.minimum(high, stop // KEYS * KEYS)

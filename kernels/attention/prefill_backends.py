@@ -1,11 +1,11 @@
-"""Who computes prefill attention: our Triton kernel, torch, or an installed flash-attn or flashinfer.
+"""Backends of prefill attention: the Triton kernel, torch, or an installed flash-attn or flashinfer.
 
 All four see the same call: the keys and values of a pass lie in the cache already, and those of the pass itself are
 also handed over as tensors where the caller has them (`k_new`, `v_new`), so that a prompt without a prefix need not
 be gathered from its pages.
 
 `auto` is triton on a GPU: there it beat torch's FlashAttention 2 on every shape measured (`results/h200/prefill.md`;
-heads of 64, 80 and 256 too). cuDNN, behind scaled_dot_product_attention, is level with it at 1024 tokens and 10% ahead
+heads of 64, 80 and 256 too). cuDNN, through scaled_dot_product_attention, is level with it at 1024 tokens and 10% ahead
 at 8192, but prepares 33 ms for every length that it has not met: more than the whole prefill of 1024 tokens. float32
 in torch is exact only where the scores are written to memory.
 
@@ -97,7 +97,7 @@ def _installed(module: str, name: str, setting: str) -> Any:
 
 
 def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, spans: RaggedBatch) -> torch.Tensor:
-    """Keys (or values) of all spans, one span behind the other: [sum of ends, kv, dim], in the type of q."""
+    """Keys (or values) of all spans, span by span: [sum of ends, kv, dim], in the type of q."""
     if spans.fresh and new is not None:
         return new
     flat = cache.flatten(0, 1)
@@ -121,7 +121,7 @@ class _Triton:
 
 
 class _Torch:
-    """The FlashAttention 2 in torch for half precision on a GPU, plain products otherwise (float32: exact)."""
+    """The FlashAttention 2 in torch for half precision on a GPU, unfused attention otherwise (float32: exact)."""
 
     name = "torch"
     recordable = False

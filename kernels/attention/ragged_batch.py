@@ -1,4 +1,4 @@
-"""Which tokens a prefill computes, as attention needs it: known to the host, laid out on the device once per pass."""
+"""Ragged batch of a prefill pass: bounds of its sequences on the host, and as tables on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specbatch.kernels.common.upload import upload
 
 
 class RaggedBatch:
-    """Parts of several sequences whose query rows lie one behind the other.
+    """Concatenated query rows of several sequences ("spans"; `cu_seqlens` of FlashAttention are `offsets`).
 
     Span s holds rows offsets[s]..offsets[s + 1] - 1: tokens starts[s]..ends[s] - 1 of the sequence on device row
     rows[s] of page_table int64 [R, P]. Its keys are tokens 0..ends[s] - 1. No span is empty.
@@ -31,8 +31,8 @@ class RaggedBatch:
         self._tiles: dict[int, torch.Tensor] = {}
 
     def tiles(self, tokens: int) -> torch.Tensor:
-        """int64 [N, 2]: span and first row within it of every tile of `tokens` rows, those with the most keys first:
-        who starts them in order ends about evenly."""
+        """int64 [N, 2]: span and first row within it of every tile of `tokens` rows, those with the most keys first,
+        so that programs started in this order end at about the same time."""
         if tokens not in self._tiles:
             tiles = [(span, row) for span, count in enumerate(self.counts) for row in range(0, count, tokens)]
             tiles.sort(key=lambda tile: -self.starts[tile[0]] - tile[1])
@@ -46,12 +46,12 @@ class RaggedBatch:
 
     @cached_property
     def key_bounds(self) -> torch.Tensor:
-        """int32 [S + 1]: where each span's keys begin among those of all spans, one span behind the other."""
+        """int32 [S + 1]: where each span's keys begin in the concatenation of all spans' keys."""
         return upload(_running(self.ends), self.page_table.device, torch.int32)
 
     @cached_property
     def key_slots(self) -> torch.Tensor:
-        """int64 [sum of ends]: flat cache slot of every key, one span behind the other."""
+        """int64 [sum of ends]: KV slot of every key, span by span."""
         lengths = torch.tensor(self.ends)
         owner = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
         place = torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]

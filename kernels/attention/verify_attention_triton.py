@@ -1,11 +1,12 @@
-"""Verify: from the qkv product to what the output projection reads, in one launch.
+"""Triton kernel of `verify_attention`: from the output of the qkv GEMM to the input of the output projection, in one
+launch.
 
 q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the old keys split among programs
-(flash-decoding: Dao et al., 2023) with the query heads of a KV head packed into one tile. The new keys are taken from
-the qkv product by the last split of each tile and never read back from the cache, so no program waits for another;
-the last program to arrive at a tile's counter adds the partial sums up, in the order of the splits. The first old keys
-are on their way before the kernel in front has ended, and the new ones are attended to while they come.
-Decode is a verify of one row. The plain reference is `verify_attention_ref`.
+(flash-decoding: Dao et al., 2023), with the query heads of a KV head packed into one tile. The last split of each tile
+takes the new keys from the qkv output and never reads them back from the cache, so no program waits for another. The
+last program to arrive at a tile's counter adds the partial sums in the order of the splits. The first old keys are
+loaded before the previous kernel has ended, and the new ones are attended to while they arrive. Decoding is a verify of
+one row.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from specbatch.kernels.attention.verify_attention_configs import Tile, splits_fo
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 
-_NEW = tl.constexpr(16)  # new keys a step; the smallest tile of a product
-_GRAIN = tl.constexpr(16)  # a split's keys are a multiple of this
-_LEAST = tl.constexpr(64)  # and no fewer: their partial sums would take longer to merge than they to be read
+_NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
+_GRAIN = tl.constexpr(16)  # the keys of a split are a multiple of this
+_LEAST = tl.constexpr(64)  # and at least this: merging fewer would take longer than reading them
 
 
 @triton.jit
@@ -285,7 +286,7 @@ class _Workspace:
             if not kept or kept[-1].numel() < size:
                 if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError("verify_attention's workspace is too small for this capture: reserve it before")
-                with torch.inference_mode(False):  # whoever comes first, everybody may write to it
+                with torch.inference_mode(False):  # writable in and outside inference mode
                     kept.append(torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device))
         return self.partials[-1], self.arrivals[-1]
 

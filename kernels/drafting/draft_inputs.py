@@ -1,4 +1,4 @@
-"""What stands between the passes of a draft head: which pairs of a feature and a token run next, and what waits.
+"""Builds the inputs of a draft head, and buffers features that are not consumed yet.
 
 A pair is a row of two tensors: the embedding of its token and its hidden state, [T, H] each (`models/draft_head.py`).
 """
@@ -14,7 +14,7 @@ from specbatch.kernels.dispatch import op
 
 
 class PendingInputs(NamedTuple):
-    """Pairs whose keys are not written yet, n for each of B sequences, and where they stand.
+    """Inputs (pairs) whose keys are not written yet, n for each of B sequences, and their positions.
 
     embedded, hidden [B * n, H]; positions int64 [B * n]; start int64 [B]: of the first of each sequence; newest int64
     [B]: the row of the one that ends in the root; places int64 [n, B]: its own and those that follow.
@@ -37,7 +37,7 @@ def pending_inputs_ref(
     embedding: torch.Tensor,
     most: int,
 ) -> PendingInputs:
-    """The pairs of up to `most` features that wait: those before the root, which stands at lengths int64 [B].
+    """The pairs of up to `most` buffered features: those before the root, which has position lengths int64 [B].
 
     tokens int64 [R, W], waiting [R, n, H] and ready int64 [R] of all device rows, of which rows int64 [B] names the
     sequences'; embedding [V, H]. The first `ready` features count; pairs of the others are made of leftovers.
@@ -59,8 +59,8 @@ def beam_inputs_ref(
     depth: int,
     embedding: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pairs of beams: tokens int64 [B, K] behind row `origin` int64 [B, K] of before [B, W, H], `depth` below the
-    pair of the root, which stands at root int64 [B]. Returns embedded, hidden [B * K, H], positions [B * K]."""
+    """The pairs of beams: tokens int64 [B, K] after row `origin` int64 [B, K] of before [B, W, H], `depth` below the
+    pair of the root, which has position root int64 [B]. Returns embedded, hidden [B * K, H], positions [B * K]."""
     hidden = before.gather(1, origin[:, :, None].expand(-1, -1, before.shape[2])).flatten(0, 1)
     positions = (root + depth).repeat_interleave(tokens.shape[1])
     return F.embedding(tokens.flatten(), embedding), hidden, positions
@@ -74,7 +74,7 @@ def buffer_features_ref(
     waiting: torch.Tensor,
     ready: torch.Tensor,
 ) -> None:
-    """Features of a verify wait for the next draft: hidden [B * N, H] of N nodes for each of rows int64 [B].
+    """Buffer features of a verify for the next draft: hidden [B * N, H] of N nodes for each of rows int64 [B].
 
     waiting [R, n, H] gets the first of a sequence, up to n, of a tree in the order of path int64 [B, N]: no more can
     stand for tokens that were kept. ready int64 [R]: accepted [B] + 1 of them do, of padding rows, which stay at length

@@ -13,9 +13,9 @@ def lookup_ref(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find where the end of each row occurred before and copy what followed.
 
-    tokens int64 [B, W]; last int64 [B]: index of each row's newest token (what lies behind it is ignored).
+    tokens int64 [B, W]; last int64 [B]: index of each row's newest token (later tokens are ignored).
     The longest match of `longest`..`shortest` tokens wins, the latest occurrence among equals. The copy may run into
-    itself: behind the newest token it goes on periodically, as in LZ77. With more than one of `texts` the next best
+    itself: after the newest token it continues periodically, as in LZ77. With more than one of `texts` the next best
     match follows whose copy is another one, and so on.
     Returns (drafts int64 [B, texts, count], found bool [B, texts]); drafts without a match are the newest token
     repeated.

@@ -140,7 +140,7 @@ def _keep_kernel(
     place = tl.arange(0, BLOCK_COUNT)
     used = place < COUNT
     tl.store(kept_tokens + sequence * COUNT + place, tl.load(tokens + sequence * total + best, used, other=0), used)
-    # Which of the kept is each one's parent? None of them: the root, which everybody sees.
+    # Which of the kept nodes is the parent? None of them: the root, which all nodes see.
     number = tl.load(parents + sequence * total + best, used, other=0)
     is_parent = (number[:, None] == (best + 1)[None, :]) & used[None, :] & used[:, None]
     own = tl.full([BLOCK_COUNT], 1, tl.int64) << (place + 1)

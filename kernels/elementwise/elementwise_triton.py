@@ -1,5 +1,4 @@
-"""Triton kernels between the products of many rows: RMSNorm, activations, rounding to float8, and from qkv to heads and
-the cache.
+"""Triton kernels of elementwise operations: RMSNorm, activations and FP8 quantization.
 
 Each is bound by memory: a program handles some 2048 elements, so that a thread has several 16-byte accesses in flight
 and many programs share a processor.
@@ -31,7 +30,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], computed in float32 and rounded once."""
+    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], computed in float32 and cast once."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
     block = min(triton.next_power_of_2(width), 2 * PROGRAM)
@@ -41,7 +40,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 in the place of x, contiguous; computed in float32 and rounded once."""
+    """relu(x)^2 of a contiguous x, in place; computed in float32 and cast once."""
     _relu_squared[(triton.cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
     return x
 

@@ -1,4 +1,4 @@
-"""Activations rounded to float8, row by row and 128 columns at a time, for products with float8 weights: what
+"""FP8 quantization of activations, with a scale for every row and 128 columns, for GEMMs with FP8 weights: what
 `activation_scheme: dynamic` in a checkpoint's config means (DeepSeek-V3, section 3.3)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SMALLEST_MAX = 2.0**-100  # that a block's largest value counts as: its inverse 
 
 class FP8Activations(NamedTuple):
     """values float8_e4m3fn [T, K] contiguous; scales float32 [T, ceil(K / 128)], by which they are to be multiplied;
-    dtype: of what was rounded, and of what products make of it."""
+    dtype: before quantization, and of GEMM outputs."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -34,7 +34,7 @@ class FP8Activations(NamedTuple):
 
 def quantize_fp8_ref(x: torch.Tensor) -> FP8Activations:
     """x [T, K], its rows apart or not, each block of 128 columns divided by its largest value / 448 and rounded to
-    nearest even. Where a block holds NaN or infinity its scale does, too, so that every product with it shows that."""
+    nearest even. Where a block holds NaN or infinity its scale does, too, so that every GEMM with it shows that."""
     width = x.shape[1]
     blocks = F.pad(x.float(), (0, -width % SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
     largest = blocks.abs().amax(-1).clamp(min=SMALLEST_MAX)

@@ -1,4 +1,4 @@
-"""Rows of tables by numbers that are on the device."""
+"""Row gathers and ring buffers with indices on the device."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""GEMMs with fixed weights."""
+"""GEMMs with fixed weights: skinny, FP8, and library GEMMs."""

@@ -1,4 +1,4 @@
-"""Matrix products with a fixed float8 weight in blocks: w8a8, and w8a16 with activations as they are."""
+"""Linear layers with FP8 weights in scaled blocks: W8A8, or W8A16 with BF16 or FP16 activations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ fp8_linear = op(fp8_linear_ref, "specbatch.kernels.gemm.fp8_linear_triton:fp8_li
 
 
 class _Unfused(Linear):
-    """What comes behind the product is an operation of its own."""
+    """The activation after the GEMM is an operation of its own."""
 
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
@@ -70,7 +70,7 @@ class FP8Linear(_Unfused):
 
 
 class ConcatLinear(_Unfused):
-    """Products of the same x, their columns side by side, where weights of several types are to be one `Linear`."""
+    """GEMMs of the same x with concatenated outputs, where weights of several types form one `Linear`."""
 
     def __init__(self, *parts: Linear) -> None:
         self.shape, self.bias = torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1])), None
@@ -93,5 +93,5 @@ class ConcatLinear(_Unfused):
 
 
 def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
-    """The product with a weight as it is stored."""
+    """The layer of a weight as it is stored."""
     return Linear(weight.values, bias) if weight.scales is None else FP8Linear(weight, bias)

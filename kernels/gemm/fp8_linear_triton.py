@@ -1,4 +1,4 @@
-"""Triton kernel of the product with a float8 weight that has a scale for every 128 x 128 values."""
+"""Triton kernel of a GEMM with an FP8 weight that has a scale for every 128 x 128 values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fp8_linear(
         block, inner, warps = 64, SCALE_BLOCK, 4
         fills = triton.cdiv(rows, block) * triton.cdiv(n, 128) >= _PROGRAMS * 2 // 3
         columns, stages = (128, 4) if fills else (64, 6)
-    elif block == 16:  # as wide as there is a tile for everybody; 24 KiB of weights in shared memory
+    elif block == 16:  # the widest tile that gives every processor one; 24 KiB of weights in shared memory
         columns = next((width for width in (64, 32) if n >= width * _PROGRAMS), 16)
         inner, warps, stages = SCALE_BLOCK, 4, 192 // columns
     else:

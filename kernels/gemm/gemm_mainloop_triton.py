@@ -1,4 +1,4 @@
-"""The loop over K that products with stored weights have in common."""
+"""GEMM main loops over K, with BF16, FP16 or FP8 weights and activations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 
 # Four values of e4m3 in a word: each byte becomes the high one of two, its exponent and fraction move to where bfloat16
-# has them, and 2^120 makes up for the other bias, of subnormal values too. Nothing is rounded. The compiler's own way
-# is one instruction a value on a unit that is slower than the memory.
+# has them, and 2^120 makes up for the other bias, of subnormal values too. The conversion is exact. The compiler's own
+# way is one instruction a value on a unit that is slower than the memory.
 _WIDEN: tl.constexpr = tl.constexpr("""{
 .reg .b32 low, high, a, b, scale;
 prmt.b32 low, 0, $2, 0x5040;
@@ -44,8 +44,9 @@ def gemm_mainloop(
 
     x_rows bool [BM]: the rows there are; the others are 0, and not read.
     SCALED: float8 weights, whose every SIDE columns share a scale in `scale_row` [BN]; BK divides SIDE. The weights
-    are exact in the type of x, and sums are scaled, not weights: nothing is rounded on the way.
-    ONCE: nobody else reads these weights. EARLY: the wait for the kernel before is here, behind the first weights.
+    are exact in the type of x, and sums are scaled instead of weights: no value is rounded on the way.
+    ONCE: no other program reads these weights. EARLY: the wait for the previous kernel is here, after the first loads
+    of weights.
     """
     ks = tl.arange(0, BK)
     policy: tl.constexpr = "evict_first" if ONCE else ""
@@ -81,7 +82,7 @@ def gemm_mainloop_fp8(
     x_tile, x_rows, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """The same where x is float8, too, as `FP8Activations` is: what the tensor core adds up itself is SIDE columns,
+    """`gemm_mainloop` for FP8 x (`FP8Activations`): the tensor core accumulates over SCALE_BLOCK columns,
     whose scales are in `x_scale` [BM, 1] for x, and of the weight one for all even rows and one for all odd ones."""
     ks, is_even = tl.arange(0, SIDE), tl.arange(0, BN)[None, :] % 2 == 0
     total = tl.zeros([BM, BN], tl.float32)

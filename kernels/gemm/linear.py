@@ -1,4 +1,4 @@
-"""Matrix products with a fixed weight, and the small operations that ride on them."""
+"""Linear layers: GEMM with RMSNorm, bias, residual and activation, fused where a kernel can."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Norm(NamedTuple):
 class Linear:
     """`norm(x) @ weight.T + bias + residual` for x [T, in], weight [out, in], bias [out], residual [T, out].
 
-    On a CUDA device few rows go through our own products (`skinny_gemm`), which read the weights at nearly the speed
-    of the memory and fuse norm and residual; more rows go through cuBLAS.
+    On a CUDA device few rows go through our own GEMMs (`skinny_gemm_triton`), which read the weights at nearly the
+    speed of the memory and fuse norm and residual; more rows go through cuBLAS.
 
     On a CPU a float32 weight is kept in oneDNN's blocked layout, as inductor does when it freezes a model: for up to
-    some 40 rows the product then runs at the speed at which the weight can be read, about twice that of the plain one.
+    some 40 rows the GEMM then runs at the speed at which the weight can be read, about twice that of `F.linear`.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -67,7 +67,7 @@ class Linear:
             )
         x = x if norm is None else rms_norm(x, *norm)
         if residual is not None and self.bias is None:
-            return residual.addmm_(x, self._weight.t())  # free in the product's epilogue; out of place it copies first
+            return residual.addmm_(x, self._weight.t())  # free in the GEMM's epilogue; out of place it copies first
         if self.bias is not None:
             y = torch.addmm(self.bias, x, self._weight.t(), out=out)
             return y if residual is None else residual + y

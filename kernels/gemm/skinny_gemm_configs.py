@@ -1,4 +1,4 @@
-"""Tile sizes of the products in `skinny_gemm`."""
+"""Tile configurations of `skinny_gemm_triton`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Matrix products of a few rows with a weight, at the speed at which the weight can be read.
+"""Skinny GEMM: a few rows times a weight, at the speed at which the weight can be read.
 
 One program owns `BN` rows of the weight (or a part of their K) and streams them through the tensor cores against the
-rows of x, padded to 16, 32, 64 or 128. RMSNorm of x, bias, residual and what an MLP has between its products ride
-along, so that a layer's products need no kernel between them.
+rows of x, padded to 16, 32, 64 or 128. RMSNorm of x, bias, residual and the activation of an MLP are fused,
+so that a layer's GEMMs need no kernel between them.
 
-Where a product is split over K, every program leaves float32 partial sums in a workspace; the last to arrive at a tile
+Where a GEMM is split over K, every program leaves float32 partial sums in a workspace; the last to arrive at a tile
 adds them in the order of the splits, so that results do not depend on timing.
 
 Programmatic dependent launch hides the boundary between two kernels: the programs of the next start as soon as there is
@@ -152,13 +152,13 @@ def _skinny_kernel(
 
 
 def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The partial sums and arrival counters that all products on a device share; made on first use.
+    """The partial sums and arrival counters that all GEMMs on a device share; made on first use.
 
-    Call it before a graph capture. Products of one device must all run on one stream.
+    Call it before a graph capture. GEMMs of one device must all run on one stream.
     """
     device = torch.empty(0, device=device).device  # with its number
     if device not in _workspaces:
-        with torch.inference_mode(False):  # whoever comes first, everybody may write to it
+        with torch.inference_mode(False):  # writable in and outside inference mode
             _workspaces[device] = (
                 torch.empty(WORKSPACE, device=device, dtype=torch.float32),
                 torch.zeros(COUNTERS, device=device, dtype=torch.int32),
@@ -167,10 +167,10 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def is_skinny(rows: int, weight: torch.Tensor) -> bool:
-    """Are these kernels the right choice for so many rows and this weight [N, K]? (else the library's product is)
+    """Are these kernels the right choice for so many rows and this weight [N, K]? (else the library's GEMM is)
 
     Measured on an H200 (`sweeps/microbench/gemm.py`): up to 16 rows a layer of Qwen3-8B takes less time than the
-    library's products alone; with 32 the library is faster.
+    library's GEMMs alone; with 32 the library is faster.
     """
     k, is_half = weight.shape[1], weight.dtype in (torch.bfloat16, torch.float16)
     return weight.is_cuda and weight.is_contiguous() and is_half and rows <= 16 and k % 8 == 0

@@ -1,4 +1,4 @@
-"""Weights as they are stored: in the type of the activations, or float8 with a scale for every 128 x 128 values."""
+"""Weights as they are stored: in the type of the activations, or FP8 with a scale for every 128 x 128 values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Weight:
         return Weight(self.values[expert], None if self.scales is None else self.scales[expert])
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in this type: values * scales, rounded once."""
+        """The weight in this type: values * scales, cast once."""
         if self.scales is None:
             return self.values.to(dtype)
         out, inner = self.values.shape[-2:]
@@ -71,8 +71,8 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def keeps_fp8(device: torch.device) -> bool:
-    """Do weights stay float8 on this device? A CPU has no product with them: they are made wide once, at load, and not
-    for each product, which would read and write four times what it multiplies."""
+    """Do weights stay FP8 on this device? A CPU has no FP8 GEMM: they are dequantized once, at load. Dequantizing for
+    each GEMM would read and write four times as much."""
     return device.type == "cuda"
 
 
@@ -86,7 +86,7 @@ def byte_chunks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def contains_nan(values: torch.Tensor) -> bool:
-    """Of float8_e4m3fn, contiguous. Products make numbers of them without looking: whoever reads weights must."""
+    """For contiguous float8_e4m3fn values. FP8 GEMMs turn NaN into finite values, so weights are checked at load."""
     import torch
 
     return bool(torch.stack([((part & 127) == 127).any() for part in byte_chunks(values)]).any())

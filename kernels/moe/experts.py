@@ -39,15 +39,15 @@ def experts_ref(
     quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
     """
 
-    def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def gemm(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return fp8_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
 
     outputs = x.new_empty(*experts.shape, x.shape[1])
     for expert in experts.unique().tolist():
         token, place = (experts == expert).nonzero(as_tuple=True)
-        h = product(x[token], up.of(expert))
+        h = gemm(x[token], up.of(expert))
         h = silu_and_mul_ref(h) if activation == "swiglu" else h.relu().square()
-        outputs[token, place] = product(h, down.of(expert))
+        outputs[token, place] = gemm(h, down.of(expert))
     return (weights[..., None] * outputs.float()).sum(1).to(x.dtype)
 
 
@@ -86,14 +86,14 @@ def shared_slices(
 
 def token_bytes(experts: int, width: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
     """The most that a token on its way through `width` of `experts` takes in kernels, in bytes."""
-    pairs = width * ((inner + hidden) * dtype.itemsize + 12)  # both products; weight, expert and place in the order
+    pairs = width * ((inner + hidden) * dtype.itemsize + 12)  # both GEMMs; weight, expert and place in the order
     return 2 * hidden * dtype.itemsize + 6 * experts + pairs  # norm and sum; float32 logits and counts
 
 
 class Experts:
     """`residual + mixture(norm(x))` for x [T, H]: router, routed and shared experts.
 
-    router [rule.logits, H]: a row for each routed expert and, if gated, the shared expert's gate behind them; its type
+    router [rule.logits, H]: a row for each routed expert and, if gated, the shared expert's gate after them; its type
     is that of the logits (Nemotron-H: float32). up and down as in `experts_ref` with rule.experts + rule.shared
     experts, the shared ones last (`shared_slices`).
     """

@@ -1,4 +1,4 @@
-"""Triton kernels of a mixture of experts: two grouped products and the weighted sum of what they leave.
+"""Triton kernels of a mixture of experts: two grouped GEMMs and the weighted sum of their outputs.
 
 The grid has as many blocks of rows as any routing may need; a block finds its expert and its rows in the plan of
 `routing_triton`, and those that the routing does not fill end at once. With few rows an expert has one block, and its
@@ -38,7 +38,7 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
-_FP8_ROWS, _FP8_TILE = 64, Tile(128, SCALE_BLOCK, 4, 4)  # for rounded x: the least a warpgroup takes; 128 are slower
+_FP8_ROWS, _FP8_TILE = 64, Tile(128, SCALE_BLOCK, 4, 4)  # for FP8 x: the least a warpgroup takes; 128 are slower
 
 
 def rows_for(tokens: int, rule: Routing, *, quantize: bool = False) -> int:
@@ -50,7 +50,7 @@ def rows_for(tokens: int, rule: Routing, *, quantize: bool = False) -> int:
 
 
 def tile_for(rows: int, weight: Weight, item: int) -> Tile:
-    """The tile of a product in blocks of `rows` rows of `item` bytes a value."""
+    """The tile of a grouped GEMM in blocks of `rows` rows of `item` bytes a value."""
     if item == 4:
         return Tile(32, 32, 4, 2)
     if item == 1:
@@ -74,7 +74,7 @@ def fused_moe(
     weights, _, plan = route(logits, rule, rows)
     h: torch.Tensor | FP8Activations = grouped(quantize_fp8(x) if quantize else x, up, plan, rule, rows, activation)
     if quantize and isinstance(h, torch.Tensor):
-        h = quantize_fp8(h)  # in its place: the second product needs its memory
+        h = quantize_fp8(h)  # replaces h: the second GEMM needs its memory
     return weighted_sum(grouped(h, down, plan, rule, rows), weights, residual)
 
 
@@ -89,7 +89,7 @@ def grouped(
 ) -> torch.Tensor:
     """activation(x_p @ weight[e].T) for every pair p of the plan and its expert e.
 
-    x [T, K], each row of which is that of its token's pairs, with an activation (the first product); or [pairs, K]
+    x [T, K], each row of which is that of its token's pairs, with an activation (the first GEMM); or [pairs, K]
     without (the second). weight [E, N, K] contiguous -> [pairs, N], or [pairs, N / 2] where swiglu.
     """
     x_scales, dtype = None, x.dtype

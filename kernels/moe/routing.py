@@ -20,7 +20,7 @@ class Routing:
     normalise: divide the weights by their sum; they are multiplied by `scale` in the end.
 
     Behind the routed experts come `shared` ones, to which every token goes, with weight 1 or, if `gated`, the sigmoid
-    of one more logit behind those of the experts.
+    of one more logit after those of the experts.
     """
 
     experts: int

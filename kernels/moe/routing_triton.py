@@ -1,4 +1,4 @@
-"""Triton kernels from router logits to the order in which grouped products take their rows.
+"""Triton kernels from router logits to the order in which grouped GEMMs read their rows.
 
 A token and one of its experts are a pair; pair t * width + j is token t's j-th choice. `Plan` has the pairs sorted by
 expert, those of an expert in order of their tokens, and cut into blocks. Up to 16 tokens are routed and sorted in one

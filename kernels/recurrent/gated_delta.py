@@ -10,10 +10,10 @@ Rule", 2024). G_i is the sum of g over row i and the rows before it, D_ij = exp(
     u = (I + A)^-1 (beta (v - e^G (k S0))),   A_ij = beta_i (k_i . k_j) D_ij for j != i
     o = e^G (q S0) + (q k^T D) u
 
-"Before" is the order of a prompt's chunk or that of a verify's chain, or a tree's ancestors. The state behind some rows
+"Before" is the order of a prompt's chunk or that of a verify's chain, or a tree's ancestors. The state after some rows
 of a path is e^G S0 + sum e^(G - G_i) k_i u_i^T with G their sum: k, u and g of a verify are kept for that.
 
-Inputs may be columns of wider products (any row stride), states and what is kept one layer of a pool (any stride
+Inputs may be columns of wider GEMM outputs (any row stride), states and pending inputs one layer of a pool (any stride
 between device rows). Arithmetic is float32.
 """
 
@@ -30,7 +30,7 @@ from specbatch.kernels.dispatch import op
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 CHUNK = 64  # rows of a prompt that are computed together
-EXACT_CHUNK = 16  # of float32 in kernels: exact products take many registers
+EXACT_CHUNK = 16  # of float32 in kernels: exact dot products take many registers
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def delta_prefill_ref(
     """qkv [T, 2 keys * key_dim + values * value_dim] of `spans`, convolved; z [T, values * value_dim]; b, a [T, values]
     -> [T, values * value_dim], what the output projection reads.
 
-    state [R, values, key_dim, value_dim] of all device rows: read where a span goes on from one, left as it is behind
-    the span's last token.
+    state [R, values, key_dim, value_dim] of all device rows: read where a span continues from one, then set to the
+    state after the last token of the span.
     """
     q, k, v, g, beta = (x.transpose(0, 1) for x in _split(qkv, b, a, heads))
     o = torch.empty_like(v)
@@ -106,7 +106,7 @@ def delta_verify_ref(
     pending: Pending,
     replay: StateReplay,
 ) -> torch.Tensor:
-    """`delta_prefill_ref` for B * N rows of a verify, behind the kept rows of the last one.
+    """`delta_prefill_ref` for B * N rows of a verify, after the accepted rows of the last one.
 
     state takes those in; pending, of M >= N rows, then holds the rows of this verify. Device row 0 is left alone.
     """
@@ -169,7 +169,7 @@ def _together(
 
 
 def _behind(s: torch.Tensor, k: torch.Tensor, u: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """The state behind a path of n rows on s: k, u [.., n, dim], g [.., n]."""
+    """The state after a path of n rows on s: k, u [.., n, dim], g [.., n]."""
     total = g.cumsum(-1)
     later = (total[..., -1:] - total).exp()[..., None]
     return total[..., -1, None, None].exp() * s + (k * later).transpose(-1, -2) @ u

@@ -1,6 +1,6 @@
 """Triton kernels of the gated delta rule over prompts; see `gated_delta_triton`.
 
-Factors of products have the type of the inputs, sums are float32, and so is the state from chunk to chunk; only the
+Operands of `tl.dot` have the type of the inputs, sums are float32, and so is the state from chunk to chunk; only the
 inverse of a chunk's matrix takes tf32. With float16 inputs no number of a state may exceed 65504.
 """
 
@@ -92,7 +92,7 @@ def _walk(
 ):  # fmt: skip
     """Some columns of one head's state from chunk to chunk of a span, and the outputs on the way."""
     head, span = tl.program_id(1), tl.program_id(2)
-    kind: tl.constexpr = qkv.dtype.element_ty  # of the factors of products
+    kind: tl.constexpr = qkv.dtype.element_ty  # of the operands of tl.dot
     key = head // (VALUES // KEYS)
     start = tl.load(table + span)
     count = (tl.load(table + table_stride + span) - start).to(tl.int32)

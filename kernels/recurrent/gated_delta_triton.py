@@ -1,10 +1,11 @@
 """Triton kernels of the gated delta rule; equations and names are those of `gated_delta`.
 
-A verify reads and writes a state once: a program has some columns of one head's state in registers, folds the kept rows
-in, writes it back and computes the new rows. A chain of few rows goes row by row, others by products of all rows. Then
-the gated norm, which also keeps what programs of the kernel before it shared, when all of them have read what was kept
-before. A prompt pass (`gated_delta_chunks`) is in two: what the rows of a chunk are to each other, for all chunks at
-once, then the walk of the state from chunk to chunk, for some columns each; and the same norm.
+A verify reads and writes a state once: a program has some columns of one head's state in registers, replays the
+accepted rows, writes it back and computes the new rows. A chain of few rows goes row by row, others use GEMMs over all
+rows. Then the gated norm, which also stores the keys and decays of the new rows, once all programs of the previous
+kernel have read those of the last verify. A prompt pass (`gated_delta_chunks`) is in two: what the rows of a chunk are
+to each other, for all chunks at once, then the walk of the state from chunk to chunk, for some columns each; and the
+same norm.
 
 Products of float32 models are exact (no tf32); a verify of others rounds their factors to tf32 and adds in float32: its
 state lives for thousands of verifies.
@@ -130,13 +131,13 @@ def invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 for a [n, n] with entries below the diagonal only, of its first 2^LEVELS rows.
 
     From the inverses of diagonal blocks P and Q to that of [[P, 0], [L, Q]], whose corner is -Q^-1 L P^-1: as stable as
-    substitution, and products instead of n steps.
+    substitution, and GEMMs instead of n steps.
     """
     row, column = tl.arange(0, a.shape[0])[:, None], tl.arange(0, a.shape[0])[None, :]
     x = tl.where(row == column, 1.0, 0.0)
     if LEVELS > 0:
         x -= tl.where((row == column + 1) & (column % 2 == 0), a, 0.0)
-    for level in tl.range(1, LEVELS, num_stages=1):  # not unrolled: exact products are long
+    for level in tl.range(1, LEVELS, num_stages=1):  # not unrolled: exact dot products are long code
         corner = tl.where((row >> level == (column >> level) + 1) & ((column >> level) % 2 == 0), a, 0.0)
         part = tl.dot(x, corner, input_precision=PRECISION)
         x -= tl.dot(part, x, input_precision=PRECISION)
@@ -150,8 +151,7 @@ def _chain(
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     N: tl.constexpr, HELD: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The recurrence as it is written. Little stands between reading a state and writing it, so that many are on
-    their way at once."""
+    """The recurrence, row by row. Few instructions between reading a state and writing it keep many loads in flight."""
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key = head // (VALUES // KEYS)
     row = tl.load(rows + sequence)
@@ -278,7 +278,7 @@ def _norm(
     values = tl.load(cells, mask, 0.0)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / V + eps)[:, None]
-    # Rounded as the reference does: before the weight, behind it, and behind the gate.
+    # Cast where the reference casts: before the weight, after it, and after the gate.
     normal = (wide * scale).to(values.dtype).to(tl.float32) * w[None, :]
     normal = normal.to(values.dtype).to(tl.float32)
     gate = tl.load(z + token[:, None] * z_stride + head[:, None] * V + column[None, :], mask, 0.0).to(tl.float32)

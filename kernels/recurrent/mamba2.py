@@ -67,7 +67,7 @@ def gated_group_norm_ref(
 ) -> torch.Tensor:
     """RMSNorm of y * silu(z) over each of `groups` parts of a row, times `weight`; gated first.
 
-    y, z [T, d], weight [d]; in float32, rounded once, to the type of z.
+    y, z [T, d], weight [d]; in float32, cast once, to the type of z.
     """
     u: torch.Tensor = (y.float() * F.silu(z.float())).unflatten(1, (groups, -1))
     u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
@@ -75,7 +75,7 @@ def gated_group_norm_ref(
 
 
 class _Tokens(NamedTuple):
-    """Inputs in float32; the H heads of a layer are G groups of R: x [B, T, G, R, P], b [B, T, G, n] and, behind bias
+    """Inputs in float32; the H heads of a layer are G groups of R: x [B, T, G, R, P], b [B, T, G, n] and, after bias
     and softplus, dt [B, T, G, R]."""
 
     x: torch.Tensor
@@ -94,7 +94,7 @@ def _tokens(heads: SsdHeads, x: torch.Tensor, b: torch.Tensor, dt: torch.Tensor)
 
 
 def _advance(state: torch.Tensor, tokens: _Tokens, decay: torch.Tensor) -> torch.Tensor:
-    """The state [B, G, R, P, n] behind these tokens."""
+    """The state [B, G, R, P, n] after these tokens."""
     a = (tokens.dt * decay).cumsum(1)
     share = tokens.dt * (a[:, -1:] - a).exp()
     added = torch.einsum("btgr,btgrp,btgn->bgrpn", share, tokens.x, tokens.b)
@@ -104,7 +104,7 @@ def _advance(state: torch.Tensor, tokens: _Tokens, decay: torch.Tensor) -> torch
 def _outputs(
     state: torch.Tensor, tokens: _Tokens, c: torch.Tensor, sees: torch.Tensor, decay: torch.Tensor, d: torch.Tensor
 ) -> torch.Tensor:
-    """y [B, T, G, R, P] of tokens behind `state`, of which token i comes after those j where sees [B, T, T].
+    """y [B, T, G, R, P] of tokens after `state`, of which token i comes after those j where sees [B, T, T].
 
     c [B, T, G, n]; decay, d [G, R].
     """
@@ -120,8 +120,8 @@ def ssd_prefill_ref(
 ) -> torch.Tensor:
     """xbc [T, columns], dt [T, count] and z [T, count * dim] of ragged spans -> [T, count * dim].
 
-    A span that starts at 0 begins without a state, any other with its slot's, which then holds that behind its last
-    token.
+    A span that starts at 0 begins without a state, any other with that of its slot. The slot then holds the state after
+    the last token.
     """
     x, b, c = xbc.split(heads.columns, 1)
     decay, d = _grouped(heads)
@@ -149,11 +149,11 @@ def ssd_verify_ref(
     What was kept of the last verify goes into the state first; these rows are then pending.
     """
     decay, d = _grouped(heads)
-    count, wide = len(replay.rows), (heads.columns[0], heads.columns[1], heads.count)
+    count, widths = len(replay.rows), (heads.columns[0], heads.columns[1], heads.count)
     order, kept = replay.replayed_rows(memory.pending.shape[1])
     # What is not kept may be anything, NaN too; a step of 0 leaves the state as it is.
     past = memory.pending[replay.rows[:, None], order.where(kept, 0)].where(kept[..., None], 0)
-    tokens = _tokens(heads, *past.split(wide, 2))
+    tokens = _tokens(heads, *past.split(widths, 2))
     tokens = tokens._replace(dt=tokens.dt.where(kept[..., None, None], 0))
     state = _advance(memory.state[replay.rows].float().unflatten(1, decay.shape), tokens, decay)
     memory.state[replay.rows] = state.flatten(1, 2).to(memory.state.dtype)

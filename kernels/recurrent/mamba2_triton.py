@@ -5,7 +5,7 @@ chunks of a span, so that no state of a chunk is ever written; in a verify it re
 for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises. In a
 verify it also keeps the rows' inputs, when all programs of the first have read those that were kept before.
 
-Sums are float32, products in the type of the inputs (float32: exact, no tf32); with float16 inputs no number of a state
+Sums are float32, GEMMs in the type of the inputs (float32: exact, no tf32); with float16 inputs no number of a state
 may exceed 65504. Only what a verify adds to a state has twice the digits: a state lives for thousands of verifies.
 """
 
@@ -106,7 +106,7 @@ def _tile(exact: bool, is_large: bool) -> tuple[int, int]:
 
 
 def _padded(count: int) -> int:
-    """The side of a tile that holds so many: 16 is the least that products take."""
+    """The side of a tile that holds so many: 16 is the minimum of `tl.dot`."""
     side: int = triton.next_power_of_2(count)
     return max(16, side)
 
@@ -146,7 +146,7 @@ def _prefill(
     slot = tl.load(table + 2 * table_stride + span)
     first = tl.load(table + 3 * table_stride + span)
 
-    # A sequence that starts anew never looks at what its slot holds.
+    # A new sequence never reads the old state of its slot.
     mask = (row < DIM)[:, None] & inside[None, :]
     place = state + slot * state_stride + (head * DIM + row)[:, None] * STATE + column[None, :]
     known = (row < tl.where(start > 0, DIM, 0))[:, None] & inside[None, :]
@@ -171,7 +171,7 @@ def _prefill(
         next_x = tl.load(xbc + of_x, mask=follows[:, None] & of_head, other=0.0)
         next_raw = tl.load(dt + token * dt_stride, mask=follows, other=0.0)
 
-        step = tl.where(real, _step(raw, bias), 0.0)  # behind the end the state stands still
+        step = tl.where(real, _step(raw, bias), 0.0)  # past the end the state does not change
         a = tl.cumsum(step * decay, 0)
         total = tl.sum(step * decay, 0)
         gap = tl.where(token[:, None] >= token[None, :], a[:, None] - a[None, :], float("-inf"))
@@ -195,7 +195,7 @@ def _chain(
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, HELD: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`_verify` of a chain of few rows, one by one. Little stands between reading a state and writing it, so that many
+    """`_verify` of a chain of few rows, one by one. Few instructions between reading a state and writing it: many
     are on their way at once."""
     TILES: tl.constexpr = (DIM + ROWS - 1) // ROWS
     head = tl.program_id(0) // TILES
@@ -242,7 +242,7 @@ def _verify(
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_S: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a head's state: the kept tokens of the last verify go in, then the new ones look at it."""
+    """ROWS rows of a head's state: replays the accepted tokens of the last verify, then computes the new ones."""
     TILES: tl.constexpr = (DIM + ROWS - 1) // ROWS
     head = tl.program_id(0) // TILES
     group = head // (HEADS // GROUPS)

@@ -3,9 +3,9 @@
 y_t = sum over j of weight[:, j] * u_{t - K + 1 + j} + bias, then silu if `activation`. u is x, or where a gate `before`
 is given (LFM2) before * x in the type of x; `after` multiplies what comes out, likewise. All gates have x's shape.
 
-A window holds the last K - 1 inputs u, oldest first, not yet activated. Rows may be columns of a wider product: x and
-the gates [T, C] have any row stride, as windows and pending inputs have any between device rows. Sums are float32,
-rounded once.
+A window holds the last K - 1 inputs u, oldest first, not yet activated. Rows may be columns of a wider GEMM output: x
+and the gates [T, C] have any row stride, as windows and pending inputs have any between device rows. Sums are float32,
+cast once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def conv_prefill_ref(
 ) -> torch.Tensor:
     """x [T, C] of `spans`, weight [C, K], bias [C] -> [T, C].
 
-    window [R, K - 1, C] of all device rows: read where a span goes on from one, left as it is behind its last token.
-    """
+    window [R, K - 1, C] of all device rows: read where a span continues from one, then set to that after its last
+    token."""
     taps, y = weight.shape[1], x.new_empty(x.shape)
     u = x if before is None else before * x
     for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
@@ -60,7 +60,7 @@ def conv_verify_ref(
     before: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [B * N, C] -> [B * N, C], behind the kept inputs of the last verify.
+    """x [B * N, C] -> [B * N, C], after the accepted inputs of the last verify.
 
     window [R, K - 1, C] takes those in; pending [R, M, C], N <= M: inputs of a row's last verify, of which
     `replay.counts` are kept, then those of this one. Device row 0 is left alone.
@@ -71,7 +71,7 @@ def conv_verify_ref(
     order, there = replay.replayed_rows(pending.shape[1])
     late = pending[replay.rows[:, None], order.where(there, 0)]
     history = torch.cat([window[replay.rows], late.to(window.dtype)], 1)
-    # The window ends behind the last kept row.
+    # The window ends after the last accepted row.
     places = there.sum(1, keepdim=True) + torch.arange(taps - 1, device=device)
     recent = history.gather(1, places[..., None].expand(-1, -1, x.shape[1]))
     inputs = torch.cat([recent.float(), u.float()], 1)
@@ -87,7 +87,7 @@ def conv_verify_ref(
 def _lineage(replay: StateReplay, rows: int, taps: int) -> torch.Tensor:
     """int64 [B, rows, taps]: the inputs of each row, oldest first, among the window's (0..taps - 2) and the rows'."""
     node = torch.arange(rows, device=replay.rows.device)
-    # A row's ancestors, nearest first, each as its place behind the window.
+    # A row's ancestors, nearest first, each as its place after the window.
     nearest = torch.where(replay.sees(rows), node + taps - 1, -1).sort(-1, descending=True).values
     nearest = F.pad(nearest, (0, taps), value=-1)[..., :taps]
     back = torch.arange(taps, device=node.device)

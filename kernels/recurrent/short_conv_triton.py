@@ -1,5 +1,5 @@
-"""The causal convolution of `short_conv` in one launch. A program has all taps of its channels, so that who reads a
-window is who writes it."""
+"""Triton kernels of `short_conv`, one launch each. A program has all taps of its channels, so that no other program
+reads the window that it writes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _stride(x: torch.Tensor | None) -> int:
 
 @triton.jit
 def _inputs(x, before, line, x_stride, before_stride, channel, mask):
-    """Rows `line` [N] of what is convolved: x, or before * x rounded to its type."""
+    """Rows `line` [N] of what is convolved: x, or before * x in its type."""
     u = tl.load(x + line[:, None] * x_stride + channel, mask, 0.0)
     if before is not None:
         gate = tl.load(before + line[:, None] * before_stride + channel, mask, 0.0)
@@ -148,7 +148,7 @@ def _prefill(
 
 @triton.jit
 def _history(window, pending, kept, folded, slot, channel, width, mask, TAPS: tl.constexpr):
-    """Inputs `slot` [N] of the window behind the `folded` kept rows of the last verify, float32."""
+    """Inputs `slot` [N] of the window after the `folded` replayed rows of the last verify, float32."""
     at = folded + slot
     old = tl.load(window + at[:, None] * width + channel, mask & (at < TAPS - 1)[:, None], 0.0)
     at -= TAPS - 1

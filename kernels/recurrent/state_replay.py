@@ -1,9 +1,9 @@
-"""What the kernels of recurrent layers have in common: which tokens of the last verify still have to go into a state.
+"""State replay: how the states of recurrent layers follow accepted drafts without copies.
 
-An attention layer forgets rejected drafts by its length. A state cannot: it must be that behind the last accepted
-token. So a verify leaves the state as it was before it and keeps the small inputs of its rows, and the next verify
-begins by folding those in that were accepted. The state is read once and written once a step, and nothing is ever
-copied back (SGLang's and MLX's replay; `Verify` says which rows there are).
+An attention layer forgets rejected drafts by its length. A recurrent state cannot: it must be the state after the last
+accepted token. So a verify leaves the state as it was before and keeps the small inputs of its rows, and the next
+verify first replays those that were accepted. A state is read once and written once per step, and nothing is ever
+copied back (as in SGLang and MLX).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from specbatch.kernels.sampling.tree_verify import tree_depths
 
 
 class StateReplay(NamedTuple):
-    """A verify of N rows for each of the sequences on device rows `rows` int64 [B], and what of the one before is kept.
+    """A verify of N rows for each of the sequences on device rows `rows` int64 [B], and what it replays.
 
-    folded int64 [R]: tokens of each device row's last verify that are folded in by this one, 0 behind a prompt; kept
-    int64 [R, M]: which rows of that verify they are, in order (the first `folded` of them matter); None: the first
-    ones, as in a chain. ancestors int64 [B, N]: a tree, bit j of a word says that the row sees row j, itself included,
-    parents before children; None is a chain.
+    counts int64 [R]: tokens of each device row's last verify to replay, 0 after a prompt. path int64 [R, M]: which rows
+    of that verify they are, in order (the first `counts` matter); None: the first ones, as in a chain. ancestors int64
+    [B, N]: a tree, bit j of a word means that the row sees row j, itself included, parents before children; None is a
+    chain.
     """
 
     rows: torch.Tensor
@@ -30,7 +30,7 @@ class StateReplay(NamedTuple):
     ancestors: torch.Tensor | None = None
 
     def replayed_rows(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the last verify to be folded in, int64 [B, most], and which of them count, bool [B, most]."""
+        """Rows of the last verify to replay, int64 [B, most], and which of them exist, bool [B, most]."""
         places = torch.arange(most, device=self.rows.device)
         order = places.expand(len(self.rows), most) if self.path is None else self.path[self.rows, :most]
         return order, places < self.counts[self.rows][:, None]

@@ -1,1 +1,1 @@
-"""From logits to committed tokens: sampling and verification."""
+"""Sampling, acceptance of drafts and tree verification."""

@@ -1,4 +1,4 @@
-"""From logits to committed tokens in two launches: argmax, comparison, new lengths, and what the host wants to know.
+"""Triton kernels that accept drafts and commit tokens: argmax, comparison and new lengths in two launches.
 
 The references are `torch.argmax`, `acceptance.accept_ref` and the commit of a `DecodeStep`.
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_parameters
 
-_BLOCK = 2048  # logits that one program looks at together
+_BLOCK = 2048  # logits that a program handles at once
 _PROGRAMS = 2048  # enough to fill a large device
 _FEW = 256  # with no more programs than these, half a block each takes less time
 
@@ -54,9 +54,9 @@ def _argmax_kernel(
     for step in range(steps):
         x = ahead.to(tl.float32)
         ids += BLOCK
-        # On its way while this block is compared, with few instructions for each logit: memory is to be the limit.
+        # Loaded while this block is compared, with few instructions per logit: memory bandwidth is the limit.
         ahead = tl.load(logits + ids, ids < end, other=-float("inf"))
-        best_step = tl.where(x > best, step, best_step)  # what is equal comes later and stays out
+        best_step = tl.where(x > best, step, best_step)  # among equals the earlier one stays
         best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
     ids = start + best_step * BLOCK + tl.arange(0, BLOCK)
     if tl.max((best != best).to(tl.int32), 0) > 0:  # a NaN: where its lane had the first is looked up again
@@ -69,10 +69,10 @@ def _argmax_kernel(
 
 @triton.jit
 def load_chosen(partials, finite, sequence, place, chunks, N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
-    """What was chosen behind each of a sequence's rows, and whether all of its logits are finite.
+    """The tokens chosen at each of a sequence's rows, and whether all of their logits are finite.
 
     partials: int64 [B * N, chunks] of _argmax_kernel, or where BLOCK_CHUNKS is 0 the chosen tokens int64 [B, N], with
-    finite bool [B, N], which is not looked at otherwise.
+    finite bool [B, N], which is not read otherwise.
     """
     if BLOCK_CHUNKS:
         chunk = tl.arange(0, BLOCK_CHUNKS)
@@ -139,7 +139,7 @@ def _commit_kernel(
 def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
     """The largest of each chunk of each row of logits [M, V] or [B, n, V], as `pack` has it: int64 [M, chunks], M being
     B * n. Rows may be apart in memory, their elements not."""
-    assert logits.stride(-1) == 1, "the logits of a row stand side by side"
+    assert logits.stride(-1) == 1, "the logits of a row must be adjacent"
     vocabulary = logits.shape[-1]
     group = logits.shape[1] if logits.dim() == 3 else 1
     count = logits.shape[0] * group
@@ -176,12 +176,12 @@ def greedy_accept(
     simulate: float | None = None,
     seeds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Choose the likeliest tokens, accept the drafts that agree, commit: the greedy end of an iteration.
+    """Choose the argmax at every node, accept the drafts that agree, commit: the end of a greedy decode step.
 
     logits [B * N, V] contiguous, of [root, d_1 .. d_{N-1}]; drafts int64 [B, N-1], of which drafted int64 [B] count.
-    Writes the N chosen tokens of each sequence behind its root, tokens[row, length + 1 ...] with rows int64 [B],
+    Writes the N chosen tokens of each sequence after its root, tokens[row, length + 1 ...] with rows int64 [B],
     tokens int64 [R, W] and lengths int64 [R], and adds accepted + 1 to its length. Row 0 is for padding: its length
-    stays as it is. simulate: mean accept length; then the uniforms of seeds int64 [B] stand in for the comparison.
+    stays as it is. simulate: mean accept length; then random numbers of seeds int64 [B] replace the comparison.
     Returns int64 [B, N + 3]: tokens, then accepted, drafted and finite (1 if every chosen logit is finite).
     """
     return _commit(argmax_partials(logits), None, drafts, drafted, tokens, lengths, rows, None, simulate, seeds)
@@ -202,7 +202,7 @@ def commit(
 ) -> torch.Tensor:
     """The same for tokens chosen already, int64 [B, N], from logits that are finite bool [B, N].
 
-    accepted int64 [B]: how many drafts stay, where a rule other than "equal to what was chosen" has said so.
+    accepted int64 [B]: how many drafts are accepted, where another rule decides than equality.
     """
     return _commit(chosen, finite, drafts, drafted, tokens, lengths, rows, accepted, simulate, seeds)
 

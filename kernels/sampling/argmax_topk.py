@@ -1,4 +1,4 @@
-"""What a draft's logits say: the likeliest token, or the likeliest children of the nodes of a tree."""
+"""Argmax of logits, and the top-k tokens with their log-probabilities."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def argmax_embedding_ref(
 def topk_logprobs_ref(
     logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens behind logits [..., V] and the logarithms of their probabilities: float32 and int64 [...,
-    topk], the likeliest first, among equals that of the lower column. ids as in `argmax_ref`."""
+    """The top-k tokens of logits [..., V]: log-probabilities float32 and tokens int64 [..., topk], the most likely
+    first, among equals that of the lower column. ids as in `argmax_ref`."""
     wide = logits.float()
-    best = _ordered(wide).topk(topk).indices  # of the logits themselves it would break ties as it likes
+    best = _ordered(wide).topk(topk).indices  # topk of the logits would break ties in any order
     found = wide.gather(-1, best) - wide.logsumexp(-1, keepdim=True)
-    # A draft that is no number is worth nothing; the target finds that out by itself.
+    # A draft with a NaN has no probability; the target finds it by itself.
     return found.nan_to_num(-torch.inf, neginf=-torch.inf).clamp(max=0), best if ids is None else ids[best]
 
 

@@ -1,4 +1,4 @@
-"""`argmax_topk.py` in two launches each: blocks of the vocabulary, and what they found."""
+"""Triton kernels of `argmax_topk`, two launches each: blocks of the vocabulary, then the merge of their results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _finish(
     embedding: torch.Tensor | None,
     embedded: torch.Tensor | None,
 ) -> None:
-    assert tokens.dim() == 1 or tokens.is_contiguous(), "of a block the tokens stand side by side"
+    assert tokens.dim() == 1 or tokens.is_contiguous(), "tokens of a block must be contiguous"
     partials = argmax_partials(logits)
     rows, chunks = partials.shape
     width = 0 if embedding is None else embedding.shape[1]
@@ -136,7 +136,7 @@ def _children_kernel(
         found = tl.where(place == index, best, found)
         left = tl.where(left == best, _NOTHING, left)
     x, token = unpack(found)
-    # No child is likelier than its parent, whatever was rounded. What is no number is worth nothing.
+    # Rounding must not make a child more likely than its parent. NaN has no probability.
     score = tl.where(tl.abs(total) < float("inf"), tl.minimum(x - total, 0.0), -float("inf"))
     if ids is not None:
         token = tl.load(ids + token, place < TOPK, other=0)
@@ -150,7 +150,7 @@ def topk_logprobs(
     """`argmax_topk.topk_logprobs`."""
     *shape, vocabulary = logits.shape
     rows = logits.flatten(0, -2)
-    assert rows.stride(1) == 1, "the logits of a row stand side by side"
+    assert rows.stride(1) == 1, "the logits of a row must be adjacent"
     assert topk <= vocabulary, "no more children than tokens"
     device, blocks = logits.device, triton.cdiv(vocabulary, _BLOCK)
     keys = torch.empty(len(rows), blocks, topk, dtype=torch.int64, device=device)

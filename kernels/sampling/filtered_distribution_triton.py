@@ -22,10 +22,10 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.accept_triton import argmax_partials, unpack
 from specbatch.kernels.sampling.filtered_distribution import SamplingTensors
 
-_BLOCK = 8192  # logits that one program looks at together, and the longest list
+_BLOCK = 8192  # logits that a program handles at once, and the longest list
 _WARPS = 16  # 32 are slower, by 9 to 60 us a call
-# Columns of a dist, float64 [rows, 8]. Token `id` of logit x has weight exp2((x - PEAK) * SCALE) if that is at least
-# FLOOR and x > CUT, or x == CUT and id <= LAST. SCALE 0: ARGMAX has all the weight.
+# Columns of a row's filter, float64 [rows, 8]. Token `id` of logit x has weight exp2((x - PEAK) * SCALE) if that is at
+# least FLOOR and x > CUT, or x == CUT and id <= LAST. SCALE 0: ARGMAX has all the weight.
 PEAK, _SCALE, _FLOOR, _CUT, _LAST, ARGMAX = (tl.constexpr(column) for column in range(6))
 COLUMNS = tl.constexpr(8)
 
@@ -142,7 +142,7 @@ def _cut_at(
         target = tl.maximum(top_p * total, 1e-30)
         low = cut
         cut, more = _search(source, count, low, peak, scale, target, BLOCK, SHIFT)
-        # The likeliest token always stays.
+        # The most likely token always stays.
         stay = tl.ceil(tl.minimum((target - more) / _weight(cut, peak, scale), 1e9)).to(tl.int32)
         equal = tl.minimum(tl.maximum(stay, 1), tl.where(cut == low, equal, 0x7FFFFFFF))
     return cut, _nth_equal(source, ids, count, cut, equal, LISTED, BLOCK)
@@ -238,7 +238,7 @@ def _filter_kernel(
 
 @triton.jit
 def kept(x, ids, dist):
-    """Weights, float32, of tokens `ids` of logits x under the dist at that place; 0 for what it drops."""
+    """Weights, float32, of tokens `ids` of logits x under the filter `dist`; 0 for dropped tokens."""
     scale = tl.load(dist + _SCALE).to(tl.float32)
     weight = _weight(x, tl.load(dist + PEAK).to(tl.float32), scale)
     cut = tl.load(dist + _CUT).to(tl.float32)
@@ -276,7 +276,7 @@ def _probabilities_kernel(
 
 
 class FilteredDistribution(NamedTuple):
-    """The distributions of the rows of logits [B * n, V], not written out.
+    """The filtered distributions of logits [B * n, V]; probabilities are not materialized.
 
     logits [B * n, V]; columns float64 [B * n, 8]; sums float64 [B * n, blocks]: weights of each `block` of tokens.
     """
@@ -296,10 +296,10 @@ def filter_logits(
     *,
     truncated: bool,
 ) -> FilteredDistribution:
-    """What `probabilities_ref` says of logits [B * n, V], contiguous, in three launches.
+    """The filtered distributions of contiguous logits [B * n, V], as `probabilities_ref`, in three launches.
 
     temperature, top_p and min_p: float32 [B]; top_k: int64 [B], 0 is off. truncated: some row uses one of the three;
-    else they are not looked at.
+    else they are not read.
     """
     rows, vocabulary = logits.shape
     device = logits.device
@@ -333,12 +333,12 @@ def filter_logits(
 
 
 def launch_of(dist: FilteredDistribution) -> dict[str, Any]:
-    """How the kernels that read a dist are launched."""
+    """Launch arguments of kernels that read a distribution."""
     return {"BLOCKS": triton.next_power_of_2(dist.sums.shape[1]), **pdl(dist.logits)}
 
 
 def probabilities(dist: FilteredDistribution) -> torch.Tensor:
-    """The dist written out: float32 [B * n, V]."""
+    """The probabilities, materialized: float32 [B * n, V]."""
     p = torch.empty(dist.logits.shape, dtype=torch.float32, device=dist.logits.device)
     _probabilities_kernel[dist.sums.shape](*dist[:3], p, p.shape[1], BLOCK=dist.block, num_warps=8, **launch_of(dist))
     return p

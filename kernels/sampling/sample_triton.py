@@ -1,7 +1,7 @@
-"""Draws by inversion, and the rejection of sampled drafts: `sample.sample_ref` and `verification.verify`.
+"""Triton kernels of sampling by inversion, and of rejection sampling of sampled drafts.
 
-The sums of blocks of tokens, made by all programs at once, tell in which block the running sum passes the uniform; only
-that one is looked at again.
+The sums of blocks of tokens, computed by all programs at once, give the block in which the cumulative sum passes the
+random number; only that block is read again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ACCEPT, _RESIDUAL = tl.constexpr(offset_of(ACCEPT)), tl.constexpr(offset_of(RES
 
 @triton.jit
 def _residual(logits, q, at, vocabulary, dist, total):
-    """max(p - q, 0) of tokens `at`; 0 behind the vocabulary."""
+    """max(p - q, 0) of tokens `at`; 0 past the vocabulary."""
     p = kept(load(logits, at, vocabulary), at, dist) / total.to(tl.float32)
     return tl.where(at < vocabulary, tl.maximum(p - tl.load(q + at, at < vocabulary, other=0.0), 0.0), 0.0)
 
@@ -145,7 +145,7 @@ def _residual_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums of max(p - q, 0), by block, behind the last accepted draft; 0 where no draft was rejected."""
+    """Sums of max(p - q, 0), by block, after the last accepted draft; 0 where no draft was rejected."""
     wait_for_previous_kernel(PDL)
     sequence, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     count = tl.load(accepted + sequence)
@@ -195,7 +195,7 @@ def _bonus_kernel(
         at = block * BLOCK + lane
         total = total_of(sums, blocks, BLOCKS)
         weight = _residual(logits, q + (row - sequence) * vocabulary, at, vocabulary, dist, total)
-    else:  # nothing to subtract, or p == q up to rounding: p itself is the dist
+    else:  # nothing to subtract, or p == q up to rounding: sample from p
         block, target = _block_of(sums, blocks, uniform, BLOCKS)
         at = block * BLOCK + lane
         weight = tl.where(at < vocabulary, kept(load(logits, at, vocabulary), at, dist), 0.0)
@@ -253,9 +253,9 @@ def rejection_sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Speculative sampling of a chain, as `verification.verify` does it, in three launches.
+    """Speculative sampling of a chain, in three launches.
 
-    dist: of the target's B * n rows; drafts int64 [B, n-1], of which drafted int64 [B] count, drawn from q float32
+    dist: of the target's B * n rows; drafts int64 [B, n-1], of which drafted int64 [B] count, sampled from q float32
     [B, n-1, V]; seeds int64 [B]; positions int64 [B, n]. Returns tokens int64 [B, n], accepted int64 [B] and finite
     bool [B, n].
     """

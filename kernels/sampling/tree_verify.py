@@ -1,8 +1,7 @@
-"""Trees of drafts as words of ancestors: depths, the walk of a verify, and what it leaves in the cache.
+"""Tree verification: ancestor words, depths, the accepted path, and the move of its keys and values.
 
-A tree of N nodes is int64 [B, N]: bit j of a node's word says that it sees node j, itself included. Node 0 is the root,
-and parents come before children, so a node's parent is the highest bit of its word but its own.
-"""
+A tree of N nodes is int64 [B, N]: bit j of a node's word means that it sees node j, itself included. Node 0 is the
+root, and parents come before children, so a node's parent is the highest bit of its word but its own."""
 
 from __future__ import annotations
 
@@ -41,9 +40,9 @@ def identity_path(like: torch.Tensor) -> torch.Tensor:
 def walk_tree_ref(
     chosen: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor, ancestors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the root to the child that equals what was chosen behind its parent, as far as there is one.
+    """Walk from the root to the child that equals the token chosen at its parent, as far as there is one.
 
-    chosen int64 [B, N], behind each node; drafts int64 [B, N-1], of which the first drafted [B] count. Returns accepted
+    chosen int64 [B, N], at each node; drafts int64 [B, N-1], of which the first drafted [B] count. Returns accepted
     int64 [B] and path int64 [B, N]: the root and the accepted nodes in order, then all others. Among siblings that are
     equal the one that leads further wins, then the first.
     """
@@ -68,7 +67,7 @@ def move_accepted_kv_ref(
     path: torch.Tensor,
     accepted: torch.Tensor,
 ) -> None:
-    """Bring keys and values of accepted nodes to their places behind the root.
+    """Move keys and values of accepted nodes to their places after the root.
 
     keys, values [layers, pages, page_size, kv_heads, dim]; page_table int64 [R, P]; rows int64 [B]; lengths int64 [B]:
     place of each root; path int64 [B, N]; accepted int64 [B]. Node path[d] goes from lengths + path[d] to lengths + d,
