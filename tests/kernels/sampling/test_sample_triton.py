@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -72,7 +73,10 @@ KINDS = ["flat", "peaked", "ties", "all equal", "impossible"]
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [*crossed(KINDS, [torch.float16, torch.bfloat16]), ("peaked", torch.float32)],
+    slow_but(
+        [("ties", torch.float16), ("impossible", torch.bfloat16), ("peaked", torch.float32)],
+        [*itertools.product(KINDS, [torch.float16, torch.bfloat16]), ("peaked", torch.float32)],
+    ),
 )
 def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     rows = len(SETTINGS)
