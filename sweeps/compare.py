@@ -1,12 +1,12 @@
-"""`specbatch compare A B`: what changed from one run to another, and whether the numbers show it.
+"""`specbatch compare A B`: the difference of every metric between two runs, with an interval and a verdict.
 
-* delta: after - before. gain: delta / before, in percent. "(regression)" stands where the interval of delta holds no
-  zero and lies on the worse side, "(no difference shown)" where it holds zero, "(not judged)" where there is none.
-  Times that were not taken in turns (one run a side, or all of one side first) are "better" or "worse, not in turns".
-  Each number is the mean over repeats.
-* answers of `generate` pair by prompt; a job that was interrupted and went on is judged by what follows from its
-  prompts, and its times are not.
-* intervals: see `specbatch.records.intervals`; of accuracy, see `specbatch.records.mcnemar`.
+* delta: after - before. gain: delta / before, in percent. The verdict is "regression" if the interval of delta excludes
+  zero on the worse side, "no difference shown" if it contains zero, "not judged" if there is no interval. Times of runs
+  that were not interleaved (one run per side, or all of one side first) are "better" or "worse, not interleaved". Each
+  number is the mean over repeats.
+* Answers of `generate` are paired by prompt. A job that was interrupted and resumed is judged by the metrics that
+  follow from its prompts, not by its times.
+* Intervals: see `specbatch.records.intervals`; of accuracy, see `specbatch.records.mcnemar`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ COMPARED = (
 )
 BETTER, WORSE, SAME, UNJUDGED = "better", "regression", "no difference shown", "not judged"
 SHOWN = 10  # answers that are not the same
-NOT_IN_TURNS = {BETTER: "better, not in turns", WORSE: "worse, not in turns", SAME: SAME}
+NOT_INTERLEAVED = {BETTER: "better, not interleaved", WORSE: "worse, not interleaved", SAME: SAME}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One metric at one point, in `unit`. None: not measured, or no interval."""
+    """One metric at one point, in `unit`. None: not measured, or without an interval."""
 
     section: str
     configuration: str
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; `differs` is what else is not the same: settings, caps, versions, hardware."""
+    """The result of `compare`. differs: settings, caps, versions and hardware that are not the same."""
 
     before: Path
     after: Path
@@ -83,7 +83,7 @@ class Comparison:
         }
 
     def csv(self) -> str:
-        """One line per row, numbers in full."""
+        """One line per row, with unrounded numbers."""
         names = [item.name for item in fields(Row) if item.name != "decimals"]
         text = io.StringIO()
         table = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
@@ -105,7 +105,7 @@ class Comparison:
 
 
 def compare(before: Path, after: Path) -> Comparison:
-    """Hold run `after` against run `before`. Refused: runs of other models or workloads, with what differs."""
+    """Compare run `after` with run `before`. Refused: runs of different models or workloads."""
     old, new = load_run("before", before, read_output), load_run("after", after, read_output)
     pairs = match(old, new)
     notes = [
@@ -114,7 +114,7 @@ def compare(before: Path, after: Path) -> Comparison:
         for place in places
     ]
     notes += [
-        f"UNFINISHED: {run.path} {place}: its sweep was cut short and lacks {count} of its repeats"
+        f"UNFINISHED: {run.path} {place}: its sweep was interrupted and lacks {count} of its repeats"
         for run in (old, new)
         for place, count in run.missing.items()
     ]
@@ -142,7 +142,7 @@ def _numbers(place: PointKey, before: Replicates, after: Replicates) -> Iterator
 
 
 def _answers(place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
-    """Accuracy, question by question, under every filter; how many answers ran into their limit. Of one run a side."""
+    """Accuracy by question under every filter, and the share of truncated answers. Needs one run per side."""
     if len(before.paths) > 1 or len(after.paths) > 1:
         return
     old, new = (load_answers("run", point.paths[0]) for point in (before, after))
@@ -158,7 +158,7 @@ def _answers(place: PointKey, before: Replicates, after: Replicates) -> Iterator
             changed = changes(old, new, *pair)
             counts = f"{len(changed.lost)} lost, {len(changed.gained)} gained, p = {changed.p_changed():.3g}"
             found = Interval(*changed.interval(CONFIDENCE), f"{changed.n} questions, paired: {counts}")
-        # Of a metric that is the lower the better, such as a perplexity, a hundredth means nothing.
+        # A metric where lower is better, such as perplexity, is not a share.
         unit, factor, decimals = ("%", 100, 2) if score.better == "higher" else ("", 1, 4)
         yield _row(place, " ".join(pair), unit, score.better, (score.value, values[pair]), found, factor, decimals)
     if old.generates:
@@ -182,7 +182,7 @@ def _row(
     verdict = UNJUDGED
     if low is not None and high is not None:
         verdict = SAME if low <= 0 <= high else BETTER if (low > 0) == (better == "higher") else WORSE
-        verdict = verdict if found.in_turns else NOT_IN_TURNS[verdict]
+        verdict = verdict if found.interleaved else NOT_INTERLEAVED[verdict]
     gain = 100 * delta / before if delta is not None and before else None
     return Row(*place, title, unit, better, before, after, delta, gain, low, high, found.over, verdict, decimals)
 
@@ -212,7 +212,7 @@ def _notes(point: Replicates, where: str) -> Iterator[str]:
 
 
 def _same_tokens(before: Replicates, after: Replicates) -> Iterator[str]:
-    """How many answers are the same, of the prompts that both sides answered. Only `generate` keeps the tokens."""
+    """How many answers have the same tokens, of the prompts that both sides answered. Only `generate` keeps tokens."""
     old, new = (
         {row["index"]: list(row["token_ids"]) for row in point.records[0].requests if row.get("token_ids") is not None}
         for point in (before, after)
@@ -226,19 +226,20 @@ def _same_tokens(before: Replicates, after: Replicates) -> Iterator[str]:
 
 
 def _reading(rows: list[Row], differs: dict[str, list[str]]) -> Iterator[str]:
-    """What a reader must know before believing the table."""
+    """Notes on how to read the table."""
     if "hardware" in differs:
-        yield "DIFFERENT HARDWARE: times and throughput say as much of the machines as of the runs."
+        yield "DIFFERENT HARDWARE: times and throughput depend on the machines as much as on the runs."
     judged = [row for row in rows if row.verdict != UNJUDGED]
-    if any(row.verdict in (NOT_IN_TURNS[BETTER], NOT_IN_TURNS[WORSE]) for row in rows):
+    if any(row.verdict in (NOT_INTERLEAVED[BETTER], NOT_INTERLEAVED[WORSE]) for row in rows):
         yield (
-            "NOT IN TURNS: times of one run, and those of one side taken after the other's, differ by what the machine "
-            "did meanwhile, too. sweep --repeats 3 takes its configurations in turns; take two versions in turns into "
-            "A/1 B/1 A/2 B/2, and compare A with B."
+            "NOT INTERLEAVED: times of single runs, or of all runs of one side after the other's, also differ by what "
+            "the machine did meanwhile. sweep --repeats 3 interleaves its configurations; to compare two versions, run "
+            "them alternately into A/1 B/1 A/2 B/2 and compare A with B."
         )
     chance = math.floor(len(judged) * (1 - CONFIDENCE) + 0.5)
     if chance:
-        yield f"Of {len(judged)} intervals at {CONFIDENCE:.0%}, about {chance} would miss zero if nothing differed."
+        many = f"{len(judged)} intervals at {CONFIDENCE:.0%}"
+        yield f"Of {many}, about {chance} would exclude zero by chance if nothing differed."
 
 
 def _model(run: Run) -> str:

@@ -1,7 +1,7 @@
-"""`specbatch gate`: may this change ship? Every rule of a policy on every point of a run, and a verdict.
+"""`specbatch gate`: applies every rule of a policy to every point of a run and gives a verdict.
 
-Beyond the policy's rules a run fails that left requests unfinished, whose points failed or are fewer than the
-baseline's or than its sweep was to have, or that asked for graphs and replayed none.
+Besides the rules of the policy, a run fails if requests are unfinished, points failed or are missing (from the baseline
+or from the plan of the sweep), or requested CUDA graphs were never replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Check:
-    """One rule at one point: what was found, what is allowed, and the baseline's, as people read them."""
+    """One rule at one point: the value found, what is allowed and the baseline's value, as text."""
 
     name: str
     point: str
@@ -38,7 +38,7 @@ class Check:
 
 @dataclass(frozen=True)
 class AccuracyTest:
-    """The paired test of one point. detectable_drop: None where no drop could be found with that power."""
+    """The paired test of one point. detectable_drop: None if no drop can be detected with that power."""
 
     point: str
     filter: str
@@ -55,16 +55,16 @@ class AccuracyTest:
 
     @property
     def text(self) -> str:
-        """One sentence of what was tested, and one of what it could have seen."""
+        """The result of the test, and the smallest drop that it can detect."""
         test = (
             f"{self.questions} questions, {len(self.lost)} lost and {len(self.gained)} gained "
             f"({self.before:.4f} -> {self.after:.4f}); exact McNemar test, one-sided: p = {self.p_value:.4f}, "
             f"alpha {self.alpha:g}."
         )
         if self.detectable_drop is None:
-            return f"{test} So few questions show no drop with a power of {self.power:.0%}."
+            return f"{test} With so few questions no drop can be detected with a power of {self.power:.0%}."
         return (
-            f"{test} Smallest drop found with a power of {self.power:.0%} where as many answers change by chance: "
+            f"{test} Smallest drop detected with a power of {self.power:.0%} if as many answers change by chance: "
             f"{100 * self.detectable_drop:.2f} points ({round(self.detectable_drop * self.questions)} questions)."
         )
 
@@ -99,9 +99,9 @@ class GateResult:
 
 
 def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> GateResult:
-    """Hold `run` against the rules, and against `baseline` where they ask for one.
+    """Apply the rules to `run`, and to its difference from `baseline` if they need one.
 
-    Refused: what no verdict can be made of (an unreadable file, another model or workload, answers that are missing or
+    Refused: input that allows no verdict (an unreadable file, another model or workload, answers that are missing or
     simulated, times of another device).
     """
     policy = load_policy(policy_file)
@@ -135,7 +135,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
         for name, bound in policy.bounds.items():
             checks += _bounds(name, bound, str(place), point, old)
     checks += [
-        Check("measured", str(place), False, f"{count} missing", "every repeat", detail="the sweep was cut short")
+        Check("measured", str(place), False, f"{count} missing", "every repeat", detail="the sweep was interrupted")
         for place, count in after.missing.items()
     ]
     for place in [] if pairs is None else pairs.only_before:
@@ -169,7 +169,7 @@ def _prompts(workload: dict[str, Any]) -> int:
 
 
 def _graphs(point: str, found: Replicates) -> Iterator[Check]:
-    """Graphs that were asked for are replayed, in each repeat."""
+    """Requested graphs are replayed, in every repeat."""
     for kind, mode in found.records[0].config["graphs"].items():
         if mode == "off":
             continue
@@ -210,7 +210,7 @@ def _accuracy(
     (score,) = (score for score in new.scores if (score.filter, score.metric) == (filter, metric))
     if score.better == "lower":
         raise refuse(
-            "metric", metric, "is the lower the better, and the rules of [accuracy] are of shares that are right"
+            "metric", metric, "lower is better for it, and the rules of [accuracy] are for shares of right answers"
         )
     name = f"accuracy {filter} {metric}"
     checks = []
@@ -234,7 +234,7 @@ def _accuracy(
         drop = test.detectable_drop
         passed = drop is not None and drop <= rules.detects
         found = "none" if drop is None else f"{drop:.4f}"
-        detail = "" if passed else "ask more questions"
+        detail = "" if passed else "use more questions"
         checks.append(Check("smallest detectable drop", point, passed, found, f"<= {rules.detects:g}", detail=detail))
     return checks, test
 
@@ -245,9 +245,9 @@ def _answers(setting: str, point: Replicates) -> EvalAnswers:
         raise refuse(setting, str(path.parent), f"holds {1 + len(others)} runs, and answers are judged of one; name it")
     report = load_answers(setting, path)
     if report is None:
-        raise refuse(setting, str(path), "holds no answers of specbatch eval, and the policy has rules of accuracy")
+        raise refuse(setting, str(path), "holds no answers of specbatch eval, which the rules of [accuracy] need")
     if report.record.simulated_accept_length is not None:
-        raise refuse(setting, str(path), "its acceptance was simulated, so that its answers are no model's")
+        raise refuse(setting, str(path), "its acceptance was simulated, so its answers are not the model's")
     return report
 
 

@@ -1,4 +1,4 @@
-"""What a release must keep: a TOML file of rules.
+"""The policy of a release gate: a TOML file of rules.
 
     [accuracy]                      # answers of `specbatch eval`
     filter = "flexible-extract"     # and metric: needed where the task has several
@@ -40,7 +40,7 @@ class _Rules(BaseModel):
 
 
 class Accuracy(_Rules):
-    """Rules for answers. `may_fall` is about the run against its baseline, which it needs."""
+    """Rules for answers. `may_fall = false` compares with a baseline."""
 
     filter: str | None = None
     metric: str | None = None
@@ -54,12 +54,12 @@ class Accuracy(_Rules):
     @model_validator(mode="after")
     def _consistent(self) -> Accuracy:
         if self.may_fall and self.model_fields_set & {"alpha", "power", "detects"}:
-            raise ValueError("alpha, power and detects are of the test, which may_fall = true leaves out")
+            raise ValueError("alpha, power and detects configure the test, which may_fall = true skips")
         return self
 
 
 class Bound(_Rules):
-    """Limits of one number; at least one of them."""
+    """Limits of one metric; at least one is required."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -102,11 +102,11 @@ class Policy(_Rules):
         return fall or any(bound.worsens_at_most is not None for bound in self.bounds.values())
 
 
-_LEVELS: tuple[type[_Rules], ...] = (Policy, Accuracy, Bound)  # by how deep their rules lie in the file
+_LEVELS: tuple[type[_Rules], ...] = (Policy, Accuracy, Bound)  # by depth in the file
 
 
 def load_policy(path: Path) -> Policy:
-    """Read the rules. Refused, in one line: no such file, no TOML, a rule that is none."""
+    """Read the rules. Refused in one line: a missing file, invalid TOML, an unknown rule."""
     try:
         return Policy.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The verdict of a gate for people (Markdown, as pull requests show it) and for CI (JUnit XML)."""
+"""The verdict of a gate as Markdown for pull requests and as JUnit XML for CI."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 from specbatch.atomic_file import write_atomic
 from specbatch.evals.gate.gate import Check, GateResult
 
-NAMED = 20  # questions whose verdict changed, by number
+NAMED = 20  # lost or gained questions to list
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def markdown(result: GateResult) -> str:
-    """A title, a table of the checks, and what the accuracy test could have seen."""
+    """A title, a table of the checks, and the accuracy tests with the drop that they can detect."""
     from tabulate import tabulate
 
     failed, every = len(result.failed), len(result.checks)
@@ -39,13 +39,13 @@ def markdown(result: GateResult) -> str:
     parts += [
         f"{check.name}{f' at {check.point}' if check.point else ''}: {check.detail}"
         for check in result.failed
-        if check.detail and check.detail not in _said(result)
+        if check.detail and check.detail not in _printed(result)
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def junit(result: GateResult) -> str:
-    """One test case per check; a failed one says what was found and what is allowed."""
+    """One test case per check; a failed one holds the value found and what is allowed."""
     counts = {"tests": str(len(result.checks)), "failures": str(len(result.failed)), "errors": "0"}
     root = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": "specbatch gate", **counts, "skipped": "0"})
@@ -73,10 +73,10 @@ def _cells(check: Check, points: bool) -> list[str]:
     return [cell.replace("|", "\\|") for cell in ([check.point, *cells] if points else cells)]
 
 
-def _said(result: GateResult) -> set[str]:
+def _printed(result: GateResult) -> set[str]:
     return {test.text for test in result.tests}
 
 
 def _clean(text: str) -> str:
-    """Without what XML cannot hold."""
+    """The text without characters that XML does not allow."""
     return _NO_XML.sub("?", text)

@@ -1,10 +1,9 @@
-"""By how much two points differ, with a 95% interval: over repeats where there are some, else over prompts.
+"""95% confidence intervals of the difference between two points, over repeats or over prompts.
 
-Over prompts: the bootstrap (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993) by percentiles, prompts
-drawn with replacement, the same ones on both sides where the rows pair. Such an interval knows nothing of what changes
-from run to run. Over repeats: Welch's t interval of the difference of two means; where both points took part in the
-same rounds of one run (A B A B), the t interval of the mean difference within a round, which leaves out what the
-machine did to both.
+Over prompts: the percentile bootstrap (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993). Prompts are
+drawn with replacement, the same ones on both sides if the rows pair. It does not cover variation between runs. Over
+repeats: Welch's t interval of the difference of two means. If both points were measured in the same rounds of one run
+(A B A B), it is the t interval of the mean difference within a round, which cancels what the machine did to both.
 """
 
 from __future__ import annotations
@@ -24,24 +23,25 @@ from specbatch.records.runs import Replicates
 CONFIDENCE = 0.95
 RESAMPLES = 2_000
 SEED = 0
-LEAST_PROMPTS = 10  # of fewer, a bootstrap says too little
-_ELEMENTS = 1 << 22  # that a batch of resamples may have
+LEAST_PROMPTS = 10  # a bootstrap of fewer is too inaccurate
+_ELEMENTS = 1 << 22  # of a batch of resamples, to bound memory
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Of after - before, in the record's unit. `over` says what was drawn, or why there are no ends.
+    """The interval of after - before, in the record's unit. Without ends, `over` is the reason.
 
-    in_turns: False where times are of one run, or of runs of one side after those of the other: then a difference may
-    as well be the machine's, which was warmer or busier
+    over         what was resampled or repeated
+    interleaved  False for times of a single run, or of all runs of one side after those of the other: the difference
+                 may then come from the machine, which was warmer or busier
     """
 
     low: float | None
     high: float | None
     over: str
-    in_turns: bool = True
+    interleaved: bool = True
 
     @property
     def excludes_zero(self) -> bool:
@@ -50,7 +50,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Sample:
-    """Numbers of each prompt, summed over repeats: [prompts]. `indices` is None where rows do not name their prompt."""
+    """Numerator and denominator of each prompt, summed over repeats: [prompts]. indices: of the prompts, None if the
+    rows lack them."""
 
     top: Floats
     bottom: Floats
@@ -64,24 +65,24 @@ def interval(metric: Metric, before: Replicates, after: Replicates) -> Interval:
     if metric.is_time and min(len(before.records), len(after.records)) > 1:
         values = ([record.metrics[metric.key] or 0.0 for record in point.records] for point in (before, after))
         found = over_runs(*values, paired=before.rounds == after.rounds)
-        return replace(found, in_turns=_in_turns(before, after))
+        return replace(found, interleaved=_interleaved(before, after))
     if metric.per_request is None:
-        return Interval(None, None, "needs two runs a side")
+        return Interval(None, None, "needs two runs per side")
     samples = [sample(metric.per_request, point.records) for point in (before, after)]
     if samples[0] is None or samples[1] is None:
         return Interval(None, None, "no rows")
     found = over_prompts(samples[0], samples[1], median=metric.is_median)
-    return replace(found, in_turns=not metric.is_time)
+    return replace(found, interleaved=not metric.is_time)
 
 
 def over_runs(before: list[float], after: list[float], *, paired: bool = False) -> Interval:
-    """The t interval of the difference of the means; two runs a side at least. paired: run by run."""
+    """The t interval of the difference of the means, from at least two runs per side. paired: run by run."""
     from scipy import stats
 
     old, new = np.array(before), np.array(after)
     over = f"{len(old)} runs, paired by round" if paired else f"{len(old)} and {len(new)} runs"
     parts = [new - old] if paired else [old, new]
-    if not any(np.ptp(part) for part in parts):  # nothing varies: no variance to divide by
+    if not any(np.ptp(part) for part in parts):  # without variance there is no t statistic
         delta = float(new.mean() - old.mean())
         return Interval(delta, delta, over)
     test = stats.ttest_rel(new, old) if paired else stats.ttest_ind(new, old, equal_var=False)
@@ -90,7 +91,7 @@ def over_runs(before: list[float], after: list[float], *, paired: bool = False) 
 
 
 def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Interval:
-    """The bootstrap over prompts; of sums over sums, or of medians of the quotients."""
+    """The bootstrap over prompts, of the ratio of sums or of the median of ratios."""
     from scipy import stats
 
     paired = before.indices is not None and before.indices == after.indices
@@ -104,7 +105,7 @@ def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Inte
         return statistic(after.top[new], after.bottom[new]) - statistic(before.top[old], before.bottom[old])
 
     drawn = (np.arange(sizes[0]),) if paired else tuple(np.arange(size) for size in sizes)
-    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # a resample without it is no number
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # a resample without the number gives NaN
         found = stats.bootstrap(
             drawn,
             difference,
@@ -122,13 +123,13 @@ def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Inte
     return Interval(float(found.low), float(found.high), over)
 
 
-def _in_turns(before: Replicates, after: Replicates) -> bool:
+def _interleaved(before: Replicates, after: Replicates) -> bool:
     old, new = ([record.created for record in point.records] for point in (before, after))
     return min(new) <= max(old) and min(old) <= max(new)
 
 
 def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample | None:
-    """What the rows of `records` say by prompt; None where they do not say it. Aborted requests count nowhere."""
+    """The fields of each prompt from the rows of `records`; None where rows lack them. Aborted requests are ignored."""
     top, bottom = fields
     rows = [row for record in records for row in record.requests]
     if not rows or any(name is not None and name not in row for row in rows for name in fields):

@@ -1,8 +1,8 @@
-"""Two runs' answers to the same questions, and the exact test of whether fewer are right.
+"""McNemar's exact test: did accuracy fall between two runs on the same questions?
 
-McNemar's test (Psychometrika 12, 1947) looks at the questions whose verdict changed alone: if nothing fell, each of
-them is as likely lost as gained. Its exact form is a binomial test. Two separate standard errors would call a drop of 4
-points of 500 questions noise; the same answers, paired, can show one of a point.
+The test (Psychometrika 12, 1947) uses only the questions whose result changed: if accuracy did not fall, each of them
+is as likely to be lost as gained. Its exact form is a binomial test. With 500 questions, two separate standard errors
+cannot distinguish a drop of 4 points from noise; paired answers can show a drop of one point.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specbatch.records.answers import EvalAnswers
 
 @dataclass(frozen=True)
 class Changes:
-    """Of `n` questions: those that were right and are wrong now (lost), and the other way round (gained)."""
+    """Of `n` questions: those that were right and are wrong now (lost), and the reverse (gained)."""
 
     n: int
     right_before: int
@@ -36,7 +36,7 @@ class Changes:
         return len(self.lost) + len(self.gained)
 
     def p_fallen(self) -> float:
-        """How likely as many of the changed questions, or more, are lost if nothing fell (one-sided)."""
+        """One-sided p value: the probability of at least as many losses among the changed questions if nothing fell."""
         return self._p("greater")
 
     def p_changed(self) -> float:
@@ -44,8 +44,8 @@ class Changes:
         return self._p("two-sided")
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Of `delta`, given how many changed: Clopper and Pearson's interval of the share gained. It holds 0 exactly
-        where the two-sided test shows nothing."""
+        """Interval of `delta`, given how many changed: Clopper and Pearson's interval of the share gained. It contains
+        0 exactly if the two-sided test is not significant."""
         from scipy.stats import binomtest
 
         if not self.changed:
@@ -63,7 +63,7 @@ class Changes:
 
 
 def pick_score(report: EvalAnswers, filter: str | None, metric: str | None) -> tuple[str, str]:
-    """The answer filter and metric meant; None is the only one there is."""
+    """The answer filter and metric; None selects the only one there is."""
     known = [(score.filter, score.metric) for score in report.scores]
     found = [pair for pair in known if filter in (None, pair[0]) and metric in (None, pair[1])]
     if len(found) == 1:
@@ -74,7 +74,7 @@ def pick_score(report: EvalAnswers, filter: str | None, metric: str | None) -> t
 
 
 def changes(before: EvalAnswers, after: EvalAnswers, filter: str, metric: str) -> Changes:
-    """Pair the answers by question. Refused: other questions, and scores that are not right or wrong."""
+    """Pair the answers by question. Refused: different questions, and scores other than right or wrong."""
     old, new = (_verdicts(report, filter, metric) for report in (before, after))
     if apart := sorted(doc for doc in {*old, *new} if old.get(doc, ("",))[0] != new.get(doc, ("",))[0]):
         raise SpecbatchError(
@@ -90,10 +90,10 @@ def is_binary(report: EvalAnswers, filter: str, metric: str) -> bool:
 
 
 def detectable_drop(n: int, churn: float, *, alpha: float, power: float) -> float | None:
-    """The smallest true drop of accuracy that the one-sided test at `alpha` finds with probability `power`.
+    """The smallest true drop of accuracy that the one-sided test at `alpha` detects with probability `power`.
 
-    churn: share of questions that are gained by chance, and as many lost, whatever else happens. Exact: gained and lost
-    questions are multinomial. None if not even losing all the others would do.
+    churn: share of questions that are gained by chance, and the same share lost, in addition to the drop. Exact: the
+    counts of gained and lost questions are multinomial. None if not even the loss of all others would be detected.
     """
     steps = int(n * (1 - 2 * churn))
     low, high = 0, steps + 1  # drops in questions: too small, and large enough
@@ -107,7 +107,7 @@ def detectable_drop(n: int, churn: float, *, alpha: float, power: float) -> floa
 
 
 def found_with(n: int, churn: float, drop: float, *, alpha: float) -> float:
-    """The probability with which the test at `alpha` finds a true `drop`."""
+    """The probability that the test at `alpha` detects a true `drop`."""
     import numpy as np
     from scipy.stats import binom
 
@@ -119,7 +119,7 @@ def found_with(n: int, churn: float, drop: float, *, alpha: float) -> float:
 
 
 def _least_lost(first: int, last: int, alpha: float) -> list[int]:
-    """For first, first + 1, ... last questions gained: how many must be lost for the test to fail. It only rises."""
+    """For first, first + 1, ... last questions gained: the fewest losses that are significant. It never decreases."""
     from scipy.stats import binom
 
     found, lost = [], 0
@@ -131,7 +131,7 @@ def _least_lost(first: int, last: int, alpha: float) -> list[int]:
 
 
 def _verdicts(report: EvalAnswers, filter: str, metric: str) -> dict[int, tuple[str, bool]]:
-    """By question: the hash of its prompt, and whether the answer was right. lm-eval scores repeats together."""
+    """By question: the hash of its prompt, and whether the answer was right. lm-eval scores repeats as one."""
     if not is_binary(report, filter, metric):
         raise refuse("metric", metric, "is not 0 or 1 for every question; a paired test needs right or wrong")
     return {row["doc_id"]: (row["prompt_hash"], bool(row["scores"][filter][metric])) for row in report.questions}

@@ -1,12 +1,12 @@
-"""`specbatch report`: everything a sweep's folder can show, made from its records and nothing else.
+"""`specbatch report`: tables, plots and one HTML page of a sweep, made from its records alone.
 
     summary.{md,csv,json}      the table of the sweep, its heading and notes
     concurrency.{md,csv,json}  one summary by concurrency for each configuration
     serving.{md,csv,json}      each point as serving benchmarks print it
-    plots/*.svg, plots/*.png   the pictures
+    plots/*.svg, plots/*.png   the plots
     report.html                all of that as one file that needs no network
 
-Made twice from the same records, the files are the same to the byte.
+The same records give the same files, byte for byte.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Picture:
 
 
 def write_report(folder: Path, output: Path | None = None) -> list[Path]:
-    """Make all files from the records in `folder`, in `output` (default: `folder`); return their paths, the page last.
+    """Write all files from the records in `folder` to `output` (default: `folder`); return their paths, the page last.
 
-    Refused: a folder without records of a sweep, and a place that cannot be written.
+    Refused: a folder without records of a sweep, and an output that cannot be written.
     """
     records = load_records(folder)
     target = output or folder
     try:
-        target.mkdir(parents=True, exist_ok=True)  # a place that is none is found before the work
+        target.mkdir(parents=True, exist_ok=True)  # fail before the work
         files = _files(records, unfinished(folder), command_of(folder, output))
         for name, content in files.items():
             path = target / name
@@ -94,7 +94,7 @@ def write_report(folder: Path, output: Path | None = None) -> list[Path]:
 
 
 def command_of(folder: Path, output: Path | None) -> str:
-    """What remakes the report, to be pasted into a shell."""
+    """The command that makes the report again."""
     return shlex.join(["specbatch", "report", str(folder), *(["--output", str(output)] if output else [])])
 
 
@@ -126,7 +126,7 @@ def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict
 
 
 def draw_all(records: list[RunRecord]) -> list[Picture]:
-    """Every picture of the records, those that could not be drawn without files."""
+    """All plots; those that could not be drawn have no files."""
     with plot_style.style():
         return [
             Picture(plot)
@@ -139,7 +139,7 @@ def draw_all(records: list[RunRecord]) -> list[Picture]:
 def page(
     records: list[RunRecord], pictures: list[Picture], serving: list[Row], command: str, missing: Sequence[Point] = ()
 ) -> str:
-    """The report as one HTML file; `command` remakes it. missing: points of the sweep that have no record."""
+    """The report as one HTML file. command: makes it again; missing: points of the sweep without a record."""
     from jinja2 import Environment, StrictUndefined
 
     rows = table(records)
@@ -161,7 +161,7 @@ def page(
 
 
 def warnings_of(records: list[RunRecord], missing: Sequence[Point] = ()) -> dict[str, list[str]]:
-    """What a reader must know before believing a number, by kind: first what is simulated."""
+    """Texts of the warnings by kind, simulated acceptance first."""
     found: dict[str, list[str]] = {"SIMULATED": []}
     for note in (*notes(records, table(records), missing), *_low_acceptance(records)):
         if note.warning:
@@ -187,14 +187,14 @@ def _made_from(records: list[RunRecord]) -> dict[str, str]:
 
 
 def _acceptance(records: list[RunRecord]) -> Cells | None:
-    """Where drafts were accepted; None where none were made."""
+    """The acceptance table; None if nothing was drafted."""
     found = {place: acceptance_cells(one.counters for one in runs) for place, runs in points_of(records).items()}
     body = [[*map(str, place), *cells] for place, cells in found.items() if cells]
     return _named(["concurrency", "configuration", *ACCEPTANCE], body) if body else None
 
 
 def _named(titles: list[str], body: list[list[str]]) -> Cells:
-    """Concurrency and configuration as one name: the first column stays in view where a table is scrolled."""
+    """Join concurrency and configuration into the first column, which stays visible when a table is scrolled."""
     return ["configuration, concurrency", *titles[2:]], [[f"{row[1]}, {row[0]}", *row[2:]] for row in body]
 
 

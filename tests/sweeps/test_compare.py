@@ -16,7 +16,7 @@ from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.compare import BETTER, COMPARED, NOT_IN_TURNS, SAME, UNJUDGED, WORSE, Comparison, Row, compare
+from specbatch.sweeps.compare import BETTER, COMPARED, NOT_INTERLEAVED, SAME, UNJUDGED, WORSE, Comparison, Row, compare
 
 
 def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
@@ -26,7 +26,7 @@ def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
 
 @pytest.mark.parametrize(
     ("emitted", "ttft", "length", "first"),
-    [(22, 0.2, BETTER, NOT_IN_TURNS[WORSE]), (18, 0.05, WORSE, NOT_IN_TURNS[BETTER]), (20, 0.1, SAME, SAME)],
+    [(22, 0.2, BETTER, NOT_INTERLEAVED[WORSE]), (18, 0.05, WORSE, NOT_INTERLEAVED[BETTER]), (20, 0.1, SAME, SAME)],
 )
 def test_directions(tmp_path, emitted, ttft, length, first):
     old = saved(tmp_path / "a", make_record([metrics_of() for _ in range(12)]))
@@ -39,7 +39,7 @@ def test_directions(tmp_path, emitted, ttft, length, first):
     assert (mean.before, mean.after, mean.unit) == (pytest.approx(100), pytest.approx(1000 * ttft), "ms")
     assert row_of(result, "output tok/s").verdict == UNJUDGED  # one run a side
     assert ("(regression)" in result.markdown()) == (length == WORSE)
-    assert ("NOT IN TURNS" in result.markdown()) == (first != SAME)
+    assert ("NOT INTERLEAVED" in result.markdown()) == (first != SAME)
 
 
 def test_every_compared_metric_has_a_direction():
@@ -63,10 +63,10 @@ def test_times_are_judged_over_repeats(tmp_path):
     assert row_of(compare(slow, old), "p99 TTFT").verdict == BETTER
     late = runs("d", [1.5, 1.6, 1.7], 2)
     for pair, verdict in (((old, late), WORSE), ((late, old), BETTER)):
-        assert row_of(compare(*pair), "mean TTFT").verdict == NOT_IN_TURNS[verdict]
-        assert "NOT IN TURNS" in compare(*pair).markdown()
+        assert row_of(compare(*pair), "mean TTFT").verdict == NOT_INTERLEAVED[verdict]
+        assert "NOT INTERLEAVED" in compare(*pair).markdown()
     assert row_of(compare(old, alike), "mean TTFT").verdict == SAME
-    assert "NOT IN TURNS" not in compare(old, slow).markdown()
+    assert "NOT INTERLEAVED" not in compare(old, slow).markdown()
 
 
 def test_rounds_of_one_run_pair(tmp_path):
@@ -89,8 +89,8 @@ def test_repeats_of_one_side_are_one_run_of_the_other(tmp_path):
     old = saved(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
     new = saved(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
     row = row_of(compare(old, new), "mean TTFT")
-    assert (row.verdict, row.over, row.low) == (NOT_IN_TURNS[WORSE], "12 prompts, paired", pytest.approx(2000))
-    assert row_of(compare(new, old), "p99 TTFT").over == "needs two runs a side"
+    assert (row.verdict, row.over, row.low) == (NOT_INTERLEAVED[WORSE], "12 prompts, paired", pytest.approx(2000))
+    assert row_of(compare(new, old), "p99 TTFT").over == "needs two runs per side"
 
 
 def test_points_pair_by_place_and_others_are_named(tmp_path):

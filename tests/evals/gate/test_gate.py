@@ -89,7 +89,7 @@ def test_floor_unparsed_and_sensitivity(put, policy):
     result = run_gate(policy(RULES + "at_least = 0.51\nunparsed_at_most = 1"), new, old)
     assert [item.name for item in result.failed] == ["accuracy loose match"]
     tiny = run_gate(policy(RULES), put("four", make_report("1110")), put("vier", make_report("1110")))
-    assert "So few questions show no drop" in markdown(tiny)
+    assert "With so few questions no drop can be detected" in markdown(tiny)
     tiny = run_gate(policy(RULES + "detects = 1"), tiny.run, tiny.baseline)
     assert check(tiny, "smallest detectable drop").found == "none"
     assert not tiny.passed
@@ -289,7 +289,7 @@ def test_a_sweep_that_was_cut_short_fails(tmp_path, policy):
     (run / "sweep.json").write_text(json.dumps(plan))
     (found,) = run_gate(rules, run).failed
     assert (found.name, found.point, found.found) == ("measured", "v2 concurrency 4", "1 missing")
-    assert "measured at v2 concurrency 4: the sweep was cut short" in markdown(run_gate(rules, run))
+    assert "measured at v2 concurrency 4: the sweep was interrupted" in markdown(run_gate(rules, run))
     assert run_gate(rules, run / "v1").passed
     notes = compare(run / "v1", run / "v2").notes
     assert f"UNFINISHED: {run / 'v2'} v2 concurrency 4: its sweep was cut short and lacks 1 of its repeats" in notes

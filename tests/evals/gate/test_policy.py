@@ -20,7 +20,7 @@ from specbatch.evals.gate.policy import load_policy
         ("[accuracy]\nat_least = 1.5", r"accuracy\.at_least: Input should be less than or equal to 1"),
         ("[accuracy]\nat_least = true", r"accuracy\.at_least: Input should be a valid number"),
         ("[accuracy]\nalpha = 0", r"accuracy\.alpha: Input should be greater than 0"),
-        ("[accuracy]\nmay_fall = true\ndetects = 0.1", "which may_fall = true leaves out"),
+        ("[accuracy]\nmay_fall = true\ndetects = 0.1", "which may_fall = true skips"),
         ("[bounds]\nttft_s = {at_most = 1}", r"no metric is called ttft_s; did you mean .*mean_ttft_s"),
         ("[bounds]\nmean_ttft_s = {at_least = 1}", "of mean_ttft_s lower is better; use at_most in place of at_least"),
         ("[bounds]\naccept_length = {at_most = 1}", "of accept_length higher is better; use at_least"),

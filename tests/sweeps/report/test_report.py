@@ -117,7 +117,7 @@ def test_the_page_says_what_was_run(document):
 
 def test_the_page_holds_every_table_plot_and_block(document):
     captions = [caption.text for caption in document.iter("caption")]
-    assert captions == ["Medians over repeats", "Where drafts were accepted", *NAMES]
+    assert captions == ["Medians over repeats", "Acceptance", *NAMES]
     assert len(document.findall(".//figure")) == 7
     assert [len(list(figure.iter("{*}svg", "svg"))) for figure in document.iter("figure")] == [1] * 7
     assert [summary.text for summary in document.iter("summary")][:6] == [
