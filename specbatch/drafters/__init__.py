@@ -1,1 +1,1 @@
-"""Drafting algorithms, one file each, and the verification of drafts. `specbatch.algorithms` lists them."""
+"""Drafting algorithms, one file each. `specbatch.algorithms` is their registry."""

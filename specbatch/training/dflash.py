@@ -66,13 +66,13 @@ class DFlashHead(Head):
         alive = drawn
         guesses = []
         for row in range(1, self.drafts + 1):
-            stands = drawn & (places[..., row] < batch.lengths[:, None])
-            logits = F.linear(hidden[:, :, row][stands], target.head).float()
-            wanted = truth[..., row][stands]
+            valid = drawn & (places[..., row] < batch.lengths[:, None])
+            logits = F.linear(hidden[:, :, row][valid], target.head).float()
+            wanted = truth[..., row][valid]
             hits = logits.argmax(-1) == wanted
-            alive = alive & stands
-            alive[stands] &= hits
-            guesses.append(Guess(F.cross_entropy(logits, wanted, reduction="none"), hits, alive[stands]))
+            alive = alive & valid
+            alive[valid] &= hits
+            guesses.append(Guess(F.cross_entropy(logits, wanted, reduction="none"), hits, alive[valid]))
         return Scores.of(guesses, math.exp(-2 / (self.drafts + 1)))
 
     def forward(self, aux: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class DFlashHead(Head):
         [B, A, rows, H]."""
         context = self.hidden_norm(self.fc(aux))  # no layer's input norm is applied to it
         at = torch.arange(aux.shape[1], device=aux.device)
-        hidden = (at >= places[:, :, :1])[:, :, None]  # [B, A, 1, L]: what stands in front of the anchor is seen
+        hidden = (at >= places[:, :, :1])[:, :, None]  # [B, A, 1, L]: keys before the anchor are visible
         x = blocks
         for layer in self.layers:
             assert isinstance(layer, Layer)

@@ -214,7 +214,7 @@ FILES = [
     ("gone", "no such folder"),
     ("empty", "no config.json"),
     ("bare", "neither safetensors nor a pytorch_model.bin"),
-    ("damaged", "damaged or no file of tensors"),
+    ("damaged", "damaged or not a file of tensors"),
 ]
 
 
