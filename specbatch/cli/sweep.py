@@ -62,7 +62,7 @@ def sweep(
         str | None,
         Option(
             metavar="N|N-M",
-            help="Tokens of an answer, or a range of them; for text, at most that many. Default: 128; 64 on a CPU.",
+            help="Tokens of an answer, or a range of them; for text, at most that many. Default: 128; 48 on a CPU.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,

@@ -71,8 +71,10 @@ class Inputs:
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows)
 
     def reject(self, logits: torch.Tensor, s: Sampling, q: torch.Tensor) -> torch.Tensor:
-        law = filter_logits(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.flags.truncated)
-        tokens, accepted, sound = rejection_sample(law, self.drafts, self.drafted, q, self.seeds, self.positions)
+        distribution = filter_logits(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.flags.truncated)
+        tokens, accepted, sound = rejection_sample(
+            distribution, self.drafts, self.drafted, q, self.seeds, self.positions
+        )
         return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows, accepted=accepted)
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,6 +122,6 @@ def _operations(x: Inputs) -> Iterator[tuple[str, Call, Call | None]]:
         s = x.sampling(1.0, 20, 0.95)
         logits = x.noise * LOGIT_SCALES["peaked"]
         near = (logits + torch.randn_like(logits)).view(x.batch, x.n, -1)[:, :-1].flatten(0, 1).contiguous()
-        law = filter_logits(near, s.temperature, s.top_k, s.top_p, s.min_p, truncated=True)
-        q = probabilities(law).view(x.batch, x.n - 1, -1)
+        distribution = filter_logits(near, s.temperature, s.top_k, s.top_p, s.min_p, truncated=True)
+        q = probabilities(distribution).view(x.batch, x.n - 1, -1)
         yield "reject, peaked", partial(x.reject, logits, s, q), partial(x.reference, logits, s, q) if few else None

@@ -162,7 +162,7 @@ def test_prompts_that_are_too_long_are_an_error(tmp_path, dry):
     words = ("--dataset", "gsp", "--groups", 2, "--shared-len", 9000, "--input-len", 5, "--out", tmp_path / "out")
     result = CliRunner().invoke(app, ["sweep", "--concurrency", "2", *map(str, words), *TOY[:-2], *dry])
     assert result.exit_code == 2
-    assert "shared_len=9000: with input_len=5 and output_len=64 that is max_model_len=9069: " in result.stderr
+    assert "shared_len=9000: with input_len=5 and output_len=48 that is max_model_len=9053: " in result.stderr
 
 
 def test_a_dry_run_loads_and_writes_nothing(run):

@@ -155,7 +155,7 @@ def test_default_output_is_a_fresh_folder(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "output_len", "prompts", "short"),
-    [((), 64, 5, True), (("--output-len", 7, "--prompts-per-concurrency", 3), 7, 15, False)],
+    [((), 48, 5, True), (("--output-len", 7, "--prompts-per-concurrency", 3), 7, 15, False)],
 )
 def test_defaults_are_questions_in_a_size_that_suits_a_cpu(run, jsonl, tmp_path, words, output_len, prompts, short):
     questions = jsonl({"question": "2 + 2?", "answer": "4"})

@@ -194,7 +194,7 @@ def test_an_interrupted_bench_keeps_its_points_and_their_table(run, monkeypatch)
     assert [row["configuration"] for row in rows_of()] == ["v1"]
 
 
-def test_peers_stand_beside_what_they_can_be_compared_with(run):
+def test_peers_are_shown_next_to_comparable_rows(run):
     head = "model,dtype,gpu,section,size,column,peer,value\n"
     peers = ["toy,float32,,decode,3,step_ms,Theirs 1.0,7.25", "other,float32,,decode,3,step_ms,Others,9.5"]
     Path("peers.csv").write_text(head + "\n".join(peers) + "\n")
@@ -260,7 +260,7 @@ def test_bytes_of_a_step_of_qwen3_next_in_fp8():
     assert read["step_bytes"] == read["weight_bytes"] + 8 * (moved_states(model, 4, types) + read["mean_context"])
 
 
-def test_products_of_a_mixture_are_left_out_with_the_reason(run, tmp_path):
+def test_gemm_time_of_a_mixture_is_not_measured_with_a_reason(run, tmp_path):
     sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "rms_norm_eps": 1e-6}
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -300,7 +300,7 @@ def test_one_long_request_always_fits():
     assert all(config.kv_pages * 16 >= 2008 for config in plan.engines.values())
 
 
-def test_the_data_sheet_is_named_where_the_device_is_known():
+def test_known_devices_have_a_data_sheet():
     assert data_sheet_bandwidth("NVIDIA H200") == 4.8e12
     assert data_sheet_bandwidth("NVIDIA A100-SXM4-80GB") is None
     assert data_sheet_bandwidth(None) is None
@@ -374,7 +374,7 @@ def test_a_pool_is_never_smaller_than_an_engine_takes(changes):
         assert engine.caps["max_model_len"] == 12
 
 
-def test_products_that_fail_cost_their_column_only(run, monkeypatch):
+def test_a_failed_gemm_time_loses_only_its_column(run, monkeypatch):
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for weights\nand more")
 
@@ -385,7 +385,7 @@ def test_products_that_fail_cost_their_column_only(run, monkeypatch):
     assert result.stdout.count("GEMMS FAILED: decode v1 1: OutOfMemoryError: no room for weights") == 1
 
 
-def test_a_machine_that_is_a_cpu_says_so(run):
+def test_a_cpu_has_no_machine_section(run):
     result = run(sections="machine", repeats=1)
     assert result.exit_code == 0
     assert "the section machine needs a CUDA device" in result.stdout
@@ -400,13 +400,13 @@ def test_a_cpu_has_no_numbers_of_overlap_or_graphs(run):
     assert all(row["host_ms_per_step"] for row in rows_of())
 
 
-def test_a_table_says_which_configurations_a_section_has_and_why(run):
+def test_a_section_names_its_configurations(run):
     text = run(sections="decode,verify", configs="v1", batch="1", repeats=1).stdout
     assert "Configurations: v1 (from --configs" in text
     assert "Configurations: v2 and v2, 16 rows (always v2, with 1 and with 16 rows)" in text
 
 
-def test_peers_that_match_nothing_are_said_in_a_line(run):
+def test_peers_without_a_match_give_a_warning(run):
     row = "toy,float32,,decode,{},step_ms,Theirs,7.25\n"
     Path("peers.csv").write_text("model,dtype,gpu,section,size,column,peer,value\n" + row.format(77))
     said = "peers: no figure matches this"
@@ -415,7 +415,7 @@ def test_peers_that_match_nothing_are_said_in_a_line(run):
     assert said not in run(sections="decode", repeats=1, peers="peers.csv", output="o").stderr
 
 
-def test_products_alone_are_those_of_every_matrix(monkeypatch):
+def test_gemm_time_covers_every_matrix(monkeypatch):
     model = ModelConfig.from_dict(SHAPES["toy"])
     calls = []
     monkeypatch.setattr("specbatch.sweeps.machine.limits.F.linear", lambda x, w: calls.append((x.shape[0], w.numel())))

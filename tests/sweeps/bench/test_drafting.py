@@ -1,4 +1,4 @@
-"""`specbatch bench` with a draft: iterations at full batch, closed loops and first tokens beside plain decoding."""
+"""`specbatch bench` with a draft: iterations at full batch, closed loops and first tokens compared with a baseline."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_first_tokens_and_a_verify_that_is_left_out(run):
     assert "break-even" not in result.stdout
 
 
-def test_without_a_baseline_it_is_said_what_is_missing(run):
+def test_a_missing_baseline_is_a_note(run):
     result = run("bench", *WORDS, *DRAFT, "--sections", "decode,ttft", "--configs", "v2")
     assert result.exit_code == 0, result.output
     assert "NOT COMPARED: Iteration at full batch: ratio and break-even need baseline, which --configs" in result.stdout
@@ -126,7 +126,7 @@ def test_without_a_baseline_it_is_said_what_is_missing(run):
     assert "simulated accept length 2" in result.stdout.partition("##")[0]
 
 
-def test_nobody_is_told_of_a_section_that_nobody_asked_for():
+def test_no_warning_about_a_default_section():
     said: list[str] = []
     plan = plan_engines(TOY, BenchOptions(), said.append)
     assert {point.section for point in plan.points} == {"decode", "closed", "ttft"}
@@ -194,7 +194,7 @@ def test_a_run_too_short_for_its_batch_has_no_step():
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_tree_has_pages_for_the_nodes_that_its_draft_runs():
+def test_a_tree_has_pages_for_the_nodes_of_its_draft():
     tree = replace(EAGLE3, draft_steps=5, draft_topk=4, draft_tokens=8)
     plan = plan_engines(replace(TOY, speculation=tree), BenchOptions(sections=("decode",), batch=(2,)))
     with Engine(plan.engines["v2"]) as engine:
@@ -202,7 +202,7 @@ def test_a_tree_has_pages_for_the_nodes_that_its_draft_runs():
         assert plan.engines["v2"].kv_pages == 2 * -(-(512 + 288 + 2 * 17) // 4)
 
 
-def test_a_baseline_has_no_draft_to_attend():
+def test_a_baseline_has_no_draft_attention_backend():
     base = replace(TOY, speculation=Speculation("standalone", draft="toy"), draft_attention_backend="torch")
     plan = plan_engines(base, BenchOptions(sections=("closed",)))
     asked = {name: config.draft_attention_backend for name, config in plan.engines.items()}
@@ -214,7 +214,7 @@ def test_a_baseline_has_no_draft_to_attend():
     }
 
 
-def test_a_block_draft_decides_how_many_it_drafts(monkeypatch):
+def test_a_block_draft_sets_its_draft_length(monkeypatch):
     base = replace(TOY, speculation=Speculation("dflash", draft="dummy"))
     prepared = builder.prepare(base, lambda line: None)
     short = prepared._replace(config=replace(base, speculation=replace(base.speculation, draft_tokens=7)))

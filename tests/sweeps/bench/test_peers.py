@@ -1,4 +1,4 @@
-"""What a CSV of other engines' figures may hold."""
+"""CSV files of other engines' figures: valid and refused contents."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ ROW = "toy,float32,,decode,3,step_ms,Theirs,7.25\n"
         ((DRAFTING + "none,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'none' drafts nothing here"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, content, said):
+def test_malformed_peers_are_refused_in_one_line(tmp_path, content, said):
     (tmp_path / "peers.csv").write_bytes(content)
     with pytest.raises(SpecbatchError, match=said) as found:
         read_peers(tmp_path / "peers.csv")
     assert "\n" not in str(found.value)
 
 
-def test_a_byte_order_mark_and_blank_lines_are_nothing(tmp_path):
+def test_a_byte_order_mark_and_blank_lines_are_ignored(tmp_path):
     (tmp_path / "peers.csv").write_bytes(b"\xef\xbb\xbf" + (HEAD + "\n" + ROW).encode())
     (row,) = csv.DictReader(read_peers(tmp_path / "peers.csv").splitlines())
     assert row["model"] == "toy"

@@ -1,4 +1,4 @@
-"""The table of a bench from records alone: what is a number, what is a note, and that a row agrees with itself."""
+"""The table of a bench from records: numbers, notes, and consistent rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_numbers_of_a_row_are_of_one_median():
         (9.0, {"iterations": 3}, "NOT IN STEP: decode v2 2, repeat 2: 3 iterations for 2 tokens."),
     ],
 )
-def test_a_difference_that_is_no_step_is_a_note_and_no_number(ms, work, note):
+def test_an_invalid_step_time_is_a_note(ms, work, note):
     records = [step(4.0, 1), step(ms, 2, **work)]
     (row,) = rows = table(records)
     assert (row["step_ms"], row["step_ms_min"], row["repeats"], row["decode_tok_s"]) == (4.0, 4.0, 1, 500)
@@ -72,7 +72,7 @@ def test_a_difference_that_is_no_step_is_a_note_and_no_number(ms, work, note):
     assert "| - " in markdown(records[1:], rows, {})
 
 
-def test_counters_are_columns_by_their_one_definition():
+def test_counters_become_columns():
     record = step(4.0, graphs=Graphs("whole", "piecewise"))
     record.metrics |= device_metrics(record.counters)
     (row,) = rows = table([record])
@@ -85,7 +85,7 @@ def test_counters_are_columns_by_their_one_definition():
     assert "NO REPLAYS" not in markdown([record], rows, {})
 
 
-def test_what_the_metrics_do_not_say_is_not_made_from_counters():
+def test_missing_metrics_are_not_computed_from_counters():
     record = step(4.0)
     record.metrics |= dict.fromkeys(device_metrics(record.counters))
     asked = ("launch_lead_ms", "late_launch_percent", "host_waits_per_step", "device_idle_percent", "decode_replays")
@@ -97,7 +97,7 @@ def test_what_the_metrics_do_not_say_is_not_made_from_counters():
     assert row["host_ms_per_step"] == 2.0
 
 
-def test_a_kind_of_graphs_that_was_asked_for_and_not_replayed_is_a_note():
+def test_requested_graphs_without_replays_are_a_note():
     record = step(4.0, graphs=Graphs("whole", "piecewise"))
     still = record.counters["graphs"]["target_prefill"] | {"replays": 0}
     record.counters = record.counters | {"graphs": record.counters["graphs"] | {"target_prefill": still}}
@@ -133,7 +133,7 @@ def closed(name: str, step_ms: float, repeat: int = 1, simulated: float | None =
     return record
 
 
-def test_break_even_is_over_the_fastest_plain_step_of_the_point_and_repeat():
+def test_break_even_is_over_the_fastest_baseline_step_of_the_repeat():
     records = [
         *(
             closed(name, ms, repeat)
@@ -172,7 +172,7 @@ def full_batch(name: str, ms: float | None, steps: int = 50, repeat: int = 1, **
     return record
 
 
-def test_what_drafts_is_compared_by_tokens_and_full_batches():
+def test_drafting_is_compared_by_tokens_at_full_batch():
     records = [
         *(full_batch("baseline", ms, 50, repeat) for repeat, ms in ((1, 4.0), (2, 5.0))),
         *(full_batch("spec", ms, 20, repeat) for repeat, ms in ((1, 6.0), (2, 20.0))),
@@ -197,7 +197,7 @@ def test_what_drafts_is_compared_by_tokens_and_full_batches():
     assert "GB per step" not in text
 
 
-def test_replays_of_what_drafts_are_counted_by_kind():
+def test_replays_of_drafts_are_counted_by_kind():
     record = full_batch("spec", 6.0)
     record.config["graphs"] = asdict(Graphs("whole", "piecewise"))
     graphs = record.counters["graphs"] | {"draft_prefill": {"replays": 0, "fallbacks": {}, "padded": 0}}
@@ -214,12 +214,12 @@ def test_replays_of_what_drafts_are_counted_by_kind():
     assert text.count("NO REPLAYS") == 1
 
 
-def test_a_first_token_says_nothing_of_break_even():
+def test_first_tokens_have_no_break_even():
     records = [closed(name, 5.0, simulated=2.0, section="ttft") for name in ("baseline", "spec")]
     assert not any(row["break_even"] or row["speculation"] for row in table(records))
 
 
-def test_a_verify_that_accepts_nothing_says_what_would_pay():
+def test_a_verify_that_accepts_nothing_shows_its_break_even():
     records = [closed("a", 8), closed("spec", 12, simulated=1.0)]
     (row,) = (row for row in table(records) if row["break_even"])
     assert row["speculation"] == "pays above 1.50"

@@ -1,4 +1,4 @@
-"""The table of states' sizes: its numbers, and that the kept one is what the command prints."""
+"""The table of state sizes: its numbers, and that the one in results is current."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def test_a_smaller_type_halves_the_matrix() -> None:
     assert full.pending == half.pending
 
 
-def test_the_kept_table_is_of_these_shapes() -> None:
+def test_the_table_in_results_is_current() -> None:
     assert KEPT.read_text() == "\n".join(lines()) + "\n"

@@ -1,4 +1,4 @@
-"""Configurations by name and by file, the points of a folder, and what is left of them."""
+"""Configurations by name and by file, the points of a folder, and unfinished points."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIONS = SweepOptions((1, 2), 2, Workload(input_len=4, output_len=3))
 
 
 @pytest.mark.parametrize(("suffix", "text"), [(".toml", TOML), (".yaml", YAML), (".yml", YAML)])
-def test_lists_are_multiplied_out(tmp_path: Path, suffix: str, text: str) -> None:
+def test_lists_make_all_combinations(tmp_path: Path, suffix: str, text: str) -> None:
     path = tmp_path / f"grid{suffix}"
     path.write_text(text)
     found = read_grid(path)
@@ -48,7 +48,7 @@ def test_lists_are_multiplied_out(tmp_path: Path, suffix: str, text: str) -> Non
     }  # fmt: skip
 
 
-def test_a_file_counts_in_place_of_the_command(tmp_path: Path) -> None:
+def test_a_file_overrides_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text(TOML)
     asked = EngineOptions(device="cpu", seed=7, draft_tokens="5", page_size=8)
@@ -105,7 +105,7 @@ def test_a_missing_file_and_bad_yaml(tmp_path: Path) -> None:
         read_grid(tmp_path / "bad.yaml")
 
 
-def test_models_are_told_apart() -> None:
+def test_models_have_different_names() -> None:
     toy = EngineConfig(model="toy", load_format="dummy")
     drafting = replace(toy, speculation=Speculation("ngram"))
     assert by_model({"a": toy, "b": drafting}) == {"toy": {"a": toy, "b": drafting}}
@@ -128,7 +128,7 @@ def record() -> RunRecord:
     return RunRecord({}, {}, {}, {}, [], {})
 
 
-def test_what_is_left_of_a_folder(tmp_path: Path) -> None:
+def test_unfinished_points_of_a_folder(tmp_path: Path) -> None:
     tmp_path = tmp_path / "out"  # its parent is looked at, too
     tmp_path.mkdir()
     configs = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v2"))

@@ -1,4 +1,4 @@
-"""A server in the place of an engine: clocks, counts, arrivals and failures, against a real one on loopback."""
+"""Client of an OpenAI-compatible server: times, counts, arrivals and failures, with a server on loopback."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_times_of_one_request(serve, usage):
         assert record.metrics["mean_itl_s"] is record.metrics["peak_output_throughput"] is None
 
 
-def test_pieces_of_several_tokens_share_their_gap(serve):
+def test_chunks_of_several_tokens_share_their_gap(serve):
     (done,), _ = run(serve(Script(gap_s=0.06, piece=3)), tokens=7)
     gaps = done.metrics.itl_s
     assert len(gaps) == 4  # the first piece has none
@@ -98,7 +98,7 @@ def test_an_end_token_without_text_counts_when_it_comes(serve, usage):
     assert len(done.metrics.itl_s) == (2 if usage == "every" else 0)
 
 
-def test_gaps_are_not_known_where_some_pieces_are_uncounted():
+def test_gaps_are_unknown_if_some_chunks_are_uncounted():
     answer = Answer(0, [5], 1.0)
     for now, text, counted in ((2.0, "a", 1), (3.0, "b", None), (4.0, "c", 3), (5.0, "", None)):
         usage = {"usage": {"completion_tokens": counted}} if counted else {}
@@ -109,7 +109,7 @@ def test_gaps_are_not_known_where_some_pieces_are_uncounted():
     assert (metrics.ttft_s, metrics.tpot_s, metrics.itl_s) == (1.0, pytest.approx(2 / 3), [])
 
 
-def test_what_is_sent(serve):
+def test_request_bodies(serve):
     script = Script()
     run(serve(script), [[1, 72, 105]], temperature=0.0, ignore_eos=True, stop=("x", "y"), skip_special_tokens=False)
     run(serve(script, send="text"), [[1, 72, 105]])
@@ -122,7 +122,7 @@ def test_what_is_sent(serve):
     assert "Authorization" not in script.headers[0]
 
 
-def test_a_closed_loop_keeps_as_many_unfinished_as_asked(serve):
+def test_a_closed_loop_keeps_its_concurrency(serve):
     script = Script(first_s=0.1)
     found, record = run(serve(script), [[n + 5] for n in range(9)], [1 + n for n in range(9)], concurrency=3)
     assert script.most_running == 3
@@ -133,7 +133,7 @@ def test_a_closed_loop_keeps_as_many_unfinished_as_asked(serve):
     assert record.metrics["per_user_throughput"] == pytest.approx(record.metrics["output_throughput"] / 3)
 
 
-def test_prompts_arrive_by_the_clock_and_wait_for_a_place_on_it(serve):
+def test_prompts_arrive_by_the_clock_and_queue_for_a_slot(serve):
     script = Script(first_s=0.3)
     arrivals = [0.0, 0.0, 0.1, 0.9]
     found, record = run(serve(script), [[n] for n in range(5, 9)], 1, concurrency=2, arrivals=arrivals)
@@ -149,7 +149,7 @@ def test_prompts_arrive_by_the_clock_and_wait_for_a_place_on_it(serve):
     assert record.metrics["duration_s"] >= 1.2
 
 
-def test_errors_are_counted_by_what_was_said_and_lose_nothing(serve):
+def test_errors_are_counted_by_message_and_lose_no_completion(serve):
     script = Script(
         fails=lambda number: {
             1: {"status": 503, "message": "overloaded,\n try later"},
@@ -183,7 +183,7 @@ def test_errors_are_counted_by_what_was_said_and_lose_nothing(serve):
     assert engine.record().counters["errors"] == {}
 
 
-def test_a_server_that_falls_silent_or_counts_nothing(serve, monkeypatch):
+def test_a_server_that_times_out_or_counts_no_tokens(serve, monkeypatch):
     monkeypatch.setattr(http_engine, "SILENCE_S", 0.1)
     _, record = run(serve(Script(first_s=0.5)))
     assert record.counters["errors"] == {"timed out": 1}
@@ -206,7 +206,7 @@ def test_a_server_that_goes_away(serve):
     assert record.metrics["requests"] == 0
 
 
-def test_accept_length_of_vllm_is_of_the_window_alone(serve):
+def test_accept_length_of_vllm_covers_only_the_window(serve):
     def metrics(script: Script) -> str:
         runs = 100 + len(script.bodies)
         rows = {"drafts_total": 10 * runs, "draft_tokens_total": 30 * runs, "accepted_tokens_total": 12 * runs}
@@ -221,7 +221,7 @@ def test_accept_length_of_vllm_is_of_the_window_alone(serve):
     assert record.counters["accept_length_source"] == "vLLM's counters"
 
 
-def test_accept_length_of_sglang_leaves_first_tokens_out(serve):
+def test_accept_length_of_sglang_excludes_first_tokens(serve):
     def metrics(script: Script) -> str:
         verifies = 1000 + script.answered // 3
         return f'sglang:spec_accept_length{{m="x"}} 9.9\nsglang:spec_verify_calls_total{{m="x"}} {verifies}.0\n'
@@ -241,7 +241,7 @@ def test_without_counters_the_reason_is_kept(serve):
     assert accepted({}, counters_of("vllm:spec_decode_num_drafts 0\n"), [])[0] == {}
 
 
-def test_the_prefix_cache_is_emptied_where_that_can_be_done(serve):
+def test_the_prefix_cache_is_emptied_if_there_is_an_endpoint(serve):
     for path in ("/flush_cache", "/reset_prefix_cache", None):
         script = Script(empties=path)
         engine = serve(script)
@@ -253,7 +253,7 @@ def test_the_prefix_cache_is_emptied_where_that_can_be_done(serve):
         assert script.emptied == ([0] if path else [])
 
 
-def test_what_the_record_holds(serve):
+def test_contents_of_the_record(serve):
     engine = serve(Script())
     _, record = run(engine)
     assert engine.model == record.config["model"] == "org/toy"
@@ -274,7 +274,7 @@ def test_a_server_with_several_models_is_asked_for_one(serve):
         serve(Script(models=models), model="a")
 
 
-def test_what_is_no_server_is_refused():
+def test_an_address_that_is_not_a_server_is_refused():
     for url in ("", "localhost:8000", "ftp://x", "http://", "http://h:x"):
         with pytest.raises(SpecbatchError, match=r"base_url='.*': give the server's address"):
             Server(url)
@@ -290,7 +290,7 @@ def test_what_is_no_server_is_refused():
         HttpEngine(Server(url))
 
 
-def test_a_key_is_sent_and_never_kept(serve, monkeypatch):
+def test_a_key_is_sent_and_never_stored(serve, monkeypatch):
     with pytest.raises(SpecbatchError, match="api_key_env='SECRET': no such environment variable"):
         Server("http://h:1", api_key_env="SECRET")
     monkeypatch.setenv("SECRET", "hush-hush")

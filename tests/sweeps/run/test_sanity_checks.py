@@ -1,4 +1,4 @@
-"""Outputs that do not look like what was asked for are told, and those that do are not."""
+"""Sanity checks of outputs: each problem gives a warning, good outputs give none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_good_answers_give_no_warning(asked):
     assert told(asked(), answers("4", "", "7", "5")) == "", "an end token alone is counted, not seen"
 
 
-def test_reasoning_that_should_not_be_there_or_should(asked):
+def test_unexpected_and_missing_reasoning(asked):
     assert "1 of 2 answers contain <think> though thinking is off" in told(
         asked(thinking=False), answers("<think>", "a")
     )
@@ -62,7 +62,7 @@ def test_answers_that_are_all_cut_off(asked):
     assert told(asked("prompt"), cut) == "all answers were cut off at 16 tokens: use a larger --output-len"
 
 
-def test_marks_of_a_template_and_nothing_at_all(asked):
+def test_template_tokens_and_empty_answers(asked):
     assert "1 of 2 answers contain special tokens of a chat template: a base model" in told(
         asked(), answers("x<|im_start|>", "a")
     )
@@ -73,7 +73,7 @@ def test_marks_of_a_template_and_nothing_at_all(asked):
     assert "empty: try --chat-template" in told(asked("prompt"), answers("", tokens=1))
 
 
-def test_random_prompts_are_looked_at_for_their_length_alone():
+def test_random_prompts_are_checked_only_for_length():
     workload = Workload(output_len=16)
     assert told(workload, answers("<think>", reason="length", tokens=16)) == ""
     assert told(workload, answers("", "", tokens=15)) == (
@@ -81,7 +81,7 @@ def test_random_prompts_are_looked_at_for_their_length_alone():
     )
 
 
-def test_prompts_that_were_read_differently(asked):
+def test_prompts_that_were_tokenized_differently(asked):
     said = "8 input tokens were counted where 6 were sent: the server tokenizes prompts differently"
     assert told(asked(), answers("a", "b", sent=3, counted=4)) == said
     assert told(Workload(output_len=16), answers("a", "b", sent=3, counted=4, tokens=16)) == said

@@ -57,7 +57,7 @@ def test_questions_of_a_file_start_over_when_they_run_out(tmp_path):
     assert Workload(output_len=5).params(1)[0].ignore_eos
 
 
-def test_the_hash_tells_prompts_apart():
+def test_different_prompts_have_different_hashes():
     workload = Workload()
     hashes = {workload.describe(prompts)["prompts_sha256"] for prompts in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}
     assert len(hashes) == 3
@@ -75,7 +75,7 @@ def test_prompts_of_a_group_share_their_beginning_and_come_in_shuffled_order():
     assert prompts == workload.prompts(TOKENIZER, 20)
 
 
-def test_more_at_once_than_prompts_are_refused():
+def test_a_concurrency_above_the_prompts_is_refused():
     few = {"dataset": "gsp", "groups": 2, "group_prompts": 3, "shared_len": 8}
     with pytest.raises(SpecbatchError, match="concurrency=7: there are 6 prompts; use at most 6, or more groups"):
         SweepOptions((1, 7), workload=Workload(**few))
@@ -83,7 +83,7 @@ def test_more_at_once_than_prompts_are_refused():
     SweepOptions((7,), workload=Workload(**few, request_rate=2.0))  # where it is the most that are worked on
 
 
-def test_settings_of_groups_are_refused_where_there_are_none():
+def test_settings_of_groups_need_the_dataset_gsp():
     for name, value in (("groups", 3), ("group_prompts", 2), ("shared_len", 9)):
         with pytest.raises(SpecbatchError, match=f"{name}={value}: goes with --dataset gsp"):
             Workload(**{name: value})
@@ -102,7 +102,7 @@ def test_arrivals_are_seeded_and_keep_to_their_rate():
     assert Workload().arrivals(5) is None
 
 
-def test_lengths_of_a_range_are_drawn_and_the_prompts_of_one_length_stay_what_they_were():
+def test_a_range_samples_lengths_and_fixed_lengths_keep_their_prompts():
     workload = Workload(input_len=(5, 40), output_len=(2, 9), seed=3)
     prompts, params = workload.prompts(TOKENIZER, 400), workload.params(400)
     lengths, outputs = [len(prompt) for prompt in prompts], [wanted.max_new_tokens for wanted in params]
@@ -123,7 +123,7 @@ def test_lengths_of_a_range_are_drawn_and_the_prompts_of_one_length_stay_what_th
     ), "records of earlier versions hold it"
 
 
-def test_groups_have_system_prompts_of_drawn_lengths():
+def test_groups_have_system_prompts_of_random_lengths():
     workload = Workload(dataset="gsp", groups=6, group_prompts=3, shared_len=(10, 60), input_len=(1, 4))
     prompts = workload.prompts(TOKENIZER, 18)
     longest = {}  # beginnings in common, by their first tokens
@@ -149,7 +149,7 @@ def test_groups_have_system_prompts_of_drawn_lengths():
         ({"dataset": "gsp", "thinking": False}, "thinking=False: gsp prompts are no text"),
     ],
 )
-def test_what_cannot_be_is_refused(settings, said):
+def test_impossible_settings_are_refused(settings, said):
     with pytest.raises(SpecbatchError) as found:
         Workload(**settings)
     assert said in str(found.value)
@@ -192,7 +192,7 @@ def texts(workload, count=2):
     return [bytes(prompt).decode() for prompt in workload.prompts(Chatty(), count)]
 
 
-def test_texts_are_asked_as_they_stand_or_as_messages(tmp_path):
+def test_texts_are_continued_or_asked_as_messages(tmp_path):
     source = written(tmp_path, {"question": "6 x 7?"}, {"messages": [{"role": "user", "content": "Hi"}]})
     assert texts(Workload(source)) == ["<s>Question: 6 x 7?\nAnswer:", "[user]Hi"]
     assert texts(Workload(source, chat_template=True)) == ["[user]6 x 7?", "[user]Hi"]
@@ -216,7 +216,7 @@ def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
         Workload(source, output_len=(3, 4))
 
 
-def test_of_turns_the_first_is_asked(tmp_path):
+def test_only_the_first_turn_is_asked(tmp_path):
     source = written(tmp_path, {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]})
     workload = Workload(source)
     assert texts(workload, 1) == ["[user]Write."]
@@ -229,7 +229,7 @@ def test_of_turns_the_first_is_asked(tmp_path):
         read_prompts(Path(written(tmp_path, {"turns": ["a"]})))  # generate would leave the others unanswered
 
 
-def test_a_task_brings_its_examples_and_what_ends_its_answers():
+def test_a_task_has_examples_and_stop_texts():
     plain = Workload("lm-eval:one_digit_sums", output_len=5, read_task=task_prompts)
     first, second = texts(plain)
     assert first != second
