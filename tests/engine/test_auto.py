@@ -199,7 +199,7 @@ def shares(engine: Engine) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("mean", "wanted", "name", "graphs", "schedule"),
-    crossed([(1.0, "0"), (6.0, "5"), (1.95, "1")], [("same", Graphs()), ("eagle3", BOTH)], ["v1", "v2"]),
+    crossed([(6.0, "5"), (1.0, "0"), (1.95, "1")], [("same", Graphs()), ("eagle3", BOTH)], ["v1", "v2"]),
 )
 @pytest.mark.usefixtures("clock")
 def test_off_where_nothing_is_accepted_and_the_most_where_all_is(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import slow_but
+from crossed import crossed, slow_but
 from stand_ins import late_results
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError, Speculation
@@ -43,22 +43,6 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
-
-
-def sampled(count: int) -> list[SamplingParams]:
-    """Every truncation, alone and together, with seeds of their own; some rows are greedy."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 1.3, "top_p": 0.8},
-        {"temperature": 0.9, "min_p": 0.1},
-        {"temperature": 0.0},
-        {"temperature": 1.1, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
-    ]
-    return [
-        SamplingParams(max_new_tokens=18, ignore_eos=True, seed=100 + index, **kinds[index % len(kinds)])
-        for index in range(count)
-    ]
 
 
 def test_seeds_of_the_request_and_of_the_engine(toy: Any, toy_engine: Callable[..., Engine]) -> None:
@@ -277,8 +261,9 @@ def test_an_interruption_keeps_what_is_finished(toy: Any, toy_engine: Callable[.
     works_as_new(toy, engine)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("place", ["decode_step", "prefill_step"])
+@pytest.mark.parametrize(
+    ("place", "error"), crossed(["decode_step", "prefill_step"], [KeyboardInterrupt, RuntimeError])
+)
 def test_an_error_on_the_device_leaves_a_clean_engine(
     toy: Any,
     toy_engine: Callable[..., Engine],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from crossed import first_quick
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.kernels.attention.prefill_backends import prefill_backend
@@ -181,7 +182,7 @@ def test_features_of_published_layers(pair: tuple[Any, Decoder]) -> None:
         close(part, item[0])
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("chunk", first_quick(1, [3, 1, 7]))
 def test_chunked_prefill(pair: tuple[Any, Decoder], chunk: int) -> None:
     theirs, ours = pair
     (tokens,) = sequences(22)
@@ -192,7 +193,7 @@ def test_chunked_prefill(pair: tuple[Any, Decoder], chunk: int) -> None:
     close(torch.cat(parts), expected(theirs, tokens))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 6])
+@pytest.mark.parametrize("rows", first_quick(1, [4, 1, 6]))
 def test_verifies_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> None:
     """Each sequence accepts another number of its drafts every time; those that it rejects were wrong."""
     theirs, ours = pair

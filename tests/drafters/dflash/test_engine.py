@@ -84,12 +84,12 @@ def test_an_engine_drafts_what_the_equations_say(
         settings = settings | {"graphs": Graphs("whole", "piecewise")}
         fake_graphs(monkeypatch)
     watch = Watch(toy, reference, monkeypatch)
-    prompts = [list(prompt) for prompt in (*toy.prompts()[6:11], *toy.prompts()[-5:])]
+    prompts = [list(prompt) for prompt in (*toy.prompts()[6:9], *toy.prompts()[-3:])]
     engine = toy_engine(speculation=Speculation("dflash", schedule, draft="toy-block"), **settings)
-    for part in (prompts[:4], prompts):  # the second time with pages of the first
+    for part in (prompts[:2], prompts):  # the second time with pages of the first
         done = engine.generate(part, SamplingParams(max_new_tokens=8, ignore_eos=True))
         assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:8] for prompt in part]
-    assert watch.compared > 300
+    assert watch.compared > 150
 
 
 @pytest.mark.parametrize("schedule", ["v1", "v2"])

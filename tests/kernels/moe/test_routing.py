@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.moe.routing import Routing, route_ref
@@ -92,8 +93,7 @@ def test_sigmoid_is_that_of_transformers() -> None:
     torch.testing.assert_close(ours.gather(1, back), weights.gather(1, order))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 16, 45])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("name", "tokens"), crossed(RULES, [1, 7, 16, 45]))
 def test_kernel(name: str, tokens: int, device: torch.device) -> None:
     rule = on(RULES[name], device)
     wide = torch.full((tokens, rule.logits + 3), torch.inf, device=device)
