@@ -11,15 +11,16 @@ from typer import Argument, Option
 from specbatch.cli.options import Json
 from specbatch.cli.output import rows_table, say, show
 
-models = typer.Typer(no_args_is_help=True, help="List the known models, or get one.")
+models = typer.Typer(no_args_is_help=True, help="List the known models, or download one.")
 
 
 @models.command("list")
 def list_models(as_json: Json = False) -> None:
     """Show the known models: size, quantization, accuracy on GSM8K, licence, source, and whether each is in the cache.
 
-    smollm2-135m is a small download for first steps: it is quantized to Q4_1 and scores next to nothing on GSM8K
-    (about 1.5%). Evaluate accuracy with the other models.
+    smollm2-135m is a small download (Q4_1) for first steps; it scores about 1.5% on GSM8K.
+
+    Evaluate accuracy with the other models.
     """
     from specbatch.weights import known_models
 
