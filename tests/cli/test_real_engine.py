@@ -80,7 +80,7 @@ def test_a_sweep_reports_where_speculation_is_slower_and_why(run):
     for row in rows:
         drafts = row["configuration"] == "v1"
         assert bool(row["break_even"]) == drafts
-        assert row["speculation"].startswith("loses by ") == drafts
+        assert (row["speculation"].startswith("-") and row["speculation"].endswith("% (one repeat)")) == drafts
         assert not drafts or float(row["break_even"]) > 2
     assert "| reached draft 1, 2, ... (%)" in Path("out/summary.md").read_text()
 
