@@ -1,14 +1,14 @@
-"""`specbatch check`: does an algorithm leave plain decoding's tokens as they are?
+"""`specbatch check`: does an algorithm generate the same tokens as the baseline?
 
-Both engines stand side by side on one copy of the weights and continue the same prompts, greedy. Plain decoding runs
-eagerly under schedule v1 and without a prefix cache, so that it is the simplest thing that the engine can do. Where the
-tokens part for the first time, one more prompt pass of the plain engine over what both agree on says how near the two
-choices were; what follows is another text and is not compared.
+Two engines share one copy of the weights and continue the same prompts, greedy. The baseline decodes without
+speculation, eagerly, under schedule v1 and without a prefix cache: the simplest path through the engine. At the first
+divergence of a prompt, one more prefill of the baseline over the common tokens shows how close the two choices were.
+Tokens after a divergence belong to a different text and are not compared.
 
-* margin: logit of the likeliest token - that of the second.
-* gap: logit of the likeliest token - the lower one of the two that were chosen. A parting is a near tie where the gap
-  is at most what the user allows: as the gap is never below the margin of two different tokens, a token out of nowhere
-  is no near tie just because two others are.
+* margin: logit of the most likely token - logit of the second.
+* gap: logit of the most likely token - the lower logit of the two that were chosen. A divergence is a near tie if the
+  gap is at most the allowed margin. The gap is never below the margin, so an unlikely token is no near tie just because
+  the two most likely ones are close.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 MARGIN = 0.1
-MARGIN_FLOAT32 = 1e-3  # rounding alone moves logits by less
+MARGIN_FLOAT32 = 1e-3  # rounding moves logits by less
 RANDOM_PROMPTS = 32
 
 
@@ -55,7 +55,7 @@ class CheckOptions:
     prompts         how many; None: all of the file, or 32
     input_len       tokens of a random prompt
     max_new_tokens  tokens of an answer; random prompts go on past the model's end tokens
-    margin          the largest gap, in logits, of a near tie; None: what rounding may make of the type
+    margin          the largest gap, in logits, of a near tie; None: what rounding may cause in the dtype
     """
 
     source: Path | None = None
@@ -80,14 +80,14 @@ class CheckOptions:
 
     @property
     def max_model_len(self) -> int | None:
-        """What random prompts need; None where it takes the tokenizer to know."""
+        """Length that random prompts need; None if it depends on the tokenizer."""
         return self.input_len + self.max_new_tokens if self.source is None else None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One prompt: the `equal` tokens that both chose first, then, where they part, what each chose next (None: it had
-    ended) and how near that was. None of these where all tokens are equal."""
+    """One prompt: the number of equal tokens and, at a divergence, what each engine chose next (None: it had ended) and
+    how close the choices were. Without a divergence these are None."""
 
     index: int
     id: str | int | None
@@ -101,7 +101,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was found. `record`: of the engine that was checked."""
+    """The result of a check. record: of the engine that was checked."""
 
     options: CheckOptions
     findings: list[Finding]
@@ -128,7 +128,7 @@ class CheckReport:
         return {**self.counts(), "margin": self.options.margin, "rows": rows, "metrics": self.record.metrics}
 
     def markdown(self) -> str:
-        """What was compared on what, the answer, and every prompt that is not equal."""
+        """The setup, the result, and every prompt that is not equal."""
         from tabulate import tabulate
 
         record, parted = self.record, [item for item in self.findings if item.verdict != "equal"]

@@ -292,7 +292,7 @@ def test_a_sweep_that_was_cut_short_fails(tmp_path, policy):
     assert "measured at v2 concurrency 4: the sweep was interrupted" in markdown(run_gate(rules, run))
     assert run_gate(rules, run / "v1").passed
     notes = compare(run / "v1", run / "v2").notes
-    assert f"UNFINISHED: {run / 'v2'} v2 concurrency 4: its sweep was cut short and lacks 1 of its repeats" in notes
+    assert f"UNFINISHED: {run / 'v2'} v2 concurrency 4: its sweep was interrupted and lacks 1 of its repeats" in notes
     for text in ("{", "[]", "{}"):
         (run / "sweep.json").write_text(text)
         with pytest.raises(SpecbatchError, match=r"its sweep\.json cannot be read"):
