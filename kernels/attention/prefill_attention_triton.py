@@ -3,7 +3,7 @@
 Dao, "FlashAttention-2" (2023): a program keeps a tile of queries and walks over the keys with a running maximum and
 sum. A tile holds the query heads that share a KV head as well (rows are token-major), so a short chunk fills it, and
 the ragged edge of the causal mask is a few tokens wide. Where tiles are fewer than the chip's processors, the keys are
-split too and a second kernel merges the parts in their order: the result does not depend on who ends first.
+split too and a second kernel merges the parts in their order: the result does not depend on timing.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 class PrefillAttention(Protocol):
     """Causal attention of the query rows of `spans`; `name` is what runs, for the record. `recordable`: given
-    `RecordedSpans`, it reads all that changes on the device."""
+    `StaticRaggedBatch`, it reads all that changes from the device."""
 
     @property
     def name(self) -> str: ...

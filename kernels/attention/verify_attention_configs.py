@@ -1,4 +1,4 @@
-"""Tiles of `verify_attention`, and among how many programs the old keys of one are split."""
+"""Tile configurations of `verify_attention`, and how many programs share the old keys of a tile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`draft_inputs.py`, one launch each: a program copies part of a row, and the first of a row's programs its numbers."""
+"""Triton kernels of `draft_inputs`, one launch each: a program copies part of a row, the first one also its indices."""
 
 from __future__ import annotations
 

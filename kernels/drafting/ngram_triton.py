@@ -1,4 +1,4 @@
-"""The n-gram lookup of `ngram.ngram_match_ref` in one launch."""
+"""Triton kernel of `ngram.ngram_match`: the n-gram lookup in one launch."""
 
 from __future__ import annotations
 

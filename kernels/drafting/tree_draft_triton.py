@@ -1,4 +1,4 @@
-"""`tree_draft.py`, one launch for each level of a tree and one for what is kept. A program handles one sequence."""
+"""Triton kernels of `tree_draft`: one launch for each level and one to prune. A program handles one sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gather_rows.py`, one launch each."""
+"""Triton kernels of `gather_rows`, one launch each."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def fp8_linear(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`scaled_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
+    """`fp8_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart."""
     x_scales, dtype = None, x.dtype
     if isinstance(x, FP8Activations):
@@ -50,7 +50,7 @@ def fp8_linear(
     if x.element_size() == 4:
         inner, stages = 32, 2
     tiles = triton.cdiv(rows, block), triton.cdiv(n, columns)
-    _scaled_linear_kernel[(tiles[0] * tiles[1],)](
+    _fp8_linear_kernel[(tiles[0] * tiles[1],)](
         x, x_scales, values, scales, bias, residual, y, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), QUANTIZED=x_scales is not None,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % inner == 0,
@@ -60,7 +60,7 @@ def fp8_linear(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _scaled_linear_kernel(
+def _fp8_linear_kernel(
     x, x_scales, weight, scales, bias, residual, y, M, N, K, x_stride, residual_stride, y_stride,
     QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,

@@ -25,7 +25,7 @@ from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _PROGRAM = 2048  # elements of a program of the norm
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
-_CHAIN = 4  # rows of a chain, and kept ones, that go one by one
+_CHAIN = 4  # rows of a chain, new or replayed, that are computed one by one
 
 
 def delta_verify(

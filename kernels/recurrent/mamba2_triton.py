@@ -21,7 +21,7 @@ from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 CHUNK = 64  # tokens of a prompt at a time
-_CHAIN = 4  # rows of a chain, and kept ones, that go one by one
+_CHAIN = 4  # rows of a chain, new or replayed, that are computed one by one
 _CHAIN_ROWS = 8  # of a state, in a program of such a verify
 
 

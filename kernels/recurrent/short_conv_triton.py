@@ -203,7 +203,7 @@ def _verify(
     _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU)
 
     u = _inputs(x, before, line, x_stride, before_stride, channel, mask)
-    tl.debug_barrier()  # every thread has read what is folded in
+    tl.debug_barrier()  # every thread has read what is replayed
     if row != 0:  # several sequences may be the padding row at once; it stays as it is
         tl.store(window + slot[:, None] * width + channel, new_window.to(window.dtype.element_ty), past)
         tl.store(pending + node[:, None] * width + channel, u.to(pending.dtype.element_ty), mask)

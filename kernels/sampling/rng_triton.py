@@ -1,4 +1,4 @@
-"""The counter-based random numbers of `rng.uniform_ref` inside Triton kernels, bit by bit."""
+"""The random numbers of `rng.uniform_ref` within Triton kernels, bit by bit."""
 
 from __future__ import annotations
 

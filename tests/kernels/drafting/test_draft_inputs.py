@@ -39,7 +39,7 @@ class Case:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("batch", "most"), [(1, 4), (5, 3), (2, 1)])
-def test_due_pairs(batch: int, most: int, width: int, device: torch.device) -> None:
+def test_pending_inputs(batch: int, most: int, width: int, device: torch.device) -> None:
     case = Case(batch, most, width, device)
     given = (case.tokens, case.rows, case.lengths, case.waiting, case.ready, case.embedding, most)
     wanted, found = draft_inputs.pending_inputs_ref(*given), draft_inputs_triton.pending_inputs(*given)

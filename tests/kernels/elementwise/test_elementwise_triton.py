@@ -70,7 +70,7 @@ def make_heads(device: torch.device, dtype: torch.dtype, count: int, kv: int, di
 @pytest.mark.parametrize(
     ("rows", "count", "kv", "dim"), [(1, 4, 2, 128), (21, 9, 3, 24), (7, 5, 5, 80), (9, 32, 8, 64)]
 )
-def test_split_heads(
+def test_split_qkv_rope(
     device: torch.device, dtype: torch.dtype, norm: bool, rows: int, count: int, kv: int, dim: int
 ) -> None:
     skip_unless(device, dtype)
@@ -92,7 +92,7 @@ def test_split_heads(
         assert torch.equal(ours.isnan(), theirs.isnan())
 
 
-def test_split_heads_into_an_fp8_cache(device: torch.device) -> None:
+def test_split_qkv_rope_into_an_fp8_cache(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("the interpreter's cast to float8 loses the carry of a rounding")
     rows, count, kv, dim = 11, 4, 2, 64

@@ -11,7 +11,7 @@ from specbatch.kernels.elementwise import gather_rows, gather_rows_triton
 
 
 @pytest.mark.parametrize(("one", "other"), [((24,), (40,)), ((1500,), (8,)), ((30,), (2100,)), ((), ())])
-def test_rows_of_both(one: tuple[int, ...], other: tuple[int, ...], device: torch.device) -> None:
+def test_gather_rows(one: tuple[int, ...], other: tuple[int, ...], device: torch.device) -> None:
     a = torch.randn(9, *one, device=device, dtype=torch.float16)
     b = torch.randint(-(1 << 62), 1 << 62, (9, *other), device=device)
     which = torch.tensor([8, 0, 3, 3], device=device)
