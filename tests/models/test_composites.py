@@ -50,13 +50,13 @@ def save(folder: Path, **changes: Any) -> Any:
     return model
 
 
-def test_ties_of_the_outer_part_and_channels_that_stand_still_under_yarn(tmp_path: Path) -> None:
+def test_ties_of_the_outer_part_and_unrotated_channels_under_yarn(tmp_path: Path) -> None:
     theirs, lines = save(tmp_path, rope_parameters=YARN), []
     checkpoint = open_checkpoint(str(tmp_path), log=lines.append)
     assert json.loads((tmp_path / "config.json").read_text())["text_config"]["tie_word_embeddings"] is False
     assert checkpoint.config.tie_embeddings
     assert checkpoint.config.rope.attention_factor > 1
-    assert [line for line in lines if "tensors are not read, as text needs none of them: model.visual." in line]
+    assert [line for line in lines if "tensors are not used for text and not read, such as model.visual." in line]
     cpu, tokens = torch.device("cpu"), torch.randint(0, 61, (90,))
     ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=cpu, max_positions=90)
     with torch.no_grad():

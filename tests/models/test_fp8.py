@@ -342,7 +342,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: Path) -> None:
     said = damaged(tmp_path, lambda tensors: tensors.pop(f"{NAME}_scale_inv"))
-    assert f"tensor {NAME} is F8_E4M3 and has no {NAME}_scale_inv" in said
+    assert f"tensor {NAME} is F8_E4M3 and there is no {NAME}_scale_inv" in said
 
     def widen(tensors: dict[str, torch.Tensor]) -> None:
         tensors[NAME] = tensors[NAME].bfloat16()
