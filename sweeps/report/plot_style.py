@@ -1,4 +1,4 @@
-"""How plots look, and how they become files.
+"""Style of plots, and their conversion to SVG and PNG.
 
 Configurations are told apart by colour and by marker, the same in all plots and all reports. The colours are those of
 Okabe and Ito (jfly.uni-koeln.de/color), which the common kinds of colour blindness can tell apart, as far as they are
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK = "#101418"  # what becomes the colour of the page's text
+INK = "#101418"  # replaced by the text colour of the page
 GRID = 0.25  # opacity
 BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 WIDTH = 4.6  # inches, at 72 points each: 331
@@ -32,7 +32,7 @@ DARK = "svg{color:#101418}@media (prefers-color-scheme:dark){svg{color:#e6e8ea}}
 
 @dataclass(frozen=True)
 class Mark:
-    """How a configuration is drawn."""
+    """Colour and marker of a configuration."""
 
     colour: str
     marker: str
@@ -125,7 +125,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def inline(text: str, label: str) -> str:
-    """What of an SVG file stands in a page: no prologue, as wide as there is room, and `label` for who cannot see."""
+    """An SVG for an HTML page: no prologue, full width, and `label` for screen readers."""
     from html import escape
 
     start = text.index("<svg")
@@ -136,7 +136,7 @@ def inline(text: str, label: str) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """Twice as fine as a plain screen, on white."""
+    """A PNG at 160 dpi on white."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=160, facecolor="white", metadata={"Software": None})
     return file.getvalue()

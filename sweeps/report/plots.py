@@ -1,4 +1,4 @@
-"""Pictures of a sweep, made from nothing but its records. What each shows is said in its caption."""
+"""Plots of a sweep, made from its records alone. Each caption explains its plot."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 Points = dict[tuple[Any, ...], list[RunRecord]]  # all repeats of each (concurrency, configuration)
 Looks = dict[str, dict[str, Any]]  # colour, marker and label of each configuration, as matplotlib takes them
-WIDE = 12  # largest over smallest, from which on an axis is logarithmic
-ROOM = 0.7  # of a place on the axis, shared by its configurations
+WIDE = 12  # axes are logarithmic from this ratio of largest to smallest value
+ROOM = 0.7  # share of a tick interval that its configurations use
 LOW, HIGH = 10, 90  # percentiles of requests that a bar spans
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure; `remark` says what it lacks, or why there is none."""
+    """A figure. remark: what it lacks, or why there is none."""
 
     name: str
     title: str
@@ -36,7 +36,7 @@ class Plot:
 
 
 def draw(records: list[RunRecord]) -> list[Plot]:
-    """All pictures of a sweep. To be called, and the figures saved, inside `plot_style.style`."""
+    """All plots of a sweep. Call it, and save the figures, inside `plot_style.style`."""
     points = points_of(records)
     first = {name: found[0] for (_, name), found in points.items()}
     own = {
@@ -55,13 +55,13 @@ def draw(records: list[RunRecord]) -> list[Plot]:
 
 
 def label(name: str, record: RunRecord) -> str:
-    """Of a configuration in a legend, from which matplotlib leaves out what begins with an underscore."""
+    """A configuration in a legend. matplotlib hides labels that begin with an underscore."""
     shown = f" {name}" if name.startswith("_") else name
     return shown if record.simulated_accept_length is None else f"{shown} (simulated)"
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those points that no other one beats, by their first number; larger is better in both."""
+    """The points that no other point dominates, sorted by their first number; larger is better in both."""
     front: list[tuple[float, float]] = []
     for point in sorted(set(points), reverse=True):
         if not front or point[1] > front[-1][1]:
