@@ -30,7 +30,7 @@ def recomputed(model: Decoder, text: tuple[int, ...]) -> KVCache:
 @pytest.mark.parametrize(
     "shape", [{"draft_tokens": 3}, {"draft_topk": 2, "draft_steps": 3, "draft_tokens": 6}], ids=str
 )
-def test_shared_pages_hold_the_draft_models_own_keys(
+def test_shared_pages_hold_the_draft_models_keys(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str, shape: dict[str, int]
 ) -> None:
     """Whatever the last verify accepted: all of it, as here, leaves most positions without keys of the draft's own."""

@@ -59,7 +59,7 @@ def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("count", "chunk"), crossed([4, 2, 1], [3, 4, 1000]))
-def test_a_greedy_chain_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, count: int, chunk: int) -> None:
+def test_greedy_chain_matches_uncached_model(bench: Any, tiny: Any, count: int, chunk: int) -> None:
     randomness = random.Random(count)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
     drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
@@ -72,7 +72,7 @@ def test_a_greedy_chain_is_that_of_the_model_run_from_scratch(bench: Any, tiny: 
         here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
 
 
-def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: Any) -> None:
+def test_cached_keys_match_uncached_model(bench: Any, tiny: Any) -> None:
     """Also of the last draft where all were accepted: no argmax would show a small error in it."""
     randomness = random.Random(7)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
@@ -100,7 +100,7 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
         here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
 
 
-def test_a_batch_may_shrink_and_change_its_order(bench: Any, tiny: Any) -> None:
+def test_batch_may_shrink_and_reorder(bench: Any, tiny: Any) -> None:
     randomness = random.Random(3)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
     drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
@@ -123,7 +123,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: Any, truncated: bool) -> None:
+def test_sampled_drafts_follow_the_reported_distribution(bench: Any, tiny: Any, truncated: bool) -> None:
     """q is the law of the model run from scratch, at the row's own temperature and truncation, and each draft is drawn
     from it with the coin of its own position."""
     randomness = random.Random(11)
@@ -151,7 +151,7 @@ def test_sampled_drafts_come_from_the_law_that_is_handed_over(bench: Any, tiny: 
         here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
 
 
-def test_frequencies_of_sampled_drafts_are_the_law(bench: Any, tiny: Any) -> None:
+def test_sampled_draft_frequencies_match_the_distribution(bench: Any, tiny: Any) -> None:
     rows, model = 6000, tiny(VOCABULARY, layers=1)
     here = bench([[5, 2, 7]] * rows, width=12)
     drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
@@ -174,7 +174,7 @@ def test_frequencies_of_sampled_drafts_are_the_law(bench: Any, tiny: Any) -> Non
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1e38])
 @pytest.mark.parametrize("vocabulary", [9, 13, 20])
-def test_a_draft_of_another_width_speaks_the_targets_vocabulary(
+def test_draft_of_another_hidden_size_uses_the_targets_vocabulary(
     bench: Any, tiny: Any, vocabulary: int, temperature: float
 ) -> None:
     """`vocabulary` is the draft's; what the target does not know is never drafted, what the draft does not know has
@@ -200,7 +200,7 @@ def test_a_draft_of_another_width_speaks_the_targets_vocabulary(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_goes_on_behind_tokens_that_it_has_no_row_for(bench: Any, tiny: Any, temperature: float) -> None:
+def test_tokens_outside_the_draft_vocabulary_are_handled(bench: Any, tiny: Any, temperature: float) -> None:
     """A target's rows behind its vocabulary stand for no text, but nothing keeps it from choosing one."""
     model, known = tiny(9), 9
     here = bench([[VOCABULARY - 1] * length for length in LENGTHS])

@@ -100,7 +100,7 @@ class Life:
 
 
 @pytest.mark.parametrize(("shape", "chunk"), crossed(SHAPES, [1000, 3]), ids=str)
-def test_a_tree_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, shape: DraftShape, chunk: int) -> None:
+def test_tree_matches_uncached_model(bench: Any, tiny: Any, shape: DraftShape, chunk: int) -> None:
     life = Life(bench, tiny, shape, chunk)
     for turn in range(6):
         before = life.here.batch.tokens.clone()
@@ -115,7 +115,7 @@ def test_a_tree_is_that_of_the_model_run_from_scratch(bench: Any, tiny: Any, sha
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: Any, shape: DraftShape) -> None:
+def test_cached_keys_match_uncached_model(bench: Any, tiny: Any, shape: DraftShape) -> None:
     """Up to the root once the draft has run, and before that all but the positions that the plan counts as missing."""
     life = Life(bench, tiny, shape)
     speculation = Speculation("standalone", draft="self:skip=0", **dict(zip(FIELDS, shape, strict=True)))
@@ -128,7 +128,7 @@ def test_cached_keys_are_those_of_the_model_run_from_scratch(bench: Any, tiny: A
         life.check_keys(1 + missing)  # the root is never there
 
 
-def test_a_row_that_is_given_away_begins_anew(bench: Any, tiny: Any) -> None:
+def test_reused_row_starts_fresh(bench: Any, tiny: Any) -> None:
     """What the request before it had accepted is forgotten with its prompt's pass."""
     life = Life(bench, tiny, SHAPES[1])
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [11, 16])
-def test_a_draft_whose_vocabulary_is_padded_otherwise(bench: Any, tiny: Any, vocabulary: int) -> None:
+def test_draft_with_another_padded_vocabulary(bench: Any, tiny: Any, vocabulary: int) -> None:
     life = Life(bench, tiny, SHAPES[2])
     own = life.drafter
     life.drafter = DraftModelTree(life.model, own._forward, life.cache, SHAPES[2], vocabulary, 20)

@@ -28,7 +28,7 @@ def lookup(text: list[int], longest: int, shortest: int, count: int) -> list[int
 @pytest.mark.parametrize(
     ("count", "shortest", "longest"), [(1, 1, 1), (1, 1, 16), (4, 2, 4), (3, 1, 3), (7, 2, 16), (2, 3, 3)]
 )
-def test_drafts_over_the_life_of_a_batch(bench: Any, count: int, shortest: int, longest: int) -> None:
+def test_drafts_match_plain_search_as_the_batch_changes(bench: Any, count: int, shortest: int, longest: int) -> None:
     randomness = random.Random(count)
     prompts = [[randomness.randrange(3) for _ in range(length)] for length in (2, 3, 9, 20, 5)]
     here = bench(prompts)
@@ -52,7 +52,7 @@ def test_drafts_over_the_life_of_a_batch(bench: Any, count: int, shortest: int, 
     assert missed
 
 
-def test_a_tree_holds_what_followed_the_best_matches(bench: Any) -> None:
+def test_tree_holds_continuations_of_the_best_matches(bench: Any) -> None:
     here = bench([[1, 2, 5, 1, 2, 6, 7, 1, 2, 5, 8, 1, 2], [3], [4, 4, 4], [1, 2, 5, 1, 2, 5, 1, 2]])
     proposal = NGram(DraftShape(2, 3, 5), 1, 3).propose(here.step(5))
     assert proposal.drafted.tolist() == [5, 0, 2, 2]

@@ -112,7 +112,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, DraftShape]:
 
 
 @given(case=shapes(), seed=st.integers(0, 10_000))
-def test_a_tree_has_the_nodes_that_a_plain_search_keeps(case: tuple[int, DraftShape], seed: int) -> None:
+def test_tree_matches_plain_python_search(case: tuple[int, DraftShape], seed: int) -> None:
     vocabulary, shape = case
     seeds = [seed, seed + 1, seed + 2]
     for own, found in zip(seeds, run_expansion(expand, seeds, vocabulary, shape), strict=True):
@@ -122,7 +122,7 @@ def test_a_tree_has_the_nodes_that_a_plain_search_keeps(case: tuple[int, DraftSh
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", [DraftShape(3, 4, 4), DraftShape(4, 3, 3), DraftShape(2, 5, 4)], ids=str)
-def test_as_many_nodes_as_beams_are_the_likeliest_texts_there_are(seed: int, shape: DraftShape) -> None:
+def test_full_beam_tree_holds_the_most_likely_texts(seed: int, shape: DraftShape) -> None:
     """No search among fewer than all texts is needed to say which these are."""
     texts = [t for length in range(1, shape.steps + 1) for t in itertools.product(range(5), repeat=length)]
     wanted = sorted(texts, key=lambda text: -score(seed, 5, text))[: shape.tokens]
@@ -130,7 +130,7 @@ def test_as_many_nodes_as_beams_are_the_likeliest_texts_there_are(seed: int, sha
     assert set(found) == set(wanted)
 
 
-def test_parents_stay_where_children_are_as_likely() -> None:
+def test_ties_keep_parents_before_children() -> None:
     """A draft that is certain gives its children the parent's very score; the rest have none."""
     shape = DraftShape(4, 2, 5)
 
@@ -143,7 +143,7 @@ def test_parents_stay_where_children_are_as_likely() -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_a_draft_without_numbers_makes_a_tree_all_the_same(poison: float) -> None:
+def test_non_finite_logits_still_make_a_valid_tree(poison: float) -> None:
     shape = DraftShape(4, 3, 7)
     tokens, words = expand(torch.full((2, 6), poison), shape, lambda beams: torch.full((2, 3, 6), poison))
     assert tokens.min() >= 0
@@ -172,7 +172,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_expansion_is_seen(name: str) -> None:
+def test_mutated_expansion_is_detected(name: str) -> None:
     where, old, new = MUTANTS[name]
     source = inspect.getsource(where)
     assert source.count(old) == 1, f"the expansion no longer says {old!r}: bring this mutant up to date"

@@ -144,7 +144,7 @@ def test_greedy_tokens_of_hybrids(targets: Targets, request: pytest.FixtureReque
 
 
 @pytest.mark.slow
-def test_no_drafts_before_and_after_some(
+def test_zero_drafts_before_and_after_some(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, params = [list(toy.prompts()[4])], SamplingParams(max_new_tokens=5, ignore_eos=True)
@@ -162,7 +162,7 @@ def test_no_drafts_before_and_after_some(
 
 
 @pytest.mark.parametrize("name", slow_but(["none"], ["none", "ngram", "eagle3", "block", "self-tree"]))
-def test_sampled_tokens_of_a_seed(
+def test_sampled_tokens_with_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
 ) -> None:
     prompt = list(toy.prompts()[5])
@@ -182,7 +182,7 @@ def test_sampled_tokens_of_a_seed(
 
 
 @pytest.mark.slow
-def test_a_simulated_accept_length(toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]]) -> None:
+def test_simulated_accept_length(toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]]) -> None:
     build, _ = kernel_engine
     speculation = Speculation("ngram", draft_tokens=3, ngram_min=1, simulate_accept_length=1.0)
     prompts = [list(prompt) for prompt in toy.prompts()[4:6]]
@@ -205,7 +205,7 @@ class Recorder:
 
 
 @pytest.mark.slow
-def test_padding_rows_and_pieces(
+def test_padding_rows_and_piecewise_graphs(
     toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, _ = kernel_engine

@@ -9,7 +9,7 @@ from specbatch.sweeps.machine.read import read_sum, read_sum_ref
 
 
 @pytest.mark.parametrize(("block", "steps", "chunks"), [(16, 1, 1), (32, 3, 5), (128, 4, 2)])
-def test_sums_over_chunks(device: str, block: int, steps: int, chunks: int) -> None:
+def test_read_kernel_sums_every_chunk(device: str, block: int, steps: int, chunks: int) -> None:
     data = torch.rand(block * steps * chunks, device=device)
     sums = torch.full((chunks,), torch.nan, device=device)
     read_sum(data, sums, block=block, steps=steps, warps=4)

@@ -19,7 +19,7 @@ def replays(device: torch.device) -> list[StateReplay]:
     return [StateReplay(rows, torch.full((BATCH + 1,), count, device=device)) for count in (0, 1)]
 
 
-def test_delta(device: torch.device) -> None:
+def test_gated_delta_in_place(device: torch.device) -> None:
     torch.manual_seed(0)
     gates = [torch.randn(2, device=device) for _ in range(2)]
     heads = DeltaHeads(1, 2, 32, 32, *gates, torch.ones(32, device=device), 1e-6)
@@ -34,7 +34,7 @@ def test_delta(device: torch.device) -> None:
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_mamba(device: torch.device) -> None:
+def test_mamba2_in_place(device: torch.device) -> None:
     torch.manual_seed(0)
     heads = SsdHeads(4, 16, 2, 16, *torch.randn(3, 4, device=device), Norm(torch.ones(64, device=device), 1e-5))
     xbc, dt, z = (torch.randn(BATCH, width, device=device) for width in (128, 4, 64))

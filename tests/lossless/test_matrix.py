@@ -8,7 +8,7 @@ from targets import Targets
 
 
 @pytest.mark.parametrize("case", lossless.cases(("v1", "v2", "v2-late"), ("eager", "whole", "both")))
-def test_tokens_are_those_of_the_baseline(
+def test_speculative_decoding_is_lossless(
     targets: Targets, monkeypatch: pytest.MonkeyPatch, case: lossless.Case
 ) -> None:
     lossless.check(case, targets, monkeypatch, "cpu")

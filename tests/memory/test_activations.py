@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {**HYBRIDS, "llama": {"architectures": ["L
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [{}, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_takes_what_is_planned(
+def test_prefill_activations_match_the_plan(
     family: str, sizes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_on_a_device(monkeypatch)
@@ -46,7 +46,7 @@ def test_a_prompt_takes_what_is_planned(
 
 @pytest.mark.parametrize("algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "model-tree"])
 @pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.slow)])
-def test_what_drafts_takes_no_more_than_is_planned(
+def test_drafter_activations_match_the_plan(
     targets: Targets, name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole pass of a prompt, with the features that a draft reads and its own keys and values."""
@@ -67,7 +67,7 @@ def test_what_drafts_takes_no_more_than_is_planned(
     assert taken <= 256 * planned[0] <= 1.25 * taken
 
 
-def test_a_published_mixture_by_hand() -> None:
+def test_activation_bytes_of_qwen3_5_moe() -> None:
     """8 experts and the shared one, on 2048 columns; gated delta nets of 16 and 32 heads of 128, chunks of 64."""
     config = ModelConfig.from_dict(SHAPES["qwen3.5-35b-a3b"])
     projected, mixed = 8192 + 4096 + 2 * 32, 4096

@@ -7,7 +7,7 @@ import pytest
 from specbatch.memory.page_pool import PagePool
 
 
-def test_pages_are_taken_shared_and_freed_by_the_last_holder() -> None:
+def test_pages_are_freed_by_their_last_holder() -> None:
     pool = PagePool(3)
     taken = pool.take(2)
     assert sorted(taken) == [1, 2]
@@ -20,13 +20,13 @@ def test_pages_are_taken_shared_and_freed_by_the_last_holder() -> None:
     assert (pool.free, pool.holders(taken[0])) == (2, 0)
 
 
-def test_every_page_but_page_0_can_be_taken() -> None:
+def test_page_0_is_never_allocated() -> None:
     pool = PagePool(5)
     assert sorted(pool.take(5)) == [1, 2, 3, 4, 5]
     assert pool.take(0) == []
 
 
-def test_more_than_is_free_raises_and_takes_nothing() -> None:
+def test_allocating_more_than_free_raises() -> None:
     pool = PagePool(3)
     pool.take(2)
     with pytest.raises(RuntimeError, match="2 pages requested, 1 free"):
@@ -47,7 +47,7 @@ def test_misuse_raises() -> None:
     assert pool.free == 2
 
 
-def test_idle_counts_the_pages_that_the_cache_alone_holds() -> None:
+def test_idle_counts_pages_held_by_the_cache_only() -> None:
     pool = PagePool(3)
     page, other, _ = pool.take(3)
     pool.keep(page)

@@ -21,7 +21,7 @@ def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryP
     return plan_memory(EngineConfig(**settings), free=free, on_cpu=on_cpu, **numbers)
 
 
-def test_the_pool_is_what_is_left_behind_weights_and_workspace() -> None:
+def test_kv_pool_is_what_weights_and_workspace_leave() -> None:
     found = plan()
     logits, tables = 3 * 4 * 1000 * 4 * 5, 8 * (4 + 1) * (1000 + 10 + 1) * 17 // 16
     workspace = logits + tables
@@ -36,7 +36,7 @@ def test_the_pool_is_what_is_left_behind_weights_and_workspace() -> None:
 
 
 @pytest.mark.parametrize(("count", "weights"), [(1, 500), (2, 300), (4, 640), (4, 0)])
-def test_engines_side_by_side_share_what_their_weights_leave(count: int, weights: int) -> None:
+def test_engines_share_memory_evenly_after_weights(count: int, weights: int) -> None:
     free, shares = 1000, []
     for index in range(count):
         shares.append(MemoryShare(index, count).budget(free, 0.8, weights))
@@ -46,7 +46,7 @@ def test_engines_side_by_side_share_what_their_weights_leave(count: int, weights
     assert sum(shares) == pytest.approx(800, abs=count)
 
 
-def test_only_the_first_engine_has_weights() -> None:
+def test_first_engine_owns_the_weights() -> None:
     first, second = (plan(free=free * MIB, share=MemoryShare(n, 2)) for n, free in enumerate((1000, 700)))
     assert (first.available, first.weights) == (300 * MIB, 100 * MIB)
     assert (second.available, second.weights) == (200 * MIB, 0)
@@ -59,18 +59,18 @@ def test_only_the_first_engine_has_weights() -> None:
         plan(weights=500 * MIB, share=MemoryShare(0, 2))
 
 
-def test_settings_are_followed() -> None:
+def test_explicit_settings_are_used() -> None:
     found = plan(kv_pages=77, max_model_len=300, page_size=32)
     assert (found.kv_pages, found.max_model_len, found.page_size) == (77, 300, 32)
     assert found.wanted_pages == 4 * -(-310 // 32)
 
 
-def test_a_small_pool_shortens_the_longest_request() -> None:
+def test_small_pool_limits_request_length() -> None:
     found = plan(kv_pages=10)
     assert found.max_model_len == 10 * 16 - 10
 
 
-def test_a_cpu_keeps_memory_for_others_unless_told() -> None:
+def test_cpu_pool_is_capped_by_default() -> None:
     large = {"free": 100_000 * MIB, "on_cpu": True, "max_running": 10, "model_len": 10_000}
     assert plan(**large).kv_pages == 4096
     assert plan(**large, kv_pages=9000).kv_pages == 9000
@@ -90,7 +90,7 @@ def test_a_cpu_keeps_memory_for_others_unless_told() -> None:
         ({"kv_pages": 11, "page_size": 1}, "kv_pages=11", "at least 12"),
     ],
 )
-def test_what_cannot_fit_is_refused_in_one_line(settings: dict[str, Any], named: str, works: str) -> None:
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], named: str, works: str) -> None:
     with pytest.raises(SpecbatchError) as caught:
         plan(**settings)
     message = str(caught.value)
@@ -99,19 +99,19 @@ def test_what_cannot_fit_is_refused_in_one_line(settings: dict[str, Any], named:
     assert "\n" not in message
 
 
-def test_the_number_that_a_refusal_gives_works() -> None:
+def test_numbers_in_refusals_work() -> None:
     assert plan(kv_pages=379).kv_pages == 379
     assert plan(max_model_len=310, kv_pages=20).max_model_len == 310
     assert plan(max_model_len=500, kv_pages=32).max_model_len == 500
     assert plan(kv_pages=3, page_size=4).max_model_len == 2
 
 
-def test_on_a_cpu_the_refusal_of_a_length_names_the_pool() -> None:
+def test_cpu_refusal_of_a_length_names_kv_pages() -> None:
     with pytest.raises(SpecbatchError, match=r"max_model_len=90000: .*, or kv_pages=5626$"):
         plan(free=100_000 * MIB, on_cpu=True, model_len=100_000, max_model_len=90_000)
 
 
-def test_the_printed_plan_holds_the_numbers() -> None:
+def test_printed_plan() -> None:
     text = "\n".join(plan().lines())
     for part in ("500.0 MiB may be used", "weights    100.0 MiB", "draft      20.0 MiB", "256.0 MiB: 256 pages of 16"):
         assert part in text
@@ -127,7 +127,7 @@ def test_slots_that_do_not_fit_are_refused() -> None:
         plan(max_running=1_000_000)
 
 
-def test_states_of_rows_and_of_prefixes_come_before_kv_pages() -> None:
+def test_recurrent_states_are_reserved_before_kv_pages() -> None:
     """Those of prefixes take an eighth of what is left at most, and are not there without a prefix cache."""
     recurrent: dict[str, Any] = {"state_bytes": 3 * MIB, "cached_state_bytes": 2 * MIB}
     found, without = plan(**recurrent), plan(**recurrent, prefix_cache=False)
@@ -144,7 +144,7 @@ def test_states_of_rows_and_of_prefixes_come_before_kv_pages() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"kv_pages": 355}, {"max_model_len": 355 * 16 - 10, "model_len": 9000}])
-def test_what_is_asked_for_comes_before_states_of_prefixes(asked: dict[str, int]) -> None:
+def test_explicit_settings_take_precedence_over_cached_states(asked: dict[str, int]) -> None:
     found = plan(state_bytes=3 * MIB, cached_state_bytes=2 * MIB, **asked)
     assert found.cached_states == 4
     assert found.kv_pages >= 355

@@ -127,7 +127,7 @@ def pool() -> PagePool:
     return PagePool(10)
 
 
-def test_a_known_prefix_keeps_its_page_and_the_newcomers_own_stays_private(pool: PagePool) -> None:
+def test_duplicate_pages_are_not_cached(pool: PagePool) -> None:
     cache = PrefixCache(pool, 2)
     first, second = pool.take(2), pool.take(2)
     cache.insert([1, 2, 3, 4], 4, first)
@@ -136,7 +136,7 @@ def test_a_known_prefix_keeps_its_page_and_the_newcomers_own_stays_private(pool:
     assert [pool.holders(page) for page in second] == [1, 1]
 
 
-def test_a_prompt_that_is_cached_whole_leaves_one_page_to_compute(pool: PagePool) -> None:
+def test_fully_cached_prompt_recomputes_one_page(pool: PagePool) -> None:
     cache = PrefixCache(pool, 2)
     pages = pool.take(2)
     cache.insert([1, 2, 3, 4], 4, pages)
@@ -153,7 +153,7 @@ def test_only_full_pages_are_shared(pool: PagePool) -> None:
     assert cache.match([1, 2, 3, 4, 5, 6, 7, 8, 9]) == pages[:1]
 
 
-def test_an_eviction_costs_no_more_with_a_large_cache() -> None:
+def test_eviction_time_does_not_grow_with_the_cache() -> None:
     """Under pressure a page is evicted for every page that decoding needs."""
     looked_at = 0
 
@@ -175,7 +175,7 @@ def test_an_eviction_costs_no_more_with_a_large_cache() -> None:
     assert looked_at <= 2002
 
 
-def test_an_eviction_that_can_free_nothing_ends(pool: PagePool) -> None:
+def test_eviction_terminates_when_nothing_can_be_freed(pool: PagePool) -> None:
     cache = PrefixCache(pool, 1)
     known, own = pool.take(1), pool.take(2)
     cache.insert([1], 1, known)

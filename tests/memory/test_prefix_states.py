@@ -110,7 +110,7 @@ def families(draw: st.DrawFn) -> list[list[int]]:
     spare=st.sampled_from([0, 12, 400]),
     places=st.sampled_from([1, 3, 64]),
 )
-def test_tokens_are_those_without_a_cache(
+def test_prefix_cache_does_not_change_tokens(
     build: Callable[..., Engine],
     plain: Engine,
     prompts: list[list[int]],
@@ -157,7 +157,7 @@ def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]]
 
 
 @pytest.mark.parametrize(("algorithm", "aux"), [("eagle3", (1, 2, 3)), ("dflash", None)])
-def test_drafters_with_a_memory_of_their_own_draft_the_same(
+def test_prefix_cache_does_not_change_drafts(
     build: Callable[..., Engine], algorithm: str, aux: tuple[int, ...] | None
 ) -> None:
     """The same prompt again begins at a state; what it lacks before that, the first one's pages hold. So the drafts are
@@ -173,7 +173,7 @@ def test_drafters_with_a_memory_of_their_own_draft_the_same(
     assert len(found[True][0]) > len(prompts)
 
 
-def test_states_of_another_type(build: Callable[..., Engine], request: pytest.FixtureRequest) -> None:
+def test_state_dtypes(build: Callable[..., Engine], request: pytest.FixtureRequest) -> None:
     """Half the memory for matrices; a short convolution has none. All kinds begin with kept states."""
     taken = {}
     for dtype in ("fp32", "bf16", "fp16"):
@@ -186,7 +186,7 @@ def test_states_of_another_type(build: Callable[..., Engine], request: pytest.Fi
     assert (taken["bf16"] < taken["fp32"]) is ("convolution" not in request.node.name)
 
 
-def test_what_a_record_says_of_states(build: Callable[..., Engine]) -> None:
+def test_record_counts_states(build: Callable[..., Engine]) -> None:
     engine = build()
     prompts = [[5] * 13 + [kind] * 5 for kind in (1, 2, 3, 4)]
     engine.generate(prompts, NEW, concurrency=1)

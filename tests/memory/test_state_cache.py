@@ -181,7 +181,7 @@ def fill(cached: tuple[PrefixCache, PagePool], tokens: list[int]) -> None:
         pool.release(page)
 
 
-def test_a_long_prompt_in_small_chunks_leaves_others_their_states(cached: tuple[PrefixCache, PagePool]) -> None:
+def test_long_chunked_prompt_evicts_one_state_only(cached: tuple[PrefixCache, PagePool]) -> None:
     """All but one: it may have been of use the longest time ago."""
     state_cache = StateCache(cached[0], 2, 4)
     for kind in (1, 2, 3, 4):
@@ -197,7 +197,7 @@ def test_a_long_prompt_in_small_chunks_leaves_others_their_states(cached: tuple[
     assert len(state_cache.find([*long, 1]).pages) == 8
 
 
-def test_a_guess_that_was_right_stays(cached: tuple[PrefixCache, PagePool]) -> None:
+def test_used_probationary_state_is_protected(cached: tuple[PrefixCache, PagePool]) -> None:
     state_cache = StateCache(cached[0], 2, 2)
     for kind in (1, 2):
         fill(cached, [kind] * 2)
@@ -209,7 +209,7 @@ def test_a_guess_that_was_right_stays(cached: tuple[PrefixCache, PagePool]) -> N
     assert [state_cache.find([kind] * 3).state > 0 for kind in (1, 2)] == [True, False]
 
 
-def test_a_place_whose_pages_go_is_not_given_away_in_the_same_pass(cached: tuple[PrefixCache, PagePool]) -> None:
+def test_evicted_slot_is_not_reused_in_the_same_pass(cached: tuple[PrefixCache, PagePool]) -> None:
     """The pass writes there: two states would go to one place."""
     state_cache = StateCache(cached[0], 2, 1)
     fill(cached, [1, 1])

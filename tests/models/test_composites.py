@@ -50,7 +50,7 @@ def save(folder: Path, **changes: Any) -> Any:
     return model
 
 
-def test_ties_of_the_outer_part_and_unrotated_channels_under_yarn(tmp_path: Path) -> None:
+def test_outer_tied_embeddings_and_partial_rotary_yarn(tmp_path: Path) -> None:
     theirs, lines = save(tmp_path, rope_parameters=YARN), []
     checkpoint = open_checkpoint(str(tmp_path), log=lines.append)
     assert json.loads((tmp_path / "config.json").read_text())["text_config"]["tie_word_embeddings"] is False
@@ -66,7 +66,7 @@ def test_ties_of_the_outer_part_and_unrotated_channels_under_yarn(tmp_path: Path
 
 
 @pytest.mark.parametrize("gate", ["silu", "swish", "sigmoid"])
-def test_the_activation_of_the_delta_nets_gate(gate: str) -> None:
+def test_delta_net_output_gate_activation(gate: str) -> None:
     config = TEXT | {"model_type": "qwen3_5_text", "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
     config |= {"architectures": ["Qwen3_5ForCausalLM"], "linear_conv_kernel_dim": 4, "output_gate_type": gate}
     if gate != "sigmoid":

@@ -41,7 +41,7 @@ def old_spelling(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("qwen3", {"head_dim": 32, "attention_bias": True}),
     ],
 )
-def test_tensor_shapes_are_those_of_transformers(family: str, extra: dict[str, Any], tied: bool) -> None:
+def test_tensor_shapes_match_transformers(family: str, extra: dict[str, Any], tied: bool) -> None:
     config_class, architecture = FAMILIES[family]
     reference = config_class(**SIZES, **extra, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(reference)
@@ -53,7 +53,7 @@ def test_tensor_shapes_are_those_of_transformers(family: str, extra: dict[str, A
     assert config.parameter_count() == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_what_a_config_leaves_out() -> None:
+def test_config_defaults() -> None:
     config = old_spelling(num_key_value_heads=None, eos_token_id=[7, 9, 7], bos_token_id=1)
     read = ModelConfig.from_dict(config)
     assert (read.num_kv_heads, read.head_dim, read.eos_ids, read.bos_id) == (4, 12, (7, 9), 1)
@@ -67,7 +67,7 @@ def test_what_a_config_leaves_out() -> None:
     assert ModelConfig.from_dict(by_type).family == "qwen2"
 
 
-def test_a_window_that_is_off_is_no_window() -> None:
+def test_disabled_sliding_window_is_ignored() -> None:
     off = {"sliding_window": 4096, "max_window_layers": 1, "use_sliding_window": False}
     assert ModelConfig.from_dict(old_spelling("qwen2", **off)).family == "qwen2"
     beyond = {"sliding_window": 4096, "max_window_layers": 2, "use_sliding_window": True}
@@ -123,7 +123,7 @@ def test_a_window_that_is_off_is_no_window() -> None:
         ("llama", {"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
     ],
 )
-def test_an_unknown_value_is_refused_by_name(family: str, changes: dict[str, Any], named: str) -> None:
+def test_unsupported_values_are_refused_by_name(family: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(SpecbatchError, match=named) as refusal:
         ModelConfig.from_dict(old_spelling(family, **changes))
     assert "\n" not in str(refusal.value)

@@ -65,7 +65,7 @@ VALUES = st.recursive(
 @pytest.mark.parametrize(
     "name", first_quick(5, sorted(READERS.keys() - {"dflash-speculators"}))
 )  # that one asks transformers each time
-def test_every_key_is_read_as_what_it_is(name: str) -> None:
+def test_wrong_values_of_every_key_are_read_or_refused(name: str) -> None:
     """Each key that there is or could be, with values of every kind."""
     reader, sound = READERS[name]
     reader(sound)
@@ -79,7 +79,7 @@ def test_every_key_is_read_as_what_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", first_quick(5, READERS))
 @settings(max_examples=10)
 @given(data=st.data())
-def test_whatever_a_config_holds_it_is_read_or_refused(name: str, data: st.DataObject) -> None:
+def test_random_configs_are_read_or_refused(name: str, data: st.DataObject) -> None:
     reader, sound = READERS[name]
     path = data.draw(st.sampled_from(_tables(sound)))
     key = st.sampled_from(sorted(_at(sound, path)) or WORDS) | st.sampled_from(WORDS)
@@ -150,13 +150,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "named"), REFUSED)
-def test_what_is_refused_by_its_key(name: str, changes: dict[str, Any], named: str) -> None:
+def test_refusals_name_the_key(name: str, changes: dict[str, Any], named: str) -> None:
     reader, sound = READERS[name]
     with pytest.raises(SpecbatchError, match=named):
         reader(sound | changes)
 
 
-def test_what_stands_for_a_missing_value() -> None:
+def test_defaults_of_missing_values() -> None:
     """As in the families' own classes."""
 
     def read(name: str, **changes: Any) -> Any:

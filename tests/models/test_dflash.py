@@ -61,7 +61,7 @@ def without(*keys: str) -> dict[str, Any]:
     return {key: value for key, value in QWEN3_8B_B16.items() if key not in keys}
 
 
-def test_what_a_published_config_says() -> None:
+def test_published_config() -> None:
     config = read()
     assert (config.block_size, config.mask_token, config.target_depth) == (16, 151669, 36)
     assert config.target_layers == (1, 9, 17, 25, 33)
@@ -73,7 +73,7 @@ def test_what_a_published_config_says() -> None:
 
 @pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids", "num_target_layers"])
 @pytest.mark.parametrize("inside", [True, False])
-def test_keys_stand_at_the_top_or_inside(key: str, inside: bool) -> None:
+def test_keys_may_be_top_level_or_nested(key: str, inside: bool) -> None:
     own = {"block_size": 16, **QWEN3_8B_B16["dflash_config"], "num_target_layers": 36}
     value = own.pop(key)
     rest = without("block_size", "dflash_config", "num_target_layers")
@@ -83,7 +83,7 @@ def test_keys_stand_at_the_top_or_inside(key: str, inside: bool) -> None:
     assert DFlashConfig.from_dict(spelled) == read()
 
 
-def test_both_spellings_of_rope() -> None:
+def test_rope_in_both_spellings() -> None:
     new = {**without("rope_theta", "rope_scaling"), "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}
     found = DFlashConfig.from_dict(new).rope
     assert (found.theta, found.source) == (1e7, "rope_parameters")
@@ -94,7 +94,7 @@ def test_both_spellings_of_rope() -> None:
         read(rope_theta=None, rope_parameters=nested)
 
 
-def test_feature_layers_that_the_config_leaves_out() -> None:
+def test_default_feature_layers() -> None:
     assert published_layers(36, 5) == [1, 9, 17, 25, 33]
     assert published_layers(64, 5) == [1, 16, 31, 46, 61]
     assert published_layers(32, 5) == [1, 8, 15, 22, 29]
@@ -114,7 +114,7 @@ def test_feature_layers_that_the_config_leaves_out() -> None:
         ({"layer_types": None, "sliding_window": 2048}, [Mask(False)] * 5),
     ],
 )
-def test_what_the_rows_of_a_block_see(changes: dict[str, Any], masks: list[Mask]) -> None:
+def test_attention_masks_of_a_block(changes: dict[str, Any], masks: list[Mask]) -> None:
     assert read(**changes).masks == tuple(masks)
     if "is_causal" in changes:
         inside = {**QWEN3_8B_B16["dflash_config"], "is_causal": changes["is_causal"]}
@@ -139,7 +139,7 @@ def speculators(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_the_format_of_speculators() -> None:
+def test_speculators_format() -> None:
     found, same = (vars(config) for config in (DFlashConfig.from_dict(speculators()), read()))
     differ = {key for key in same if found[key] != same[key]}
     assert differ == {"rope", "target_depth", "whole_file"}  # rope: where it was read
@@ -180,12 +180,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_cannot_be_run_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecbatchError, match=said):
         DFlashConfig.from_dict(changes if "speculators_model_type" in changes else {**QWEN3_8B_B16, **changes})
 
 
-def test_a_dummy_has_the_published_shape() -> None:
+def test_dummy_has_the_published_shape() -> None:
     target = open_checkpoint("qwen3-8b", "dummy").config
     ours, theirs = vars(DFlashConfig.from_dict(published_shape(target))), vars(read())
     assert {key for key in ours if ours[key] != theirs[key]} <= {"eos_ids", "bos_id", "dtype"}
@@ -198,7 +198,7 @@ def planned(target: str = "toy", **speculation: Any) -> tuple[DraftPlan, list[st
     return dflash.plan(open_checkpoint(target, "dummy"), config, lines.append), lines
 
 
-def test_the_plan_of_a_dummy_and_what_is_said_of_it() -> None:
+def test_plan_and_log_of_a_dummy() -> None:
     plan, lines = planned("qwen3-8b")
     assert (plan.drafted, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (15, 5, False, (1, 9, 17, 25, 33))
     text = "\n".join(lines)
@@ -211,7 +211,7 @@ def test_the_plan_of_a_dummy_and_what_is_said_of_it() -> None:
         planned("qwen3-8b", draft_tokens=16)
 
 
-def test_a_draft_for_another_target_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_draft_for_another_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B_B16, "hidden_size": 64, "num_target_layers": 3}))
     with pytest.raises(SpecbatchError) as caught:
         planned("toy", draft=str(tmp_path))
@@ -244,7 +244,7 @@ SMALL = {
 }
 
 
-def test_a_folder_is_read_and_checked(tmp_path: Path) -> None:
+def test_folder_is_read_and_checked(tmp_path: Path) -> None:
     config = DFlashConfig.from_dict(SMALL)
     tensors = {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}
     assert len(tensors) == 2 * 11 + 3
@@ -283,7 +283,7 @@ def test_a_folder_is_read_and_checked(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
 
 
-def test_a_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:
+def test_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:
     own = {
         key: value for key, value in SMALL.items() if key not in ("dflash_config", "num_target_layers", "layer_types")
     }

@@ -181,7 +181,7 @@ def products(model: Decoder) -> set[type]:
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
 @pytest.mark.parametrize("case", CASES)
-def test_it_computes_what_its_weights_stand_for(
+def test_fp8_model_matches_dequantized_model(
     case: str, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described, plain, fused, dequantized = CASES[case]
@@ -222,7 +222,7 @@ def write_head(folder: Path, wide: set[str]) -> tuple[MtpConfig, dict[str, torch
         ("qwen3.5", {}, {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}, False),
     ],
 )
-def test_an_mtp_head_computes_what_its_weights_stand_for(
+def test_fp8_mtp_head_matches_dequantized_head(
     case: str,
     changes: dict[str, Any],
     wide: set[str],
@@ -255,7 +255,7 @@ def test_an_mtp_head_computes_what_its_weights_stand_for(
     assert (head._layer.mlps[0].experts.up.scales is not None) is keeps
 
 
-def test_an_mtp_head_in_float8_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_mtp_head_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described, plain, fused, _ = CASES["next"]
     write(tmp_path, {**described, "hidden_size": 256}, plain, fused)
     config, meant = write_head(tmp_path, {"mtp.fc.weight"})
@@ -268,7 +268,7 @@ def test_an_mtp_head_in_float8_takes_half_the_memory(tmp_path: Path, monkeypatch
     assert weight_bytes(found, torch.bfloat16, CPU) == 2 * count - sum(small) + scales
 
 
-def test_a_random_mtp_head_is_made_where_its_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummy_mtp_head_is_created_on_the_targets_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In its type and with a layer's experts in one tensor: 512 experts in float32 on a CPU take minutes."""
     made: dict[str, tuple[str, torch.dtype]] = {}
 
@@ -294,7 +294,7 @@ def test_a_random_mtp_head_is_made_where_its_target_is(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_compute_what_the_weights_stand_for(case: str, tmp_path: Path) -> None:
+def test_kernels_match_dequantized_model(case: str, tmp_path: Path) -> None:
     described, plain, fused, dequantized = CASES[case]
     meant = write(tmp_path, described, plain, fused)
     checkpoint = open_checkpoint(str(tmp_path))
@@ -306,7 +306,7 @@ def test_kernels_compute_what_the_weights_stand_for(case: str, tmp_path: Path) -
     assert (logits(model) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
-def test_what_is_float8_lies_in_memory_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_weights_stay_fp8_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
     checkpoint = open_checkpoint(str(tmp_path))
     count = sum(item.numel() for item in meant.values())
@@ -333,14 +333,14 @@ def damaged(folder: Path, change: Any) -> str:
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
-def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_mismatched_scales_are_refused(tmp_path: Path) -> None:
     def cut(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{NAME}_scale_inv"] = tensors[f"{NAME}_scale_inv"][:1].contiguous()
 
     assert f"tensor {NAME}_scale_inv is [1, 2]; its config requires [2, 2]" in damaged(tmp_path, cut)
 
 
-def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: Path) -> None:
+def test_fp8_weights_and_scales_must_come_together(tmp_path: Path) -> None:
     said = damaged(tmp_path, lambda tensors: tensors.pop(f"{NAME}_scale_inv"))
     assert f"tensor {NAME} is F8_E4M3 and there is no {NAME}_scale_inv" in said
 
@@ -351,7 +351,7 @@ def test_float8_without_scales_and_scales_without_float8_are_refused(tmp_path: P
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
-def test_float8_that_is_no_number_is_refused(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_fp8_weights_are_refused(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in a tensor of several parts it lies; products would take it for 480."""
     monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
     monkeypatch.setattr("specbatch.kernels.gemm.weight._PART", 1000)
@@ -364,7 +364,7 @@ def test_float8_that_is_no_number_is_refused(keeps: bool, tmp_path: Path, monkey
         Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
 
 
-def test_which_weights_are_float8_is_what_the_file_says(tmp_path: Path) -> None:
+def test_the_file_decides_which_weights_are_fp8(tmp_path: Path) -> None:
     meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
     described = json.loads((tmp_path / "config.json").read_text())
     described["quantization_config"]["modules_to_not_convert"] = None
@@ -375,7 +375,7 @@ def test_which_weights_are_float8_is_what_the_file_says(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensor(NAME), meant[NAME])
 
 
-def test_scales_that_no_config_announces_are_refused(tmp_path: Path) -> None:
+def test_unannounced_scales_are_refused(tmp_path: Path) -> None:
     write(tmp_path, QWEN3, [], False)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     with pytest.raises(SpecbatchError, match=r"its config describes no tensor .*_scale_inv"):
@@ -393,7 +393,7 @@ def test_scales_that_no_config_announces_are_refused(tmp_path: Path) -> None:
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head'"),
     ],
 )
-def test_other_quantisations_are_refused(changes: dict[str, Any], named: str) -> None:
+def test_other_quantizations_are_refused(changes: dict[str, Any], named: str) -> None:
     known = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     with pytest.raises(SpecbatchError, match=named):
         ModelConfig.from_dict({**QWEN3, "quantization_config": {**known, **changes}})

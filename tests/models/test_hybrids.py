@@ -158,7 +158,7 @@ def prompt(
     return ours.logits(ours.forward(tokens, metadata.positions, metadata.bind(cache)).last)
 
 
-def test_prefill_of_several_sequences(pair: tuple[Any, Decoder]) -> None:
+def test_prefill_of_a_ragged_batch(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
     batch = sequences(41, 1, 9)
     spans = [PromptChunk(slot, 0, len(item)) for slot, item in zip((3, 1, 5), batch, strict=True)]
@@ -167,7 +167,7 @@ def test_prefill_of_several_sequences(pair: tuple[Any, Decoder]) -> None:
         close(part, expected(theirs, item))
 
 
-def test_features_of_published_layers(pair: tuple[Any, Decoder]) -> None:
+def test_features_match_hidden_states_of_transformers(pair: tuple[Any, Decoder]) -> None:
     """Draft heads count layers as transformers does, those without a mixer too."""
     theirs, ours = pair
     (tokens,) = sequences(9)
@@ -194,7 +194,7 @@ def test_chunked_prefill(pair: tuple[Any, Decoder], chunk: int) -> None:
 
 
 @pytest.mark.parametrize("rows", first_quick(1, [4, 1, 6]))
-def test_verifies_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> None:
+def test_verify_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> None:
     """Each sequence accepts another number of its drafts every time; those that it rejects were wrong."""
     theirs, ours = pair
     batch = sequences(40, 33, 25)
@@ -223,7 +223,7 @@ def test_verifies_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> Non
             break
 
 
-def test_verifies_of_trees(pair: tuple[Any, Decoder]) -> None:
+def test_tree_verify(pair: tuple[Any, Decoder]) -> None:
     """Every row of a tree says what the text of its ancestors says, and the accepted path goes on."""
     theirs, ours = pair
     (text,) = sequences(8)

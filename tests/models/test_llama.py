@@ -100,7 +100,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert error < 1e-5, f"relative error {error:.2e}"
 
 
-def test_prefill_of_several_sequences(pair: tuple[Any, Decoder, KVCache]) -> None:
+def test_prefill_of_a_ragged_batch(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     batch = sequences(21, 1, 9)
     table = page_table([21, 1, 9])
@@ -125,7 +125,7 @@ def test_chunked_prefill(pair: tuple[Any, Decoder, KVCache], chunk: int) -> None
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Decoder, KVCache], rows: int) -> None:
+def test_decode_with_mixed_lengths(pair: tuple[Any, Decoder, KVCache], rows: int) -> None:
     theirs, ours, cache = pair
     batch = sequences(26, 21, 13)
     table = page_table([26 + rows] * 3)
@@ -145,7 +145,7 @@ def test_step_by_step_in_a_batch_of_mixed_lengths(pair: tuple[Any, Decoder, KVCa
         lengths = lengths + rows
 
 
-def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Decoder, KVCache]) -> None:
+def test_rejected_drafts_leave_no_trace(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     (tokens,) = sequences(14)
     table = page_table([20])
@@ -159,7 +159,7 @@ def test_a_rejected_row_leaves_no_trace(pair: tuple[Any, Decoder, KVCache]) -> N
     close(logits, expected(theirs, tokens)[9:])
 
 
-def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tuple[Any, Decoder, KVCache]) -> None:
+def test_skipped_layers_share_weights(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     view = ours.without({1})
     assert view.layers == (ours.layers[0], ours.layers[2])
@@ -177,7 +177,7 @@ def test_a_view_without_layers_shares_weights_and_computes_what_is_left(pair: tu
     close(logits, wanted)
 
 
-def test_auxiliary_features_are_the_residual_stream_behind_their_layers(pair: tuple[Any, Decoder, KVCache]) -> None:
+def test_aux_features_are_the_residual_stream_after_their_layers(pair: tuple[Any, Decoder, KVCache]) -> None:
     theirs, ours, cache = pair
     (tokens,) = sequences(9)
     metadata = PrefillMetadata(page_table([9]), [PromptChunk(0, 0, 9)], PAGE)

@@ -53,7 +53,7 @@ def old_spelling(family: str = "llama", **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_both_spellings_give_the_frequencies_of_transformers(family: str, scaling: str) -> None:
+def test_frequencies_match_transformers_in_both_spellings(family: str, scaling: str) -> None:
     head_dim = {} if family == "qwen2" else {"head_dim": 64}
     sizes = {**SIZES, **head_dim}
     reference = FAMILIES[family](
@@ -75,7 +75,7 @@ def test_both_spellings_give_the_frequencies_of_transformers(family: str, scalin
     assert ModelConfig.from_dict(new).rope.source == "rope_parameters"
 
 
-def test_where_theta_is_read() -> None:
+def test_theta_source() -> None:
     legacy = {"type": "linear", "factor": 2.0}
     assert ModelConfig.from_dict(old_spelling(rope_scaling=legacy)).rope.kind == "linear"
     assert ModelConfig.from_dict(old_spelling(rope_scaling=legacy)).rope.source == "rope_theta"
@@ -90,7 +90,7 @@ def test_where_theta_is_read() -> None:
     assert (silent.theta, silent.source) == (10000.0, "class default")
 
 
-def test_yarn_lengthens_the_context_and_takes_its_missing_original_from_it() -> None:
+def test_yarn_extends_the_context_and_defaults_its_original_length() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = ModelConfig.from_dict(old_spelling(rope_scaling=scaling, max_position_embeddings=32768))
     assert config.max_position == 131072
@@ -98,7 +98,7 @@ def test_yarn_lengthens_the_context_and_takes_its_missing_original_from_it() -> 
     assert without.rope.original_max_position == 16384
 
 
-def test_divisors_divide_each_frequency() -> None:
+def test_llama3_frequency_factors() -> None:
     plain = Rope(theta=5e5, rotary_dim=8)
     divided = Rope(theta=5e5, rotary_dim=8, kind="divisors", divisors=(1.0, 1.0, 2.0, 8.0), source="gguf")
     ratio = plain.inverse_frequencies() / divided.inverse_frequencies()

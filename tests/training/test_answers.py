@@ -42,7 +42,7 @@ def interrupt_after(count):
     return report
 
 
-def test_answers_are_the_targets_own(examples, target):
+def test_answers_are_the_targets_greedy_tokens(examples, target):
     """Greedy: every token of an answer is the likeliest one behind what stands before it."""
     for start in range(0, 12, 4):
         batch = Batch.of(examples[start : start + 4], CPU)
@@ -52,7 +52,7 @@ def test_answers_are_the_targets_own(examples, target):
             assert likeliest[row, item.prompt - 1 : len(item.tokens) - 1].tolist() == list(item.tokens[item.prompt :])
 
 
-def test_answers_come_in_the_order_of_the_prompts(examples, prompts_file):
+def test_answers_keep_the_order_of_prompts(examples, prompts_file):
     asked = [tuple(json.loads(line)["prompt_token_ids"]) for line in prompts_file.read_text().splitlines()]
     assert [item.tokens[: item.prompt] for item in examples] == asked
 
@@ -66,7 +66,7 @@ def test_sampled_answers_depend_on_the_seed(train, prompts_file, checkpoint, tmp
     assert found["first"] == found["again"] != found["other"]
 
 
-def test_the_file_says_who_answered_what(answers_file, checkpoint, train, tmp_path):
+def test_answer_file_identifies_model_and_prompts(answers_file, checkpoint, train, tmp_path):
     header = json.loads(lines(answers_file.parent)[0])
     assert (header["model"], header["origin"]) == (checkpoint.name, checkpoint.origin)
     assert (header["vocabulary"], header["prompts"], header["dtype"]) == (VOCABULARY, 70, "float32")
@@ -142,7 +142,7 @@ def test_answers_of_another_vocabulary_are_refused(train, answers_file, prompts_
         train(tmp_path / "head", "eagle3", answers=answers_file, tokenizer=str(other_model))
 
 
-def test_a_model_may_be_moved(train, answers_file, examples, prompts_file, target_folder, tmp_path):
+def test_moved_model_is_recognised(train, answers_file, examples, prompts_file, target_folder, tmp_path):
     folder = shutil.copytree(target_folder, tmp_path / "moved")
     described_by("config.json", rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 500.0})(folder)
     moved = weights.open_checkpoint(str(folder))
@@ -154,7 +154,7 @@ def test_a_model_may_be_moved(train, answers_file, examples, prompts_file, targe
     assert any("70 of 70 are finished" in line for line in said)
 
 
-def test_a_sample_of_the_weights_holds_a_value_of_every_row():
+def test_weight_fingerprint_samples_every_row():
     matrix = torch.zeros(50, 7)
     target = SimpleNamespace(names=lambda: ["x"], tensor=lambda name: matrix)
     zeros = _weights_hash(target)
@@ -163,7 +163,7 @@ def test_a_sample_of_the_weights_holds_a_value_of_every_row():
         assert _weights_hash(target) != zeros
 
 
-def test_an_older_file_without_a_header_is_read_with_a_note(old_file, checkpoint):
+def test_file_without_a_header_is_read_with_a_note(old_file, checkpoint):
     said: list[str] = []
     found, header = read_answers(old_file, checkpoint, 64, said.append)
     assert header is None
@@ -188,7 +188,7 @@ def test_an_older_file_without_a_header_is_read_with_a_note(old_file, checkpoint
         '{"prompt_token_ids": [1], "token_ids": [1, 1, 1], "index": "x"}',
     ],
 )
-def test_other_lines_are_refused_with_their_number(old_file, checkpoint, line):
+def test_invalid_lines_are_refused_with_their_number(old_file, checkpoint, line):
     with old_file.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(SpecbatchError, match=r"old\.jsonl:4': a row has"):
@@ -205,7 +205,9 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("line", "named"), DAMAGED)
-def test_damaged_answers_are_refused_with_their_line(answers_file, checkpoint, prompts_file, tmp_path, line, named):
+def test_damaged_answers_are_refused_with_their_line_number(
+    answers_file, checkpoint, prompts_file, tmp_path, line, named
+):
     path = tmp_path / "answers.jsonl"
     path.write_bytes(b"".join(answers_file.read_bytes().splitlines(keepends=True)[:3]) + line + b"\n")
     with pytest.raises(SpecbatchError, match=rf"answers\.jsonl:4': a row has.*{named}"):
@@ -223,7 +225,7 @@ def test_damaged_answers_are_refused_with_their_line(answers_file, checkpoint, p
 
 
 @pytest.mark.parametrize("change", ["model", "prompts", "weights_sha256"])
-def test_a_damaged_header_is_refused(answers_file, checkpoint, tmp_path, change):
+def test_damaged_header_is_refused(answers_file, checkpoint, tmp_path, change):
     header, *rows = lines(answers_file.parent)
     described = json.loads(header)
     described[change] = None
@@ -237,7 +239,7 @@ def test_a_damaged_header_is_refused(answers_file, checkpoint, tmp_path, change)
         read_answers(path, checkpoint, MAX_LEN, print)
 
 
-def test_answers_to_other_prompts_are_not_gone_on_with(train, answers_file, prompts_file, tmp_path):
+def test_answers_to_other_prompts_are_not_resumed(train, answers_file, prompts_file, tmp_path):
     shutil.copy(answers_file, tmp_path)
     with pytest.raises(SpecbatchError, match=r"made with another prompts \(70 there, 30 now\); finish"):
         train(tmp_path, "eagle3", data=prompts_file, limit=30)
@@ -247,7 +249,7 @@ def test_answers_to_other_prompts_are_not_gone_on_with(train, answers_file, prom
         train(tmp_path, "eagle3", data=other)
 
 
-def test_a_users_own_answers_are_not_overwritten(train, prompts_file, tmp_path):
+def test_user_answer_files_are_not_overwritten(train, prompts_file, tmp_path):
     path = tmp_path / "answers.jsonl"
     for text in (json.dumps({"index": 0} | OLD[0]) + "\n", "my notes", "my notes\n", "[]\n"):
         path.write_text(text)
@@ -256,9 +258,7 @@ def test_a_users_own_answers_are_not_overwritten(train, prompts_file, tmp_path):
         assert path.read_text() == text
 
 
-def test_an_interruption_keeps_the_answers_and_the_same_run_goes_on(
-    train, prompts_file, checkpoint, tmp_path, monkeypatch
-):
+def test_interrupted_run_resumes_its_answers(train, prompts_file, checkpoint, tmp_path, monkeypatch):
     """Sampled, so that a seed that did not belong to its prompt would show."""
     how = {"data": prompts_file, "steps": 1, "temperature": 1.0, "limit": 30, "held_out": 2}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -286,7 +286,7 @@ def test_an_interruption_keeps_the_answers_and_the_same_run_goes_on(
     assert lines(parts)[0] == lines(whole)[0]
 
 
-def test_training_that_failed_does_not_answer_anew(train, prompts_file, tmp_path):
+def test_failed_training_reuses_answers(train, prompts_file, tmp_path):
     with pytest.raises(SpecbatchError, match="held_out=69"):
         train(tmp_path, "eagle3", data=prompts_file, held_out=69, max_len=10)
     before = lines(tmp_path)
@@ -300,7 +300,7 @@ def test_training_that_failed_does_not_answer_anew(train, prompts_file, tmp_path
     ("change", "named"),
     [({"temperature": 0.5}, "temperature (0.0 there, 0.5 now)"), ({"seed": 3}, "seed (0 there, 3 now)")],
 )
-def test_a_run_that_asks_otherwise_does_not_go_on(train, prompts_file, tmp_path, change, named):
+def test_different_settings_do_not_resume(train, prompts_file, tmp_path, change, named):
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, "eagle3", data=prompts_file, report=interrupt_after(2))
     before = lines(tmp_path)

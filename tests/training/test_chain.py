@@ -31,7 +31,7 @@ def head(request, target):
 
 
 @torch.no_grad()
-def test_unrolled_steps_are_drafts_of_each_place_alone(head, target):
+def test_unrolled_steps_match_single_position_drafts(head, target):
     tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     batch = Batch.of([Example(tuple(row), 1) for row in tokens.tolist()], CPU)
     start = head.begin(*target.features(batch, head.aux))
@@ -50,7 +50,7 @@ def test_unrolled_steps_are_drafts_of_each_place_alone(head, target):
 
 
 @torch.no_grad()
-def test_what_is_scored_are_drafts_behind_roots_of_the_answer(head, target):
+def test_loss_covers_drafts_after_answer_tokens_only(head, target):
     """An answer of n tokens has n - 1 - k places for draft k: its first token is the first root."""
     tokens = tuple(torch.randint(3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist())
     batch = Batch.of([Example(tokens, 5), Example(tokens[:9], 6)], CPU)
@@ -58,7 +58,7 @@ def test_what_is_scored_are_drafts_behind_roots_of_the_answer(head, target):
     assert places == [(7 - 1 - k) + (3 - 1 - k) for k in range(STEPS)]
 
 
-def test_places_ahead():
+def test_target_positions_of_draft_steps():
     rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
     assert ahead(rows, 1, 0).tolist() == [[2, 3, 0], [5, 6, 0]]
     assert ahead(rows, 5, -1).tolist() == [[-1] * 3] * 2

@@ -47,7 +47,7 @@ def refused(*load_it) -> str:
 
 @pytest.mark.parametrize("algorithm", WEIGHTS)
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_values_that_are_not_finite_are_refused(draft, target_folder, algorithm, value):
+def test_non_finite_weights_are_refused(draft, target_folder, algorithm, value):
     """The target would hide what comes of them. Sound, all of them load."""
     folder = draft(algorithm)
     load(algorithm, folder, target_folder)
@@ -70,7 +70,7 @@ def test_values_that_are_not_finite_are_refused(draft, target_folder, algorithm,
     ("file", "content"),
     [("config.json", "{"), ("config.json", "[]"), ("model.safetensors", "no tensors"), ("config.json", None)],
 )
-def test_damaged_files_are_the_drafts(draft, target_folder, algorithm, file, content):
+def test_damaged_draft_files_are_attributed_to_the_draft(draft, target_folder, algorithm, file, content):
     folder = draft(algorithm)
     if content is None:
         (folder / file).unlink()
@@ -80,7 +80,7 @@ def test_damaged_files_are_the_drafts(draft, target_folder, algorithm, file, con
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "standalone"])
-def test_a_key_of_a_drafts_config_is_said_to_be_one(draft, target_folder, algorithm):
+def test_invalid_draft_config_keys_are_attributed_to_the_draft(draft, target_folder, algorithm):
     folder = draft(algorithm)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
@@ -88,7 +88,7 @@ def test_a_key_of_a_drafts_config_is_said_to_be_one(draft, target_folder, algori
     assert says.startswith(f"draft='{folder}': hidden_size='wide': ")
 
 
-def test_the_targets_own_files_are_the_models(draft, target_folder):
+def test_damaged_target_files_are_attributed_to_the_model(draft, target_folder):
     folder = draft("standalone")
     (folder / "config.json").write_text("{")
     speculation = Speculation("standalone", draft=str(target_folder))
@@ -96,7 +96,7 @@ def test_the_targets_own_files_are_the_models(draft, target_folder):
         Engine(EngineConfig(model=str(folder), device="cpu", speculation=speculation))
 
 
-def test_float8_values_are_looked_at_too():
+def test_fp8_weights_are_checked():
     from specbatch.models.config import ModelConfig
     from specbatch.models.layers import Reader
     from specbatch.weights.dummy import SHAPES

@@ -18,7 +18,7 @@ def some(*lengths: int) -> list[Example]:
     return [Example(tuple(range(count, count + count)), 2) for count in lengths]
 
 
-def test_held_out_prompts_never_train():
+def test_held_out_prompts_are_never_trained_on():
     examples = some(5, 6, 7, 8)
     twin = Example((*examples[-1].tokens[:2], 1, 2, 3), 2)  # the same prompt, another answer
     train, kept = split([twin, *examples], 2)
@@ -28,7 +28,7 @@ def test_held_out_prompts_never_train():
         split(examples, 4)
 
 
-def test_batches_hold_what_fits_and_every_example_once():
+def test_batches_fit_the_token_budget_and_cover_each_example_once():
     examples = some(5, 9, 3, 4, 30, 8, 8)
     found = list(groups(examples, 24))
     assert [item for group in found for item in group] == examples
@@ -37,7 +37,7 @@ def test_batches_hold_what_fits_and_every_example_once():
     assert max(map(len, found)) > 1
 
 
-def test_a_pass_is_shuffled_by_the_seed():
+def test_epochs_are_shuffled_by_seed():
     examples = some(*range(4, 20))
 
     def take(seed: int, passes: int) -> list[Example]:
@@ -53,13 +53,13 @@ def test_a_pass_is_shuffled_by_the_seed():
     assert first[:16] != first[16:]
 
 
-def test_the_commonest_tokens_of_answers():
+def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
     examples = [Example((9, 9, 9, 9, 5, 5, 5, 3), 4), Example((9, 4, 3, 1), 1)]
     assert frequent(examples, 3, 12).tolist() == [1, 3, 5]  # of those seen once, the lowest
     assert frequent(examples, 5, 12).tolist() == [0, 1, 3, 4, 5]
 
 
-def test_features_are_those_of_the_text_alone(target: Target):
+def test_features_do_not_depend_on_batch(target: Target):
     """Neither padding nor a neighbour is seen, and layers are counted from 0."""
     generator = torch.Generator().manual_seed(0)
     rows = [tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in (9, 4, 12)]
@@ -73,7 +73,7 @@ def test_features_are_those_of_the_text_alone(target: Target):
         torch.testing.assert_close(aux[index, : len(row)], torch.cat([*reversed(behind[0].chunk(2, -1))], -1))
 
 
-def test_prompts_may_lie_in_parquet(tmp_path):
+def test_prompts_from_parquet(tmp_path):
     import pyarrow
     from pyarrow import parquet
 

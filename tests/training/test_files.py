@@ -10,7 +10,7 @@ from specbatch.training import files
 from specbatch.training.files import staged
 
 
-def test_files_appear_once_all_are_written(tmp_path, monkeypatch):
+def test_files_are_published_atomically(tmp_path, monkeypatch):
     """Over what a crash has left, links to the same file and half of another; config.json as the last one."""
     order: list[str] = []
     move = os.replace
@@ -29,7 +29,7 @@ def test_files_appear_once_all_are_written(tmp_path, monkeypatch):
     assert order[-1] == "config.json"
 
 
-def test_an_error_leaves_nothing(tmp_path):
+def test_errors_leave_no_files(tmp_path):
     def fail():
         with staged(tmp_path) as stage:
             (stage / "config.json").touch()

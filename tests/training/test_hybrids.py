@@ -23,7 +23,7 @@ LENGTH = 40
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_what_a_target_says_is_what_it_says_while_decoding(targets, name):
+def test_target_features_match_decoding(targets, name):
     """Texts of several lengths side by side: each begins with states of its own."""
     target = Target(targets.checkpoint(name), torch.float32, CPU, LENGTH)
     pairs = list(zip(targets.prompts(name), targets.greedy(name, 9), strict=True))
@@ -38,7 +38,7 @@ def test_what_a_target_says_is_what_it_says_while_decoding(targets, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "nemotron-h"])
-def test_the_engine_runs_the_mtp_head_that_was_trained(targets, name):
+def test_engine_runs_the_trained_mtp_head(targets, name):
     """A quarter of each head's channels turn in the first two, none in the last. Its MLP is dense beside experts."""
     checkpoint = targets.checkpoint(name)
     target = Target(checkpoint, torch.float32, CPU, LENGTH)
@@ -64,7 +64,7 @@ def test_the_engine_runs_the_mtp_head_that_was_trained(targets, name):
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "mtp"])
-def test_heads_learn_from_states(targets, algorithm):
+def test_heads_train_on_recurrent_targets(targets, algorithm):
     target = Target(targets.checkpoint("nemotron-h"), torch.float32, CPU, LENGTH)
     sizes = {"draft_layers": 1, "block_size": 4} if algorithm == "dflash" else {"unroll": 2}
     examples = [Example(tuple(range(3, 30)), 5), Example(tuple(range(9, 27)), 2)]

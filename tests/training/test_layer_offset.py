@@ -58,7 +58,7 @@ def shares(line):
 
 
 @pytest.mark.slow
-def test_shares_are_those_of_the_first_drafts_of_runs_with_these_layers(run):
+def test_reported_acceptance_matches_runs_with_these_layers(run):
     """What is said of other layers is what an engine that reads them says of its own, and it accepts about as much."""
     said = {}
     for aux in ((2, 4, 6), (1, 3, 5), (3, 5, 7)):
@@ -80,7 +80,7 @@ def test_shares_are_those_of_the_first_drafts_of_runs_with_these_layers(run):
 @pytest.mark.parametrize(
     ("own", "beside", "chance"), [(5, 6, True), (0, 0, True), (0, 1, True), (10, 19, True), (10, 30, False)]
 )
-def test_a_share_that_may_be_chance_is_said_to_be_no_difference(monkeypatch, own, beside, chance):
+def test_insignificant_differences_are_reported_as_none(monkeypatch, own, beside, chance):
     found = iter([own, beside, 140])
     monkeypatch.setattr(layer_offset, "_counts", lambda *_: [(next(found), 152)])
     model = SimpleNamespace(aux=(1, 3), config=SimpleNamespace(depth=9), with_aux=lambda layers: None)
@@ -89,24 +89,24 @@ def test_a_share_that_may_be_chance_is_said_to_be_no_difference(monkeypatch, own
     assert line.count("chance") == chance
 
 
-def test_a_boundary_behind_the_last_layer_is_one(run):
+def test_boundary_after_the_last_layer_is_valid(run):
     _, look = run((2, 4, LAYERS))[0]
     assert list(shares(look)[1]) == [f"2,4,{LAYERS}", f"1,3,{LAYERS - 1}"]
 
 
 @pytest.mark.parametrize(("aux", "longest"), [((1, 5, LAYERS), 2048), ((2, 4, 6), 3)])
-def test_nothing_to_compare_is_said(run, monkeypatch, aux, longest):
+def test_impossible_comparisons_are_reported(run, monkeypatch, aux, longest):
     """Layers that can be moved to neither side; texts whose prompts are too long to look at."""
     monkeypatch.setattr(layer_offset, "LONGEST", longest)
     assert "nothing to compare" in run(aux, runs=1)[0][1]
 
 
-def test_heads_of_other_algorithms_have_nothing_to_compare(run):
+def test_other_algorithms_are_not_compared(run):
     lines, _ = run(algorithm="dflash", runs=1)
     assert len(lines) == 1
 
 
-def test_no_memory_left_for_it_ends_nothing(run, monkeypatch):
+def test_out_of_memory_does_not_fail_the_run(run, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
 

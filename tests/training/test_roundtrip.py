@@ -71,13 +71,13 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
-def test_names_and_shapes_are_the_published_ones(trained, algorithm):
+def test_tensor_names_and_shapes_match_published_heads(trained, algorithm):
     folder = trained[algorithm][0]
     tensors = load_file(folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors"))
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == PUBLISHED[algorithm]
 
 
-def test_configs_say_what_readers_ask_for(trained):
+def test_configs_hold_the_keys_that_readers_need(trained):
     eagle, dflash = (json.loads((trained[name][0] / "config.json").read_text()) for name in ("eagle3", "dflash"))
     assert eagle["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (eagle["model_type"], eagle["num_hidden_layers"], eagle["draft_vocab_size"]) == ("llama", 1, 24)
@@ -89,7 +89,7 @@ def test_configs_say_what_readers_ask_for(trained):
         assert (config["rope_theta"], config["head_dim"], config["vocab_size"]) == (500.0, DIM, VOCABULARY)
 
 
-def test_the_maps_between_vocabularies_agree(trained, examples):
+def test_vocabulary_maps_agree(trained, examples):
     tensors = load_file(trained["eagle3"][0] / "model.safetensors")
     ids = torch.arange(24) + tensors["d2t"]
     assert tensors["t2d"].nonzero().flatten().tolist() == ids.tolist()
@@ -98,7 +98,7 @@ def test_the_maps_between_vocabularies_agree(trained, examples):
     assert seen[ids].min() >= seen[~tensors["t2d"]].max()
 
 
-def test_mtp_lies_beside_the_target(trained, target_folder):
+def test_mtp_head_is_stored_with_the_target(trained, target_folder):
     folder = trained["mtp"][0]
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     own = load_file(target_folder / "model.safetensors")
@@ -148,7 +148,7 @@ def emitted(head, target, example: Example) -> list[int]:
 
 
 @pytest.mark.parametrize("algorithm", first_quick(1, RECIPES))
-def test_the_engine_accepts_what_the_trainer_foresees(trained, algorithm, target, target_folder, examples, tmp_path):
+def test_engine_acceptance_matches_the_trainer(trained, algorithm, target, target_folder, examples, tmp_path):
     if find_spec(f"specbatch.drafters.{algorithm}") is None:
         pytest.skip(f"this engine does not run {algorithm} yet")
     head = read_back(algorithm, trained[algorithm][0], target)
@@ -183,17 +183,17 @@ def test_the_engine_accepts_what_the_trainer_foresees(trained, algorithm, target
     assert len(mixed) > 2
 
 
-def test_a_target_with_a_head_takes_no_other(trained):
+def test_target_with_an_mtp_head_refuses_another(trained):
     with pytest.raises(SpecbatchError, match="already has an MTP head"):
         takes_a_head(open_checkpoint(str(trained["mtp"][0])))
 
 
-def test_a_dummy_target_has_no_place_for_a_head():
+def test_dummy_target_cannot_store_an_mtp_head():
     with pytest.raises(SpecbatchError, match="stored with the target's files"):
         takes_a_head(open_checkpoint("toy", "dummy"))
 
 
-def test_a_shallow_target_gives_its_lowest_layers(target, monkeypatch):
+def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):
     """Readers' defaults would name a layer twice there, so the config lists boundaries itself."""
     monkeypatch.setattr(target, "config", replace(target.config, num_layers=4))
     head = Eagle3Head(target, torch.arange(VOCABULARY), steps=1, max_len=8, seed=0)

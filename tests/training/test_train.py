@@ -14,7 +14,7 @@ from .conftest import RECIPES
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
-def test_a_trained_head_beats_an_untrained_one(trained, algorithm):
+def test_trained_head_beats_an_untrained_one(trained, algorithm):
     record = trained[algorithm][1]
     history = record["history"]
     before, after = history["measured"][0], history["measured"][record["recipe"]["steps"]]
@@ -26,7 +26,7 @@ def test_a_trained_head_beats_an_untrained_one(trained, algorithm):
     assert losses[-1] < losses[0] / 2
 
 
-def test_the_same_seed_trains_the_same_head(train, answers_file, tmp_path):
+def test_training_is_deterministic_per_seed(train, answers_file, tmp_path):
     first, again, other = (
         train(tmp_path / name, "dflash", answers=answers_file, steps=3, seed=seed)["history"]["losses"]
         for name, seed in (("first", 7), ("again", 7), ("other", 8))
@@ -35,7 +35,7 @@ def test_the_same_seed_trains_the_same_head(train, answers_file, tmp_path):
     assert first != other
 
 
-def test_the_record_says_how_the_head_was_made(trained, answers_file):
+def test_record_holds_training_settings(trained, answers_file):
     folder = trained["eagle3"][0]
     written = json.loads((folder / "record.json").read_text())
     assert written["recipe"] == Recipe("eagle3", 60, 200, 48, 5e-3, 10, 0, 3, 24).as_dict()
@@ -48,7 +48,7 @@ def test_the_record_says_how_the_head_was_made(trained, answers_file):
     assert list(map(int, written["history"]["measured"])) == list(range(0, 61, 6))
 
 
-def test_an_interruption_keeps_the_head_as_it_is(train, answers_file, tmp_path):
+def test_interruption_keeps_the_existing_head(train, answers_file, tmp_path):
     def stop(done: int, total: int) -> None:
         if done == 4:
             raise KeyboardInterrupt
@@ -61,7 +61,7 @@ def test_an_interruption_keeps_the_head_as_it_is(train, answers_file, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "record.json"]
 
 
-def test_the_learning_rate_rises_and_then_falls_to_its_floor():
+def test_learning_rate_warmup_and_decay():
     rates = [rate(step, 100) for step in range(100)]
     assert rates.index(max(rates)) in (3, 4)
     assert max(rates) == 1

@@ -44,7 +44,7 @@ def test_named_shapes(name: str) -> None:
         assert checkpoint.bytes == 4 * checkpoint.config.parameter_count()
 
 
-def test_what_is_float8_in_the_80b_shape() -> None:
+def test_fp8_tensors_of_the_80b_shape() -> None:
     """All but the ends, norms, convolutions, routers and the inputs of the delta nets' gates."""
     checkpoint = open_checkpoint("qwen3-next-80b-a3b-fp8", "dummy", device="cuda")  # nothing is made here
     shapes = checkpoint.config.tensor_shapes()
@@ -66,7 +66,7 @@ def test_what_is_float8_in_the_80b_shape() -> None:
     assert 80e9 < checkpoint.bytes < 81e9
 
 
-def test_float8_tensors_have_the_size_of_others() -> None:
+def test_fp8_tensors_have_the_variance_of_others() -> None:
     values = random_fp8("w", (3, 256, 300), 1)
     assert not values.float().isnan().any()
     assert len(values.view(torch.uint8).unique()) == 254
@@ -76,7 +76,7 @@ def test_float8_tensors_have_the_size_of_others() -> None:
     assert len({wide[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
 
 
-def test_float8_matrices_keep_the_size_of_activations(tmp_path: Path) -> None:
+def test_fp8_matrices_keep_activation_variance(tmp_path: Path) -> None:
     small = {"vocab_size": 300, "num_hidden_layers": 1, "num_experts": 12, "hidden_size": 640}
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-next-80b-a3b-fp8"] | small))
     checkpoint = open_checkpoint(str(tmp_path), "dummy")
@@ -88,7 +88,7 @@ def test_float8_matrices_keep_the_size_of_activations(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_a_gpu_makes_its_own() -> None:
+def test_gpu_generates_its_own_tensors() -> None:
     checkpoint = open_checkpoint("qwen3-next-80b-a3b-fp8", "dummy", device="cuda")
     stem = "model.layers.3.mlp.experts"
     before = torch.cuda.memory_allocated()
@@ -104,7 +104,7 @@ def test_a_gpu_makes_its_own() -> None:
     assert torch.equal(again.tensor("model.layers.3.mlp.gate.weight"), router)
 
 
-def test_a_tensor_depends_on_its_name_and_the_seed_only() -> None:
+def test_tensors_depend_on_name_and_seed_only() -> None:
     names = list(open_checkpoint("toy", "dummy").names())
     forward = {name: open_checkpoint("toy", "dummy", seed=3).tensor(name) for name in names}
     checkpoint = open_checkpoint("toy", "dummy", seed=3)
@@ -116,7 +116,7 @@ def test_a_tensor_depends_on_its_name_and_the_seed_only() -> None:
     assert not torch.equal(q, k)
 
 
-def test_activations_keep_their_size(tmp_path: Path, read_all: Callable[..., Any]) -> None:
+def test_activations_keep_their_variance(tmp_path: Path, read_all: Callable[..., Any]) -> None:
     sizes = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 24}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
@@ -131,7 +131,7 @@ def test_activations_keep_their_size(tmp_path: Path, read_all: Callable[..., Any
     assert found.hidden_states[-2].abs().max() < 50
 
 
-def test_what_a_dummy_cannot_be(tmp_path: Path) -> None:
+def test_unsupported_dummies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecbatchError, match=r"model='gpt-7'.*toy, smollm2-135m"):
         open_checkpoint("gpt-7", "dummy")
     small = {**SHAPES["toy"], "vocab_size": 100}

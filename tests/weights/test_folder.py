@@ -24,7 +24,7 @@ def edit(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_saved_model_is_read_back(
+def test_saved_model_round_trips(
     tiny_model: Make, save: Make, family: str, tied: bool, old: bool, read_all: Make
 ) -> None:
     rope = {"rope_theta": 3e4, "rope_type": "linear", "factor": 2.0}
@@ -42,7 +42,7 @@ def test_a_saved_model_is_read_back(
     assert checkpoint.name == "model"
 
 
-def test_shards_are_one_model(tiny_model: Make, save: Make, read_all: Make) -> None:
+def test_sharded_checkpoint(tiny_model: Make, save: Make, read_all: Make) -> None:
     model = tiny_model("qwen2", dtype=torch.bfloat16).to(torch.bfloat16)
     folder = save(model, shard="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 3
@@ -53,7 +53,7 @@ def test_shards_are_one_model(tiny_model: Make, save: Make, read_all: Make) -> N
     assert checkpoint.bytes == 2 * checkpoint.config.parameter_count()
 
 
-def test_an_explicit_head_beside_the_tied_switch_wins(tiny_model: Make, save: Make) -> None:
+def test_explicit_head_overrides_tied_embeddings(tiny_model: Make, save: Make) -> None:
     model = tiny_model("llama", tie_word_embeddings=False)
     folder = save(model)
     edit(folder / "config.json", tie_word_embeddings=True)
@@ -62,7 +62,7 @@ def test_an_explicit_head_beside_the_tied_switch_wins(tiny_model: Make, save: Ma
     assert torch.equal(checkpoint.tensor("lm_head.weight"), model.lm_head.weight)
 
 
-def test_old_rope_tables_are_no_weights(tiny_model: Make, save: Make) -> None:
+def test_stored_rope_tables_are_ignored(tiny_model: Make, save: Make) -> None:
     folder = save(tiny_model("llama"))
     path = folder / "model.safetensors"
     save_file({**load_file(path), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, path)
@@ -77,7 +77,7 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def test_damaged_files_are_refused_by_name(tiny_model: Make, save: Make) -> None:
+def test_damaged_files_are_refused(tiny_model: Make, save: Make) -> None:
     model = tiny_model("llama")
     folder = save(model, name="cut")
     path = folder / "model.safetensors"
@@ -91,7 +91,7 @@ def test_damaged_files_are_refused_by_name(tiny_model: Make, save: Make) -> None
     assert "damaged or truncated" in refusal(folder)
 
 
-def test_a_missing_shard_and_a_bad_index_are_refused_by_name(tiny_model: Make, save: Make) -> None:
+def test_missing_shards_and_bad_indices_are_refused(tiny_model: Make, save: Make) -> None:
     folder = save(tiny_model("llama"), shard="40KB")
     shards = sorted(folder.glob("*.safetensors"))
     moved = shards[1].rename(folder / "moved.bin")
@@ -136,7 +136,7 @@ def test_config_and_weights_must_agree(tiny_model: Make, save: Make) -> None:
     assert "no config.json" in refusal(folder)
 
 
-def test_what_a_folder_may_be(tmp_path: Path, tiny_model: Make, save: Make) -> None:
+def test_invalid_folders_are_refused(tmp_path: Path, tiny_model: Make, save: Make) -> None:
     assert "no such file" in refusal(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "holds no safetensors" in refusal(tmp_path / "empty")
@@ -160,7 +160,7 @@ def test_the_tokenizer_must_fit_the_model(tiny_model: Make, save: Make) -> None:
         open_checkpoint(str(other), tokenizer="./nothing")
 
 
-def test_the_same_tensors_as_transformers_reads(tiny_model: Make, save: Make, read_all: Make) -> None:
+def test_tensors_match_transformers(tiny_model: Make, save: Make, read_all: Make) -> None:
     folder = save(tiny_model("qwen3"), shard="60KB")
     reference = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     loaded = read_all(open_checkpoint(str(folder)))

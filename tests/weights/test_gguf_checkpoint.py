@@ -23,7 +23,7 @@ Make = Callable[..., Any]
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_same_model_as_the_folder(
+def test_gguf_matches_the_folder(
     tmp_path: Path,
     tiny_model: Make,
     save: Make,
@@ -57,7 +57,7 @@ def test_the_same_model_as_the_folder(
         assert torch.equal(logits, model.eval()(tokens).logits)
 
 
-def test_rows_are_unpermuted_per_head() -> None:
+def test_rope_permutation_is_undone_per_head() -> None:
     """Rows 0..3 of a head lie in the file as 0, 2, 1, 3: pairs next to each other."""
     rows = np.array([0, 2, 1, 3, 4, 6, 5, 7])
     assert gguf_checkpoint.unpermute(rows, 2).tolist() == list(range(8))
@@ -66,7 +66,7 @@ def test_rows_are_unpermuted_per_head() -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
-def test_types_are_kept_or_dequantized_exactly(
+def test_tensor_types_are_kept_or_dequantized_exactly(
     tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, kind: str
 ) -> None:
     quantised = GGMLQuantizationType[kind]
@@ -86,7 +86,7 @@ def test_types_are_kept_or_dequantized_exactly(
             assert torch.equal(found, torch.from_numpy(again)), name
 
 
-def test_k_quants_are_dequantized_as_gguf_does(tmp_path: Path) -> None:
+def test_k_quants_match_the_gguf_package(tmp_path: Path) -> None:
     """The package cannot make these types; any bytes with finite scales are valid."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (2, 144), dtype=np.uint8)
@@ -102,7 +102,7 @@ def test_k_quants_are_dequantized_as_gguf_does(tmp_path: Path) -> None:
     assert torch.equal(gguf_checkpoint.dequantize_tensor(tensor, None), torch.from_numpy(expected))
 
 
-def test_it_is_converted_once_in_bounded_files(
+def test_conversion_is_cached_in_bounded_files(
     tmp_path: Path,
     tiny_model: Make,
     write_gguf: Make,
@@ -125,7 +125,7 @@ def test_it_is_converted_once_in_bounded_files(
     assert not list(cache.glob(".part-*"))
 
 
-def test_scaled_rope_comes_along(tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend) -> None:
+def test_rope_scaling_is_converted(tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend) -> None:
     llama3 = {
         "rope_theta": 5e5,
         "rope_type": "llama3",
@@ -156,9 +156,7 @@ def test_scaled_rope_comes_along(tmp_path: Path, tiny_model: Make, write_gguf: M
     assert (config.rope.kind, config.rope.factor, config.max_position) == ("yarn", 4.0, 2048)
 
 
-def test_a_value_per_layer_is_read_when_all_are_equal(
-    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
-) -> None:
+def test_per_layer_values_must_be_equal(tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend) -> None:
     model = tiny_model("llama")
     equal = write_gguf(tmp_path / "equal.gguf", model, backend, metadata={"llama.feed_forward_length": [96, 96]})
     assert open_checkpoint(str(equal)).config.intermediate_size == 96
@@ -176,7 +174,7 @@ def refusal(path: Path) -> str:
     return str(error.value)
 
 
-def test_files_that_are_no_whole_gguf_are_refused(
+def test_truncated_or_invalid_files_are_refused(
     tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, cache: Path
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
@@ -191,7 +189,7 @@ def test_files_that_are_no_whole_gguf_are_refused(
     assert not list(cache.glob("gguf-*/*"))
 
 
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_features_are_refused_by_name(
     tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
 ) -> None:
     llama, number = tiny_model("llama"), iter(range(99))
@@ -219,7 +217,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert "model.layers.1.input_layernorm.weight is missing" in told(short)
 
 
-def test_the_tokenizer_is_the_files_own(
+def test_tokenizer_matches_the_original(
     tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend, texts: list[str]
 ) -> None:
     model = tiny_model("llama", vocab_size=310)
@@ -237,7 +235,7 @@ def test_the_tokenizer_is_the_files_own(
     assert json.loads((open_checkpoint(str(path)).folder / "config.json").read_text())["vocab_size"] == 310
 
 
-def test_user_defined_tokens_are_whole_and_shown(
+def test_user_defined_tokens_are_atomic_and_visible(
     tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
 ) -> None:
     with_tool = Backend.from_str(backend.to_str())
@@ -248,7 +246,7 @@ def test_user_defined_tokens_are_whole_and_shown(
     assert tokenizer.decode([300]) == "<tool_call>"
 
 
-def test_rules_that_go_with_a_pre_tokenizer(
+def test_pre_tokenizer_rules(
     tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str]
 ) -> None:
     model = json.loads(backend.to_str())["model"]
@@ -278,7 +276,7 @@ def test_rules_that_go_with_a_pre_tokenizer(
     assert tokenizer.eos_ids == {17, 298, 300}
 
 
-def test_a_known_name_is_a_tokenizer_without_its_weights(
+def test_known_name_provides_a_tokenizer_without_weights(
     cache: Path, tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (cache / "models").mkdir(parents=True)
@@ -301,7 +299,7 @@ def test_a_known_name_is_a_tokenizer_without_its_weights(
         open_checkpoint("toy", "dummy", tokenizer="tinny")
 
 
-def test_an_unknown_pre_tokenizer_is_refused_but_may_be_replaced(
+def test_unknown_pre_tokenizer_needs_an_explicit_tokenizer(
     tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend
 ) -> None:
     model = tiny_model("llama")

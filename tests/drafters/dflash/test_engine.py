@@ -71,7 +71,7 @@ class Watch:
         ["v1", "v2"],
     ),
 )
-def test_an_engine_drafts_what_the_equations_say(
+def test_engine_drafts_match_reference(
     toy: Any,
     toy_engine: Any,
     reference: Any,
@@ -93,7 +93,7 @@ def test_an_engine_drafts_what_the_equations_say(
 
 
 @pytest.mark.parametrize("schedule", ["v1", "v2"])
-def test_a_draft_that_agrees_is_accepted(toy: Any, toy_engine: Any, schedule: str) -> None:
+def test_matching_drafts_are_accepted(toy: Any, toy_engine: Any, schedule: str) -> None:
     """It drafts 34 and nothing else, so that a prompt's accept length follows from how often the toy repeats it."""
     prompts = [prompt for prompt in toy.prompts() if toy.greedy(prompt).count(34) > 8]
     engine = toy_engine(speculation=Speculation("dflash", schedule, draft="toy-block-34"))
@@ -111,7 +111,7 @@ def test_a_draft_that_agrees_is_accepted(toy: Any, toy_engine: Any, schedule: st
 
 
 @pytest.mark.parametrize("name", ["toy-block", "toy-block-34"])
-def test_an_engine_accepts_what_the_authors_package_does(
+def test_engine_acceptance_matches_the_authors_package(
     toy: Any, toy_engine: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Its own loop, verify by verify, over the same weights."""

@@ -160,14 +160,14 @@ def make_life(bench: Any, tiny: Any, reference: Any) -> Callable[..., Life]:
 
 
 @pytest.mark.parametrize(("kind", "count", "chunk"), crossed(KINDS, [BLOCK - 1, 2], [1000, 4, 3]))
-def test_laws_are_those_of_the_equations(make_life: Any, kind: str, count: int, chunk: int) -> None:
+def test_distributions_match_reference(make_life: Any, kind: str, count: int, chunk: int) -> None:
     life = make_life(kind, count)
     life.prefill(chunk)
     assert life.worst() < 2e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_drafts_may_follow_any_other(make_life: Any, kind: str) -> None:
+def test_draft_length_may_change_every_step(make_life: Any, kind: str) -> None:
     """None or the first few of a block, which is filled as a whole."""
     life = make_life(kind, BLOCK - 1)
     life.prefill(4)
@@ -179,7 +179,7 @@ KNOWN = [0, 2, 3, 7, 8, 12]
 
 
 @pytest.mark.parametrize("count", [BLOCK - 1, 2])
-def test_a_reduced_vocabulary(make_life: Any, count: int) -> None:
+def test_reduced_vocabulary(make_life: Any, count: int) -> None:
     life = make_life("sliding and full", count, known=KNOWN)
     life.prefill(4)
     assert life.worst() < 2e-5
@@ -200,7 +200,7 @@ def test_sampled_drafts_use_the_random_numbers_of_their_positions(make_life: Any
 
 @pytest.mark.parametrize("known", [None, KNOWN])
 @pytest.mark.parametrize("kind", ["full", "sliding and full"])
-def test_greedy_drafts_are_the_likeliest(make_life: Any, kind: str, known: list[int] | None) -> None:
+def test_greedy_drafts_are_argmax(make_life: Any, kind: str, known: list[int] | None) -> None:
     life = make_life(kind, BLOCK - 1, known=known)
     life.prefill(7)
     for accepted in life.turns():
@@ -214,7 +214,7 @@ def test_greedy_drafts_are_the_likeliest(make_life: Any, kind: str, known: list[
         life.turn(accepted)
 
 
-def test_a_batch_may_shrink_and_change_its_order(make_life: Any) -> None:
+def test_batch_may_shrink_and_reorder(make_life: Any) -> None:
     life = make_life("sliding and full", 3)
     life.prefill(1000)
     while len(life.here.texts) > 1:
@@ -228,7 +228,7 @@ def test_a_batch_may_shrink_and_change_its_order(make_life: Any) -> None:
 
 
 @pytest.mark.parametrize("start", [1, 9, 30])
-def test_the_equations_are_those_of_transformers(reference: Any, tiny: Any, start: int) -> None:
+def test_reference_matches_transformers(reference: Any, tiny: Any, start: int) -> None:
     """Its DFlash models differ in names and have no causal layers."""
     muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")
     raw = BASE | KINDS["full"]
@@ -250,7 +250,7 @@ def test_the_equations_are_those_of_transformers(reference: Any, tiny: Any, star
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_equations_are_those_of_the_authors_package(reference: Any, tiny: Any, kind: str) -> None:
+def test_reference_matches_the_authors_package(reference: Any, tiny: Any, kind: str) -> None:
     """pip install --no-deps dflash"""
     authors = pytest.importorskip("dflash.model")
     raw = BASE | KINDS[kind]
@@ -326,7 +326,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_wrong_context_shows(make_life: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_wrong_context_is_detected(make_life: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(*PATCHES[name])
     life = make_life("sliding and full", BLOCK - 1)
     life.prefill(4)
@@ -345,7 +345,7 @@ def test_a_wrong_context_shows(make_life: Any, monkeypatch: pytest.MonkeyPatch, 
         ("a window one wider", "narrow"),
     ],
 )
-def test_a_wrong_setting_shows(make_life: Any, name: str, kind: str) -> None:
+def test_wrong_setting_is_detected(make_life: Any, name: str, kind: str) -> None:
     config = DFlashConfig.from_dict(BASE | KINDS[kind])
     ours: dict[str, dict[str, Any]] = {
         "the target's theta": {"rope": replace(config.rope, theta=10000.0)},

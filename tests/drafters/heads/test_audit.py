@@ -44,7 +44,7 @@ def refusal(plan: Plan, *rest: Any, **asked: Any) -> str:
     return message
 
 
-def test_one_kind_of_head_is_not_run_as_another(kit: Any, write: Any, plan: Plan) -> None:
+def test_head_of_another_algorithm_is_refused(kit: Any, write: Any, plan: Plan) -> None:
     folder = write(kit.llama(draft_vocab_size=9), kit.eagle3(), "midlayer")
     message = refusal(plan, "eagle", folder)
     assert "algorithm='eagle'" in message
@@ -57,7 +57,9 @@ def test_one_kind_of_head_is_not_run_as_another(kit: Any, write: Any, plan: Plan
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
 @pytest.mark.parametrize("model", [True, False])
-def test_what_is_no_head_is_run_as_none(kit: Any, write: Any, plan: Plan, algorithm: str, model: bool) -> None:
+def test_checkpoints_that_are_not_heads_are_refused(
+    kit: Any, write: Any, plan: Plan, algorithm: str, model: bool
+) -> None:
     """A whole model, and a draft that has fc but plain layers."""
     tensors = kit.eagle() | {"layer.input_layernorm.weight": torch.ones(kit.HIDDEN)}
     if model:
@@ -93,7 +95,7 @@ OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message", "stem"), OF_CONFIGS, ids=[row[1] for row in OF_CONFIGS])
-def test_an_eagle3_config_that_does_not_fit_is_refused(
+def test_mismatched_eagle3_configs_are_refused(
     kit: Any, write: Any, plan: Plan, changes: dict[str, Any], message: str, stem: str
 ) -> None:
     config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9) | changes
@@ -104,7 +106,7 @@ def test_an_eagle3_config_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("asked", [(2, 4), (2, 2, 4), (2, 4, 9)])
-def test_layers_that_are_asked_for_must_be_there(kit: Any, write: Any, plan: Plan, asked: tuple[int, ...]) -> None:
+def test_requested_layers_must_exist(kit: Any, write: Any, plan: Plan, asked: tuple[int, ...]) -> None:
     message = refusal(plan, "eagle3", write(kit.llama(draft_vocab_size=9), kit.eagle3()), aux_layers=asked)
     assert message.startswith(f"aux_layers={asked}: from aux_layers: the head reads 3 different features")
 
@@ -115,7 +117,7 @@ def test_too_few_layers_for_the_default_are_refused(kit: Any, write: Any, plan: 
 
 
 @pytest.mark.parametrize("wrong", ["above", "below", "twice"])
-def test_offsets_must_lead_to_different_tokens_of_the_target(kit: Any, write: Any, plan: Plan, wrong: str) -> None:
+def test_vocabulary_map_must_hold_distinct_target_tokens(kit: Any, write: Any, plan: Plan, wrong: str) -> None:
     tensors = kit.eagle3()
     tensors["d2t"][8 if wrong == "above" else 0] = {"above": 5, "below": -1, "twice": kit.ids(tensors)[1]}[wrong]
     message = refusal(plan, "eagle3", write(kit.llama(draft_vocab_size=9), tensors))
@@ -124,7 +126,7 @@ def test_offsets_must_lead_to_different_tokens_of_the_target(kit: Any, write: An
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
 @pytest.mark.parametrize("wrong", ["more", "less", "shape"])
-def test_tensors_must_be_those_of_the_config(kit: Any, write: Any, plan: Plan, algorithm: str, wrong: str) -> None:
+def test_tensors_must_match_the_config(kit: Any, write: Any, plan: Plan, algorithm: str, wrong: str) -> None:
     folder = write(kit.llama(draft_vocab_size=9), getattr(kit, algorithm)())
     path = Path(folder) / "model.safetensors"
     tensors = load_file(path)
@@ -140,14 +142,14 @@ def test_tensors_must_be_those_of_the_config(kit: Any, write: Any, plan: Plan, a
     assert f"layers.{int(wrong == 'more')}.mlp.up_proj.weight" in message
 
 
-def test_eagle_of_another_size_or_with_more_layers_is_refused(kit: Any, write: Any, plan: Plan) -> None:
+def test_mismatched_eagle_heads_are_refused(kit: Any, write: Any, plan: Plan) -> None:
     assert "vocabulary is 14" in refusal(plan, "eagle", write(kit.llama(vocab_size=14), kit.eagle()))
     assert "num_hidden_layers=2" in refusal(plan, "eagle", write(kit.llama(num_hidden_layers=2), kit.eagle()))
     narrow = {name: tensor[..., :16] for name, tensor in kit.eagle().items()}
     assert "fc.weight is [24, 16]" in refusal(plan, "eagle", write(kit.llama(), narrow))
 
 
-def test_what_is_told_of_a_head(kit: Any, write: Any, plan: Plan) -> None:
+def test_log_describes_the_head(kit: Any, write: Any, plan: Plan) -> None:
     nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}}
     folder = write(kit.llama(draft_vocab_size=9, rope_theta=500.0, **nested), kit.eagle3())
     lines = plan("eagle3", folder)
@@ -159,14 +161,14 @@ def test_what_is_told_of_a_head(kit: Any, write: Any, plan: Plan) -> None:
     assert "drafts 9 of the target's 13 tokens" in lines[3]
 
 
-def test_a_head_for_short_texts_leaves_long_ones_to_the_target(kit: Any, write: Any) -> None:
+def test_head_with_short_context_is_limited_to_it(kit: Any, write: Any) -> None:
     config = EngineConfig(model="target", speculation=Speculation("eagle", draft=write(kit.llama(), kit.eagle())))
     stub = kit.TargetStub(2)
     stub.config = ModelConfig(**{**stub.config.__dict__, "max_position": 4096})
     assert eagle.plan(stub, config, print).config.max_position == 4096
 
 
-def test_a_target_without_an_mtp_head_or_with_another_one_is_refused(kit: Any, plan: Plan) -> None:
+def test_missing_or_unsupported_mtp_heads_are_refused(kit: Any, plan: Plan) -> None:
     message = refusal(plan, "mtp", None, kit.TargetStub(2))
     assert "algorithm='mtp': target has no tensors mtp.*" in message
     stub = kit.TargetStub(2, mtp={**kit.stored(kit.mtp()), "layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)})
@@ -183,7 +185,7 @@ def test_a_target_without_an_mtp_head_or_with_another_one_is_refused(kit: Any, p
         assert message.startswith(f"algorithm='mtp': the config of target has a head of {layers} layers")
 
 
-def test_an_mtp_head_lies_beside_a_target_on_disk(kit: Any, tmp_path: Path, plan: Plan) -> None:
+def test_mtp_head_is_read_from_the_targets_folder(kit: Any, tmp_path: Path, plan: Plan) -> None:
     """It is no part of the target, which runs without it as well."""
     stub = kit.TargetStub(2, mtp=kit.stored(kit.mtp()))
     (tmp_path / "config.json").write_text(json.dumps(kit.llama(num_hidden_layers=2)))
@@ -195,7 +197,7 @@ def test_an_mtp_head_lies_beside_a_target_on_disk(kit: Any, tmp_path: Path, plan
     assert "the MTP head of" in plan("mtp", None, checkpoint)[0]
 
 
-def test_an_mtp_head_beside_a_model_whose_text_part_is_nested(kit: Any, tmp_path: Path, plan: Plan) -> None:
+def test_mtp_head_of_a_nested_text_config(kit: Any, tmp_path: Path, plan: Plan) -> None:
     text = kit.qwen3_next(model_type="qwen3_5_moe_text", mtp_num_hidden_layers=1)
     del text["architectures"]
     outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
@@ -219,7 +221,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("kind", "message"), FILES)
-def test_a_folder_that_holds_no_head_is_refused(tmp_path: Path, kind: str, message: str) -> None:
+def test_folders_without_a_head_are_refused(tmp_path: Path, kind: str, message: str) -> None:
     folder = tmp_path / kind
     if kind != "gone":
         folder.mkdir()
@@ -241,7 +243,7 @@ def dummy(shape: str, algorithm: str, draft: str | None = "dummy") -> tuple[Any,
     return PLANS[algorithm](open_checkpoint(shape, "dummy"), config, lines.append), lines
 
 
-def test_the_usual_eagle3_head_of_qwen3_8b() -> None:
+def test_published_eagle3_head_of_qwen3_8b() -> None:
     plan, lines = dummy("qwen3-8b", "eagle3")
     layer = plan.config
     assert (layer.hidden_size, layer.num_heads, layer.num_kv_heads, layer.head_dim) == (4096, 32, 8, 128)
@@ -260,14 +262,14 @@ def test_the_usual_eagle3_head_of_qwen3_8b() -> None:
 
 @pytest.mark.parametrize("algorithm", PLANS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_named_shape_has_a_random_head(shape: str, algorithm: str) -> None:
+def test_every_named_shape_has_a_dummy_head(shape: str, algorithm: str) -> None:
     plan, _ = dummy(shape, algorithm, None if algorithm == "mtp" else "dummy")
     assert (plan.weights.parameter_count() if algorithm == "mtp" else plan.parameters) > 0
     assert plan.kv_layers == 1
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
-def test_a_random_head_of_a_config(kit: Any, tmp_path: Path, as_folder: bool) -> None:
+def test_dummy_head_from_a_config(kit: Any, tmp_path: Path, as_folder: bool) -> None:
     sizes = {"vocab_size": 257, "hidden_size": 64, "draft_vocab_size": 100}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(kit.llama(**sizes, eagle_aux_hidden_state_layer_ids=[1, 4, 2])))

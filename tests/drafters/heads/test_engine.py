@@ -140,7 +140,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("setting", "kind", "schedule"), crossed(SETTINGS, KINDS, ["v1", "v2"]))
-def test_a_head_that_knows_has_every_draft_accepted(
+def test_perfect_head_has_every_draft_accepted(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:
     fake_graphs(monkeypatch)
@@ -172,7 +172,7 @@ def test_a_head_that_knows_has_every_draft_accepted(
 @pytest.mark.parametrize(
     ("kind", "schedule", "setting"), crossed(KINDS, [("v1", "few pages"), ("v2", "plain"), ("v2", "graphs")])
 )
-def test_however_many_it_is_asked_for(
+def test_perfect_head_with_varying_draft_lengths(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:
     fake_graphs(monkeypatch)
@@ -191,9 +191,7 @@ def test_however_many_it_is_asked_for(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_default_is_three_drafts_and_others_may_be_asked_for(
-    table_engine: Callable[..., Engine], kind: str
-) -> None:
+def test_default_is_three_drafts(table_engine: Callable[..., Engine], kind: str) -> None:
     engine = table_engine(kind, count=None)
     engine.generate([[1, 2]], SamplingParams(max_new_tokens=9, ignore_eos=True))
     assert engine.record().metrics["accept_length"] == 4.0
@@ -204,7 +202,7 @@ def test_the_default_is_three_drafts_and_others_may_be_asked_for(
 
 
 @pytest.mark.parametrize(("kind", "shape"), crossed(["eagle", "eagle3", "mtp"], ["chain", "tree"]))
-def test_shared_pages_hold_the_heads_own_keys(table_engine: Callable[..., Engine], kind: str, shape: str) -> None:
+def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], kind: str, shape: str) -> None:
     """Pages that a request leaves to the prefix cache, against keys and values recomputed from its text. With v2 an
     iteration in flight would complete them."""
     settings = {"count": 6, "draft_steps": 3, "draft_topk": 2} if shape == "tree" else {"count": 3}

@@ -13,7 +13,7 @@ from specbatch.drafters.feature_head import HeadPrefill, HeadPrefillGraphs
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
-def test_a_recorded_pass_writes_what_a_plain_one_does(kit: Any, write: Any, bench: Any, algorithm: str) -> None:
+def test_graph_prefill_writes_the_same_draft_kv_as_eager(kit: Any, write: Any, bench: Any, algorithm: str) -> None:
     tensors = getattr(kit, algorithm)()
     stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
     draft = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)

@@ -65,7 +65,7 @@ def start(kit: Any, bench: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(3, 3), (1, 1000), (4, 7), (2, 1)]))
 @pytest.mark.parametrize("bias", [True, False])
-def test_eagle(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: int) -> None:
+def test_eagle_matches_reference(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: int) -> None:
     """Without a theta of its own a head means 10000, whatever its target's is; bias by presence."""
     stub, tensors = kit.TargetStub(2), kit.eagle(bias)
     folder = write(kit.llama(bias=not bias, architectures=["LlamaForCausalLMEagle"]), tensors)
@@ -74,7 +74,7 @@ def test_eagle(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: 
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
 
 
-def test_a_head_with_values_that_are_not_finite_does_not_load(kit: Any, write: Any, start: Any) -> None:
+def test_non_finite_weights_are_refused(kit: Any, write: Any, start: Any) -> None:
     tensors = kit.eagle()
     tensors["fc.weight"][3, 2] = torch.inf
     with pytest.raises(SpecbatchError, match=r"^draft='fc.weight': .*not finite"):
@@ -88,7 +88,7 @@ def test_a_head_with_values_that_are_not_finite_does_not_load(kit: Any, write: A
         [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}],
     ),
 )
-def test_eagle_in_its_spellings(kit: Any, write: Any, start: Any, spelling: Any, stored: Any) -> None:
+def test_eagle_config_spellings(kit: Any, write: Any, start: Any, spelling: Any, stored: Any) -> None:
     stub, tensors = kit.TargetStub(2), kit.eagle(own=True)
     tensors |= kit.randomise(
         {f"layer.self_attn.{part}_proj.bias": (heads * kit.DIM,) for part, heads in (("q", 4), ("k", 2), ("v", 2))}, 9
@@ -97,7 +97,7 @@ def test_eagle_in_its_spellings(kit: Any, write: Any, start: Any, spelling: Any,
     check(kit, run, kit.RefEagle(tensors, stub, theta=500.0))
 
 
-def test_a_theta_that_is_asked_for_wins(kit: Any, write: Any, start: Any) -> None:
+def test_requested_theta_overrides_the_config(kit: Any, write: Any, start: Any) -> None:
     stub, tensors = kit.TargetStub(2), kit.eagle()
     run = start(stub, "eagle", write(kit.llama(rope_theta=500.0), tensors), draft_rope_theta=30.0)
     check(kit, run, kit.RefEagle(tensors, stub, theta=30.0))
@@ -108,7 +108,7 @@ def test_a_theta_that_is_asked_for_wins(kit: Any, write: Any, start: Any) -> Non
 
 
 @pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(4, 7), (1, 1000), (3, 3), (2, 1)]))
-def test_eagle3(kit: Any, write: Any, start: Any, count: int, chunk: int) -> None:
+def test_eagle3_matches_reference(kit: Any, write: Any, start: Any, count: int, chunk: int) -> None:
     """SafeAILab's spelling: midlayer, a reduced vocabulary, no theta, the usual layers."""
     stub, tensors = kit.TargetStub(8), kit.eagle3()
     config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
@@ -126,7 +126,7 @@ NESTED = [([1, 3, 5], (2, 4, 6)), ([2, 3, 5], (2, 3, 5)), ([], (2, 4, 5))]
     ("listed", "boundaries", "rope"),
     crossed(NESTED, [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}]),
 )
-def test_eagle3_as_specforge_writes_it(
+def test_eagle3_in_specforge_format(
     kit: Any, write: Any, start: Any, rope: Any, listed: list[int], boundaries: tuple[int, ...]
 ) -> None:
     """Layers in eagle_config are outputs if the first is 1, else inputs; names have a prefix; all tokens are drafted,
@@ -146,7 +146,7 @@ def test_eagle3_as_specforge_writes_it(
         [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}],
     ),
 )
-def test_eagle3_as_speculators_writes_it(kit: Any, write: Any, start: Any, rope: Any, before: bool | None) -> None:
+def test_eagle3_in_speculators_format(kit: Any, write: Any, start: Any, rope: Any, before: bool | None) -> None:
     """A Qwen3 layer, described in a table of its own; layers at the top are inputs, 6 of 6 that of the final norm."""
     more = {f"layer.self_attn.{part}_norm.weight": 12 for part in "qk"}
     stub, tensors = kit.TargetStub(6), kit.eagle3(known=9, dim=12, more=more)
@@ -163,7 +163,7 @@ def test_eagle3_as_speculators_writes_it(kit: Any, write: Any, start: Any, rope:
     assert any("lacks norm_before_residual" in line for line in run.lines) == (before is None)
 
 
-def test_eagle3_with_norms_before_fc_and_behind(kit: Any, write: Any, start: Any) -> None:
+def test_eagle3_with_norms_before_and_after_fc(kit: Any, write: Any, start: Any) -> None:
     stub, tensors = kit.TargetStub(8), kit.eagle3(more={"input_norm.weight": 3 * kit.HIDDEN})
     config = kit.llama(draft_vocab_size=9, norm_before_fc=True, norm_output=True)
     run = start(stub, "eagle3", write(config, tensors))
@@ -180,7 +180,7 @@ def test_eagle3_with_a_norm_for_each_feature(kit: Any, write: Any, start: Any, l
     check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
 
 
-def test_eagle3_of_another_width_than_its_target(kit: Any, write: Any, start: Any) -> None:
+def test_eagle3_of_another_hidden_size_than_its_target(kit: Any, write: Any, start: Any) -> None:
     """With matrices of its own it may be narrower."""
     stub, tensors = kit.TargetStub(8), kit.eagle3(hidden=16)
     tensors |= kit.randomise({"embed_tokens.weight": (13, 16)}, 8)
@@ -189,7 +189,7 @@ def test_eagle3_of_another_width_than_its_target(kit: Any, write: Any, start: An
     check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
 
 
-def test_layers_that_are_asked_for_win(kit: Any, write: Any, start: Any) -> None:
+def test_requested_layers_override_the_config(kit: Any, write: Any, start: Any) -> None:
     stub, tensors = kit.TargetStub(8), kit.eagle3()
     config = kit.llama(draft_vocab_size=9, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     run = start(stub, "eagle3", write(config, tensors), aux_layers=(7, 2, 8))
@@ -200,7 +200,7 @@ def test_layers_that_are_asked_for_win(kit: Any, write: Any, start: Any) -> None
 
 
 @pytest.mark.parametrize(("count", "chunk", "turning"), crossed([(1, 1000), (3, 3), (4, 7), (2, 1)], [8, 4, 2]))
-def test_mtp(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None:
+def test_mtp_matches_reference(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None:
     """The rope is the target's; here a part of each head may turn in the head alone."""
     tensors = kit.mtp()
     stub = kit.TargetStub(2, mtp=kit.stored(tensors))
@@ -211,7 +211,7 @@ def test_mtp(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None
 
 
 @pytest.mark.parametrize("experts", [None, "each", "fused"])
-def test_mtp_beside_a_mixture_of_experts(kit: Any, start: Any, experts: str | None) -> None:
+def test_mtp_of_a_moe_target(kit: Any, start: Any, experts: str | None) -> None:
     """Its own MLP may be dense all the same."""
     tensors = kit.mtp(experts)
     stub = kit.TargetStub(2, mtp=kit.stored(tensors))
@@ -242,9 +242,7 @@ def usual(kit: Any, write: Any, start: Any) -> Callable[[str], tuple[Any, Any, A
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_greedy_drafts_are_the_likeliest_while_a_batch_shrinks_and_changes_its_order(
-    kit: Any, usual: Any, algorithm: str
-) -> None:
+def test_greedy_drafts_are_argmax_as_the_batch_changes(kit: Any, usual: Any, algorithm: str) -> None:
     (run, reference, ids), randomness = usual(algorithm), random.Random(3)
     here = run.here
     while len(here.texts) > 1:
@@ -262,7 +260,7 @@ def test_greedy_drafts_are_the_likeliest_while_a_batch_shrinks_and_changes_its_o
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_any_number_of_drafts_may_follow_any_other(kit: Any, usual: Any, algorithm: str) -> None:
+def test_draft_length_may_change_every_step(kit: Any, usual: Any, algorithm: str) -> None:
     """None, one after none, fewer than before: the head's cache has no hole, and each draft has its law."""
     (run, reference, ids), randomness = usual(algorithm), random.Random(1)
     before = run.count
@@ -284,7 +282,7 @@ def test_any_number_of_drafts_may_follow_any_other(kit: Any, usual: Any, algorit
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_each_draft_is_drawn_with_the_coin_of_its_place(usual: Any, algorithm: str) -> None:
+def test_sampled_drafts_use_the_random_numbers_of_their_positions(usual: Any, algorithm: str) -> None:
     run, _, ids = usual(algorithm)
     step = run.here.step(3, temperature=torch.tensor([1.0, 0.0, 0.7, 1.5, 0.0, 1.0]), top_k=torch.full((6,), 4))
     proposal = run.drafter.propose(step)

@@ -48,7 +48,7 @@ def walk(ancestors: torch.Tensor, randomness: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize(("shape", "algorithm"), crossed(SHAPES, ["eagle", "eagle3", "mtp"]), ids=str)
-def test_the_likeliest_nodes_are_drafted_whatever_was_accepted_before(
+def test_tree_holds_the_most_likely_nodes_after_any_acceptance(
     kit: Any, bench: Any, write: Callable[..., str], algorithm: str, shape: DraftShape
 ) -> None:
     tensors = getattr(kit, algorithm)()

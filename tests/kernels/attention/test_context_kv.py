@@ -42,7 +42,7 @@ class Case:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("layers", "kv", "dim"), SIZES)
-def test_a_prompt(device: torch.device, dtype: torch.dtype, layers: int, kv: int, dim: int) -> None:
+def test_context_kv_of_a_prompt(device: torch.device, dtype: torch.dtype, layers: int, kv: int, dim: int) -> None:
     case = Case(device, dtype, 37, layers, kv, dim)
     positions = torch.randint(PAGES * PAGE, (37,), generator=case.generator).to(device)
     slots = (torch.randperm((PAGES - 1) * PAGE, generator=case.generator)[:37] + PAGE).to(device)
@@ -53,7 +53,7 @@ def test_a_prompt(device: torch.device, dtype: torch.dtype, layers: int, kv: int
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("layers", "kv", "dim"), SIZES)
-def test_a_verify_stores_what_was_accepted(
+def test_verify_writes_accepted_positions_only(
     device: torch.device, dtype: torch.dtype, layers: int, kv: int, dim: int
 ) -> None:
     case = Case(device, dtype, 4 * 6, layers, kv, dim)
@@ -78,7 +78,7 @@ def test_padding_rows_write_to_page_0(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_an_fp8_cache(device: torch.device) -> None:
+def test_fp8_cache(device: torch.device) -> None:
     case = Case(device, torch.bfloat16, 9, 2, 2, 64)
     positions = torch.arange(9, device=device)
     eight = [torch.zeros(item.shape, dtype=torch.float8_e4m3fn, device=device) for item in case.ours]

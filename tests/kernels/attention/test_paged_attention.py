@@ -48,7 +48,7 @@ def naive(length: int, keys: int, sets: list[set[int]]) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
-def test_a_chain_sees_what_came_before_and_itself(rows: int) -> None:
+def test_chain_mask_is_causal(rows: int) -> None:
     lengths = [0, 1, 7, 16]
     mask = attention_mask(torch.tensor(lengths), rows, 100)
     assert mask.shape == (4, rows, 100)
@@ -57,7 +57,7 @@ def test_a_chain_sees_what_came_before_and_itself(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 63, 64])
-def test_a_chain_is_the_tree_with_one_child_per_node(rows: int) -> None:
+def test_chain_mask_equals_tree_mask_of_single_children(rows: int) -> None:
     lengths = torch.tensor([0, 3, 40])
     chain = torch.tensor(words(ancestors_of([node - 1 for node in range(rows)])))
     assert torch.equal(attention_mask(lengths, rows, 128, chain), attention_mask(lengths, rows, 128))
@@ -71,14 +71,14 @@ def trees(draw: st.DrawFn) -> list[int]:
 
 @settings(deadline=None, derandomize=True)
 @given(parents=trees(), length=st.integers(0, 70), spare=st.integers(0, 80))
-def test_a_node_sees_its_ancestors(parents: list[int], length: int, spare: int) -> None:
+def test_tree_mask_allows_ancestors_only(parents: list[int], length: int, spare: int) -> None:
     rows, keys = len(parents), length + len(parents) + spare
     sets = ancestors_of(parents)
     mask = attention_mask(torch.tensor([length]), rows, keys, torch.tensor(words(sets)))
     assert mask[0].tolist() == naive(length, keys, sets)
 
 
-def test_each_sequence_may_have_a_tree_of_its_own() -> None:
+def test_tree_masks_differ_per_sequence() -> None:
     randomness = random.Random(0)
     sets = [ancestors_of([randomness.randrange(max(node, 1)) for node in range(64)]) for _ in range(5)]
     lengths = [0, 1, 30, 63, 64]
@@ -87,7 +87,7 @@ def test_each_sequence_may_have_a_tree_of_its_own() -> None:
         assert mask[index].tolist() == naive(length, 140, sets[index])
 
 
-def test_the_sixty_fourth_node_is_seen_by_itself_only() -> None:
+def test_tree_mask_of_64_nodes() -> None:
     alone = [{node} for node in range(64)]
     mask = attention_mask(torch.tensor([2]), 64, 80, torch.tensor(words(alone)))[0]
     assert mask[63].nonzero().flatten().tolist() == [0, 1, 65]
@@ -138,7 +138,7 @@ SHAPES = list(itertools.product([1, 3, 16], [1, 3, 4], [1, 5]))
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("page_size", "group", "rows"), SHAPES)
-def test_paged_attention(page_size: int, group: int, rows: int, dtype: torch.dtype) -> None:
+def test_paged_attention_of_a_chain(page_size: int, group: int, rows: int, dtype: torch.dtype) -> None:
     kv_heads, dim = 2, 12
     before = [0, 1, 15, 16, 17, 33]
     cache = Paged([n + rows for n in before], page_size, kv_heads, dim, dtype)
@@ -168,7 +168,7 @@ def test_paged_attention_of_a_tree(page_size: int, group: int) -> None:
         torch.testing.assert_close(out[b, r].double(), expected, rtol=0, atol=2e-6)
 
 
-def test_queries_may_be_a_slice_of_a_wider_tensor() -> None:
+def test_paged_attention_accepts_strided_queries() -> None:
     cache = Paged([9, 7], 4, 2, 8, torch.float32)
     wide = torch.randn(2, 3, 10, 8, generator=torch.Generator().manual_seed(0))
     mask = attention_mask(torch.tensor([6, 4]), 3, cache.table.shape[1] * 4)
@@ -197,7 +197,7 @@ def test_prefill_attention(page_size: int, group: int, start: int, rows: int, dt
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv_touches_its_slots_only(page_size: int, dtype: torch.dtype) -> None:
+def test_write_kv_writes_its_slots_only(page_size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(6)
     k_cache, v_cache = (torch.randn(20, page_size, 2, 4, generator=generator).to(dtype) for _ in range(2))
     k_before, v_before = k_cache.clone(), v_cache.clone()
@@ -214,7 +214,7 @@ def test_write_kv_touches_its_slots_only(page_size: int, dtype: torch.dtype) -> 
     assert torch.equal(v_cache, v_before)
 
 
-def test_padding_rows_may_share_a_slot_of_page_0() -> None:
+def test_padding_rows_write_to_page_0() -> None:
     k_cache, v_cache = torch.zeros(4, 2, 1, 3), torch.zeros(4, 2, 1, 3)
     k = torch.arange(15.0).view(5, 1, 3) + 1
     write_kv_ref(k, -k, k_cache, v_cache, torch.tensor([0, 5, 0, 0, 2]))

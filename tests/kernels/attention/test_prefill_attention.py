@@ -80,7 +80,7 @@ class Case:
         ([(31, 64)], (16, 1, 48), 1, 1),
     ],
 )
-def test_against_float64(
+def test_prefill_attention_matches_reference(
     device: torch.device, dtype: torch.dtype, spans: list[tuple[int, int]], heads: tuple[int, int, int],
     window: int, page_size: int,
 ) -> None:  # fmt: skip
@@ -93,7 +93,7 @@ def test_against_float64(
 
 @pytest.mark.parametrize("window", [0, 21])
 @pytest.mark.parametrize("source", ["rows", "pages"])
-def test_bulk_copies(device: torch.device, source: str, window: int) -> None:
+def test_bulk_copies_match_reference(device: torch.device, source: str, window: int) -> None:
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     page_size = 7 if source == "rows" else 128
     spans = [(0, 70), (0, 1), (0, 37)] if source == "rows" else [(100, 170), (0, 37), (130, 133)]
@@ -106,7 +106,7 @@ def test_bulk_copies(device: torch.device, source: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("source", ["rows", "pages", "slots"])
-def test_what_lies_behind_a_sequence_stays_out_of_it(device: torch.device, source: str) -> None:
+def test_slots_past_the_sequence_are_ignored(device: torch.device, source: str) -> None:
     """Another prompt's values, or what a page held before, may be NaN."""
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     page_size = 128 if source == "pages" else 7
@@ -131,7 +131,7 @@ def test_what_lies_behind_a_sequence_stays_out_of_it(device: torch.device, sourc
 
 
 @pytest.mark.parametrize("window", [0, 600])
-def test_a_short_chunk_behind_a_long_prefix_is_split_over_its_keys(device: torch.device, window: int) -> None:
+def test_short_chunk_after_long_prefix_uses_split_kv(device: torch.device, window: int) -> None:
     case = Case(device, torch.float32, [(1500, 1503), (1100, 1101)], (4, 2, 16))
     tile = Tiling(16, 64, 4, 2)
     out = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile)
@@ -140,14 +140,14 @@ def test_a_short_chunk_behind_a_long_prefix_is_split_over_its_keys(device: torch
     assert torch.equal(out, again)
 
 
-def test_queries_may_be_a_view_of_the_product(device: torch.device) -> None:
+def test_strided_queries(device: torch.device) -> None:
     case = Case(device, torch.float16, [(0, 20)], (4, 2, 16))
     wide = torch.full((20, 8, 16), torch.nan, dtype=torch.float16, device=device)
     wide[:, :4] = case.q
     case.check(prefill_attention(wide[:, :4], case.k_cache, case.v_cache, case.layout, tile=Tiling(32, 16, 4, 2)))
 
 
-def test_long_heads_and_long_prompts(device: torch.device) -> None:
+def test_head_dim_256_and_long_prompts(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("too much for the interpreter")
     for dtype in DTYPES:
@@ -157,7 +157,7 @@ def test_long_heads_and_long_prompts(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 128), (8, 1, 256)])
-def test_fp8_keys_and_values(device: torch.device, heads: tuple[int, int, int]) -> None:
+def test_fp8_kv_cache(device: torch.device, heads: tuple[int, int, int]) -> None:
     if device.type != "cuda":
         pytest.skip("the interpreter has no float8 products")
     case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], heads, stored=torch.float8_e4m3fn)
@@ -165,7 +165,7 @@ def test_fp8_keys_and_values(device: torch.device, heads: tuple[int, int, int]) 
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_recorded_spans_serve_one_pass_after_another(device: torch.device, own: bool) -> None:
+def test_ragged_batch_at_fixed_addresses_is_reusable(device: torch.device, own: bool) -> None:
     """At fixed addresses, whatever they held before; as many spans as there is room for, one, or some."""
     recorded: StaticRaggedBatch | None = None
     for spans in ([(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]):

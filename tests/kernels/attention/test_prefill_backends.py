@@ -43,7 +43,7 @@ class Case:
 @pytest.mark.parametrize("bounds", SPANS)
 @pytest.mark.parametrize("handed", [True, False])
 @pytest.mark.parametrize("name", ["auto", "torch", "triton"])
-def test_what_is_installed_computes_attention(
+def test_installed_backends_match_reference(
     device: torch.device, name: str, handed: bool, bounds: tuple[list[int], list[int]], window: int
 ) -> None:
     if name == "triton" and device.type == "cpu":
@@ -58,7 +58,7 @@ def test_what_is_installed_computes_attention(
         torch.testing.assert_close(out.double(), case.expected(window), rtol=slack, atol=slack)
 
 
-def test_auto_is_torch_without_a_gpu() -> None:
+def test_auto_selects_torch_without_gpu() -> None:
     assert prefill_backend("auto", CPU, torch.float32, 64).name == "torch"
 
 
@@ -71,7 +71,7 @@ def refusal(name: str, device: torch.device = GPU, dtype: torch.dtype = torch.bf
     return text
 
 
-def test_refusals_name_the_setting_and_what_would_work() -> None:
+def test_unsupported_backends_are_refused() -> None:
     assert all(name in refusal("cudnn") for name in NAMES)
     for name in ("triton", "flashinfer", "flash-attn"):
         assert "CUDA" in refusal(name, CPU)
@@ -82,12 +82,12 @@ def test_refusals_name_the_setting_and_what_would_work() -> None:
 
 
 @pytest.mark.parametrize(("name", "package"), [("flashinfer", "flashinfer-python"), ("flash-attn", "flash-attn")])
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     monkeypatch.setattr("specbatch.kernels.attention.prefill_backends.find_spec", lambda module: None)
     assert f"the package {package} is not installed" in refusal(name)
 
 
-def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
+def test_backend_libraries_are_imported_lazily() -> None:
     code = "import sys, specbatch.kernels.attention.prefill_backends\n"
     code += "assert not {'triton.language', 'flashinfer'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -172,7 +172,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("bounds", SPANS)
 @pytest.mark.parametrize("library", ["flash_attn", "flash_attn_interface", "flashinfer"])
-def test_libraries_get_the_right_arguments(
+def test_backends_pass_correct_arguments_to_libraries(
     monkeypatch: pytest.MonkeyPatch, library: str, bounds: tuple[list[int], list[int]], window: int
 ) -> None:
     member = {

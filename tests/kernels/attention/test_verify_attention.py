@@ -85,7 +85,7 @@ def test_chain(device: torch.device, dtype: torch.dtype, splits: int) -> None:
 
 
 @pytest.mark.parametrize("n", slow_but([1, 17], [1, 5, 16, 17, 64]))
-def test_rows(device: torch.device, n: int) -> None:
+def test_numbers_of_query_rows(device: torch.device, n: int) -> None:
     Case(device, torch.float32, [70, 15], n, count=6, kv=2).check(3)
 
 
@@ -106,7 +106,7 @@ def test_heads(device: torch.device, count: int, kv: int, dim: int) -> None:
     Case(device, torch.float32, [40, 7], 3, count=count, kv=kv, dim=dim).check(2)
 
 
-def test_without_norm_written_exactly(device: torch.device) -> None:
+def test_keys_are_written_exactly_without_norm(device: torch.device) -> None:
     for dtype in DTYPES[1:]:
         case = Case(device, dtype, [20, 3], 5, norm=False)
         case.check(2)
@@ -174,7 +174,7 @@ def test_padding_rows(device: torch.device) -> None:
     case.check(2)
 
 
-def test_splits_by_size_and_twice_the_same(device: torch.device) -> None:
+def test_splits_by_size_are_deterministic(device: torch.device) -> None:
     case = Case(device, torch.float16, [100, 5], 2)
     assert torch.equal(case.check(), case.check())
     assert torch.equal(case.check(4), case.check(4))
@@ -201,7 +201,7 @@ def test_edges_of_steps_and_splits(device: torch.device, keys: int) -> None:
         case.check(splits)
 
 
-def test_dependents_start_only_after_the_own_wait() -> None:
+def test_dependent_launch_follows_own_wait() -> None:
     """What verify attention reads before its wait rests on this: all but the kernel in front has ended by then."""
     for path in Path(verify_attention.__code__.co_filename).parent.glob("*.py"):
         lines = [line.strip() for line in path.read_text().splitlines()]
@@ -211,7 +211,7 @@ def test_dependents_start_only_after_the_own_wait() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_graph_reads_lengths_from_the_device(device: torch.device) -> None:
+def test_cuda_graph_reads_lengths_from_device(device: torch.device) -> None:
     case = Case(device, torch.bfloat16, [300, 40, 0], 3, dim=64, page_size=16)
     arguments = (case.qkv, case.heads, *case.caches, case.table, case.rows, case.lengths, 3)
     verify_attention(*arguments, splits=4)
@@ -228,7 +228,7 @@ def test_graph_reads_lengths_from_the_device(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_reads_ahead_of_the_kernel_in_front(device: torch.device) -> None:
+def test_reads_before_the_preceding_kernel_ends(device: torch.device) -> None:
     """Steps of a decode in one graph: lengths grow, and each verify reads the keys that the step before wrote."""
     case = Case(device, torch.bfloat16, [300, 33, 0], 1, dim=64, page_size=16)
     steps = 8

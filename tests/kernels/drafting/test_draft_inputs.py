@@ -53,7 +53,7 @@ def test_pending_inputs(batch: int, most: int, width: int, device: torch.device)
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("batch", "parents", "topk"), [(1, 1, 4), (3, 3, 3)])
-def test_beam_pairs(batch: int, parents: int, topk: int, width: int, device: torch.device) -> None:
+def test_beam_inputs(batch: int, parents: int, topk: int, width: int, device: torch.device) -> None:
     case = Case(batch, 2, width, device)
     tokens, origin = case.numbers(0, 19, batch, topk), case.numbers(0, parents, batch, topk)
     given = (tokens, origin, case.noise(batch, parents, width), case.lengths, 2, case.embedding)
@@ -64,7 +64,7 @@ def test_beam_pairs(batch: int, parents: int, topk: int, width: int, device: tor
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("batch", "most"), [(1, 4), (5, 3), (2, 1)])
-def test_what_waits(batch: int, most: int, width: int, tree: bool, device: torch.device) -> None:
+def test_pending_feature_buffer(batch: int, most: int, width: int, tree: bool, device: torch.device) -> None:
     case = Case(batch, most, width, device)
     nodes = most + 5 if tree else most  # or fewer than there is room for
     path = torch.stack([torch.randperm(nodes) for _ in range(batch)]).to(device) if tree else None

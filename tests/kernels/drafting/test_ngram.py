@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int, int, list[int]]:
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(case=cases())
-def test_every_row_finds_what_a_plain_search_finds(
+def test_matches_plain_python_search(
     case: tuple[list[list[int]], int, int, int, list[int]],
 ) -> None:
     rows, longest, shortest, count, behind = case
@@ -73,7 +73,7 @@ def test_every_row_finds_what_a_plain_search_finds(
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(case=cases(), texts=st.integers(1, 5))
-def test_several_texts_are_the_best_that_differ(
+def test_several_matches_are_the_best_distinct_continuations(
     case: tuple[list[list[int]], int, int, int, list[int]], texts: int
 ) -> None:
     rows, longest, shortest, count, behind = case
@@ -90,7 +90,7 @@ def test_several_texts_are_the_best_that_differ(
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(data=st.data())
-def test_texts_are_merged_where_they_begin_alike(data: st.DataObject) -> None:
+def test_tree_merges_common_prefixes(data: st.DataObject) -> None:
     """Every node is a beginning of some text, once; the first ones in the order of the texts are kept."""
     kinds, depth = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     text = st.lists(st.integers(0, 2), min_size=depth, max_size=depth)
@@ -129,7 +129,9 @@ def test_texts_are_merged_where_they_begin_alike(data: st.DataObject) -> None:
         ([1, 2, 3], 4, 1, None),
     ],
 )
-def test_which_occurrence_wins(row: list[int], longest: int, shortest: int, expected: list[int] | None) -> None:
+def test_longest_then_latest_match_wins(
+    row: list[int], longest: int, shortest: int, expected: list[int] | None
+) -> None:
     assert search(row, longest, shortest, 3) == expected
     drafts, found = match([row], longest, shortest, 3, [])
     assert found == [expected is not None]
@@ -137,14 +139,14 @@ def test_which_occurrence_wins(row: list[int], longest: int, shortest: int, expe
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 16])
-def test_a_suffix_may_be_longer_than_the_row(width: int) -> None:
+def test_suffix_may_exceed_the_row(width: int) -> None:
     tokens = torch.arange(width)[None]
     drafts, found = lookup_ref(tokens, torch.tensor([width - 1]), 16, 1, 2)
     assert found.tolist() == [[False]]
     assert drafts.tolist() == [[[width - 1] * 2]]
 
 
-def test_what_lies_behind_the_newest_token_is_never_looked_at() -> None:
+def test_tokens_past_the_newest_are_ignored() -> None:
     tokens = torch.tensor([[1, 2, 3, 1, 2, 1, 2, 9, 1, 2, 3, 1, 2]])
     expected = lookup_ref(tokens[:, :5], torch.tensor([4]), 4, 1, 6)
     garbage = lookup_ref(tokens, torch.tensor([4]), 4, 1, 6)

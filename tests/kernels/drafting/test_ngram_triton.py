@@ -26,9 +26,7 @@ def check(tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *size
 
 
 @pytest.mark.parametrize("case", slow_but(range(10), range(24)))
-def test_every_row_finds_what_the_reference_finds(
-    case: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_matches_reference(case: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small alphabets and blocks: long runs, many equals, matches across blocks."""
     if case % 3:
         monkeypatch.setattr(ngram_triton, "_BLOCK", 16)
@@ -43,13 +41,13 @@ def test_every_row_finds_what_the_reference_finds(
 
 
 @pytest.mark.parametrize("last", [0, 1, 2, 15, 16, 17, 31, 32])
-def test_edges_of_rows_and_blocks(last: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_and_block_boundaries(last: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_triton, "_BLOCK", 16)
     tokens = torch.arange(33, device=device)[None] % 16
     check(tokens, torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([last], device=device), 4, 1, 5, 3)
 
 
-def test_what_lies_behind_the_newest_token_is_never_looked_at(device: torch.device) -> None:
+def test_tokens_past_the_newest_are_ignored(device: torch.device) -> None:
     tokens = torch.tensor([[1, 2, 3, 1, 2, 1, 2, 9, 1, 2, 3, 1, 2]], device=device)
     drafts, found = ngram_match(tokens, torch.tensor([0], device=device), torch.tensor([4], device=device), 4, 1, 6)
     assert found.tolist() == [[True]]

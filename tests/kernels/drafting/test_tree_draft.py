@@ -34,7 +34,7 @@ def children(batch: int, width: int, topk: int, seed: int, device: torch.device)
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_levels_and_what_is_kept(shape: DraftShape, batch: int, device: torch.device) -> None:
+def test_expand_and_prune_match_reference(shape: DraftShape, batch: int, device: torch.device) -> None:
     steps, topk, count = shape
     total = topk + (steps - 1) * topk * topk
     theirs, ours = (Candidates.room(batch, total, device) for _ in range(2))
@@ -58,7 +58,7 @@ def test_levels_and_what_is_kept(shape: DraftShape, batch: int, device: torch.de
             assert torch.equal(one, other)
 
 
-def test_a_tree_through_kernels_alone(device: torch.device, force_kernels: Callable[[bool], None]) -> None:
+def test_whole_tree_by_kernels_matches_reference(device: torch.device, force_kernels: Callable[[bool], None]) -> None:
     table = torch.randn(4, 2, 3, 40, generator=torch.Generator().manual_seed(2)).mul(2).round().to(device)
     ids = (torch.arange(40, device=device) * 7 + 5).flip(0)
 

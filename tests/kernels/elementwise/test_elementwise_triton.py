@@ -92,7 +92,7 @@ def test_split_qkv_rope(
         assert torch.equal(ours.isnan(), theirs.isnan())
 
 
-def test_split_qkv_rope_into_an_fp8_cache(device: torch.device) -> None:
+def test_split_qkv_rope_with_fp8_cache(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("the interpreter's cast to float8 loses the carry of a rounding")
     rows, count, kv, dim = 11, 4, 2, 64

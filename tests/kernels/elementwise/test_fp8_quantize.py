@@ -28,7 +28,7 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 128), (5, 300)])
-def test_every_value_is_the_nearest(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_values_round_to_nearest(rows: int, width: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, width) * torch.logspace(-3, 2, width)).to(dtype)
     values, scales, kind = quantize_fp8_ref(x)
     assert (values.dtype, scales.dtype, kind) == (torch.float8_e4m3fn, torch.float32, dtype)
@@ -42,7 +42,7 @@ def test_every_value_is_the_nearest(rows: int, width: int, dtype: torch.dtype) -
         assert torch.equal(values[:, first : first + 128].double(), nearest(wanted.float().double()))
 
 
-def test_ties_go_to_the_even_one() -> None:
+def test_ties_round_to_even() -> None:
     x = torch.tensor([[448.0, 17.0, 19.0, -17.0, 2**-10, 3 * 2**-10]])
     assert quantize_fp8_ref(x.half()).values.tolist() == [[448.0, 16.0, 20.0, -16.0, 0.0, 2**-8]]
 
@@ -65,7 +65,7 @@ def same(ours: FP8Activations, wanted: FP8Activations) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 128), (17, 300), (40, 136), (2, 1)])
-def test_the_kernel_is_the_reference(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_kernel_matches_reference(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Rows apart, too."""
     x = exact(rows, width, dtype) if device.type == "cpu" else torch.randn(rows, width).to(dtype) * 3
     apart = torch.full((rows, width + 9), torch.nan, dtype=dtype)
@@ -74,7 +74,7 @@ def test_the_kernel_is_the_reference(rows: int, width: int, dtype: torch.dtype, 
         same(elementwise_triton.quantize_fp8(given), quantize_fp8_ref(given))
 
 
-def test_every_float8_stays_itself(device: torch.device) -> None:
+def test_fp8_values_are_exact(device: torch.device) -> None:
     x = torch.cat([GRID, GRID[:2]]).view(2, 128).half().to(device)
     x[:, 5] = 448
     for found in (quantize_fp8_ref(x), elementwise_triton.quantize_fp8(x)):
@@ -83,7 +83,7 @@ def test_every_float8_stays_itself(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_stays_visible(value: float, device: torch.device) -> None:
+def test_nan_and_inf_propagate(value: float, device: torch.device) -> None:
     x = exact(4, 300, torch.float16).to(device)
     x[2, 131] = value
     x[1] = 0
@@ -95,7 +95,7 @@ def test_what_is_no_number_stays_visible(value: float, device: torch.device) -> 
         assert torch.equal(found.dequantize()[[0, 3]].half(), x[[0, 3]])
 
 
-def test_the_smallest_numbers_are_no_infinity(device: torch.device) -> None:
+def test_tiny_values_do_not_overflow_the_scale(device: torch.device) -> None:
     x = torch.full((2, 130), 2.0**-24, dtype=torch.float16, device=device)
     x[1] = 0
     for found in (quantize_fp8_ref(x), elementwise_triton.quantize_fp8(x)):
@@ -107,7 +107,7 @@ def test_the_smallest_numbers_are_no_infinity(device: torch.device) -> None:
         assert not elementwise_triton.quantize_fp8(tiny).dequantize().any()
 
 
-def test_where_it_is_told() -> None:
+def test_fp8_activations_setting() -> None:
     half, single = torch.zeros(1, 1, dtype=torch.float16), torch.zeros(1, 1)
     assert not fp8_activations.quantizes(half)
     with use_fp8_activations(True):
@@ -121,7 +121,7 @@ def test_where_it_is_told() -> None:
     assert not fp8_activations.quantizes(half)
 
 
-def test_it_runs_where_kernels_do(
+def test_quantize_fp8_dispatches_to_kernels(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
 ) -> None:
     seen: list[int] = []

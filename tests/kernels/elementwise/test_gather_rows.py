@@ -21,7 +21,7 @@ def test_gather_rows(one: tuple[int, ...], other: tuple[int, ...], device: torch
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 7), (128, 19)])
-def test_put_next(shape: tuple[int, int], device: torch.device) -> None:
+def test_ring_push(shape: tuple[int, int], device: torch.device) -> None:
     """A place may be larger than what is put there."""
     theirs = torch.full((4, shape[0] + 2, shape[1]), -1, device=device)
     ours, turns = theirs.clone(), torch.tensor([[2], [2]], device=device)

@@ -23,7 +23,7 @@ def truth(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [1, 7, 64, 576])
 @pytest.mark.parametrize("rows", ROWS)
-def test_rows(rows: int, width: int) -> None:
+def test_rms_norm_matches_reference(rows: int, width: int) -> None:
     x, weight = numbers(rows, width, seed=rows), numbers(width, seed=1) + 1
     y = rms_norm_ref(x, weight, 1e-5)
     assert y.dtype == torch.float32
@@ -39,7 +39,7 @@ def test_epsilon_is_added_to_the_mean_square(scale: float, eps: float) -> None:
     )
 
 
-def test_heads_are_normalised_one_by_one() -> None:
+def test_heads_are_normalised_independently() -> None:
     qkv, weight = numbers(5, 9, 24), numbers(24, seed=1)
     sliced = qkv[:, 2:6]  # the heads of a fused projection
     y = rms_norm_ref(sliced, weight, 1e-6)

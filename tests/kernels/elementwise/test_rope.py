@@ -30,7 +30,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, inverse: torch.Tensor, scal
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dim", [2, 8, 24, 64])
 @pytest.mark.parametrize("rows", ROWS)
-def test_heads_turn_by_their_position(rows: int, dim: int, dtype: torch.dtype) -> None:
+def test_heads_rotate_by_position(rows: int, dim: int, dtype: torch.dtype) -> None:
     cos, sin = (item.to(dtype) for item in rope_table(frequencies(dim), 200, 1.0))
     x = numbers(rows, 3, dim).to(dtype)
     positions = torch.randperm(200, generator=torch.Generator().manual_seed(rows))[:rows]
@@ -42,7 +42,7 @@ def test_heads_turn_by_their_position(rows: int, dim: int, dtype: torch.dtype) -
     torch.testing.assert_close(y.double(), rotate(x, positions, frequencies(dim)), rtol=0, atol=atol)
 
 
-def test_the_table() -> None:
+def test_cos_sin_table() -> None:
     inverse = frequencies(16)
     cos, sin = rope_table(inverse, 4096, 1.25)
     assert cos.shape == sin.shape == (4096, 16)
@@ -61,13 +61,13 @@ def test_scale_multiplies_the_rotation() -> None:
     torch.testing.assert_close(y.double(), rotate(x, positions, inverse, 1.5), rtol=0, atol=1e-5)
 
 
-def test_position_0_turns_nothing() -> None:
+def test_position_0_is_the_identity() -> None:
     cos, sin = rope_table(frequencies(8), 1, 1.0)
     x = numbers(3, 2, 8)
     assert torch.equal(apply_rope_ref(x, cos[:, None], sin[:, None]), x)
 
 
-def test_scores_depend_on_the_distance_only() -> None:
+def test_scores_depend_on_relative_position_only() -> None:
     cos, sin = rope_table(frequencies(16), 120, 1.0)
     q, k = numbers(2, 1, 1, 16)
     near, far = (
@@ -78,7 +78,7 @@ def test_scores_depend_on_the_distance_only() -> None:
     assert near.item() == pytest.approx(far.item(), abs=1e-4)
 
 
-def test_slices_of_a_fused_projection() -> None:
+def test_strided_inputs() -> None:
     cos, sin = rope_table(frequencies(8), 5, 1.0)
     x = numbers(5, 7, 8)[:, 1:4]
     here = apply_rope_ref(x, cos[:, None], sin[:, None])

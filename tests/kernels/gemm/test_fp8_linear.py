@@ -47,7 +47,7 @@ def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (17, 70, 40), (40, 129, 136), (130, 16, 128)]
 )
-def test_product(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_fp8_linear_matches_reference(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     weight, wide = random_weight(n, k, device)
     x, bias = torch.randn(rows, k + 9).to(device, dtype)[:, 4 : 4 + k], torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
@@ -60,7 +60,7 @@ def test_product(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.de
 
 
 @pytest.mark.parametrize("rows", [1, 40, 130])
-def test_every_float8_is_itself(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_every_fp8_value_is_exact(rows: int, dtype: torch.dtype, device: torch.device) -> None:
     """Subnormal ones and both zeros among them: each stands alone in its sum."""
     bits = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127].repeat(128)[: 128 * 250]
     values = bits.view(250, 128).to(device).view(torch.float8_e4m3fn)
@@ -71,7 +71,9 @@ def test_every_float8_is_itself(rows: int, dtype: torch.dtype, device: torch.dev
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_it_is_a_linear(kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]) -> None:
+def test_fp8_linear_module_matches_reference(
+    kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]
+) -> None:
     force_kernels(kernels)
     weight, wide = random_weight(140, 48, device)
     product = FP8Linear(weight)
@@ -94,7 +96,9 @@ def test_it_is_a_linear(kernels: bool, device: torch.device, force_kernels: Call
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_products_side_by_side(kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]) -> None:
+def test_concat_linear_matches_reference(
+    kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]
+) -> None:
     force_kernels(kernels and device.type == "cuda")
     weight, wide = random_weight(130, 48, device)
     other = torch.randn(6, 48, device=device)
@@ -126,7 +130,9 @@ def random_rows(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> 
 @pytest.mark.parametrize(
     ("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (70, 129, 64), (40, 70, 136), (130, 16, 128), (3, 40, 8)]
 )
-def test_product_of_rounded_rows(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_fp8_linear_with_fp8_activations_matches_reference(
+    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> None:
     if dtype == torch.bfloat16 and device.type != "cuda":
         pytest.skip("the interpreter has no bfloat16 to store")
     weight, wide = random_weight(n, k, device)
@@ -146,7 +152,7 @@ def test_product_of_rounded_rows(rows: int, n: int, k: int, dtype: torch.dtype, 
     assert (out[:, n + 2 :] == 7).all()
 
 
-def test_a_block_of_columns_has_its_own_scale(device: torch.device) -> None:
+def test_scales_apply_per_block(device: torch.device) -> None:
     """In x and in the weight; a mean of them would be another number."""
     values = torch.ones(3, 300).to(device, torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0, 4.0]] * 2 + [[0.0, 0.0, 8.0]], device=device)
@@ -159,7 +165,7 @@ def test_a_block_of_columns_has_its_own_scale(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_row_does_not_depend_on_the_other_rows(
+def test_rows_do_not_depend_on_batch(
     dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
 ) -> None:
     """Tiles of any width: a prompt's numbers do not depend on its chunks."""
@@ -174,7 +180,7 @@ def test_a_row_does_not_depend_on_the_other_rows(
         assert_same(fp8_linear(part, weight), together[first:last])
 
 
-def test_a_nan_of_a_rounded_row_comes_through(device: torch.device) -> None:
+def test_nan_and_inf_activations_propagate(device: torch.device) -> None:
     """As NaN or, of an infinite scale, as what is no number either."""
     weight, _ = random_weight(130, 300, device)
     x = torch.randn(5, 300).half().to(device)
@@ -189,7 +195,7 @@ def test_a_nan_of_a_rounded_row_comes_through(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_activations_are_rounded_where_told(
+def test_fp8_activations_apply_within_context_only(
     kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
 ) -> None:
     force_kernels(kernels)

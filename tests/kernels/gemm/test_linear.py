@@ -31,13 +31,13 @@ def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> N
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_rows(rows: int, biased: bool, dtype: torch.dtype) -> None:
+def test_linear_matches_reference(rows: int, biased: bool, dtype: torch.dtype) -> None:
     x, weight = numbers(rows, 37, seed=rows).to(dtype), numbers(53, 37, seed=1).to(dtype)
     check(x, weight, numbers(53, seed=2).to(dtype) if biased else None)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_inputs_may_be_views(rows: int) -> None:
+def test_strided_inputs(rows: int) -> None:
     weight, bias = numbers(53, 37, seed=1), numbers(53, seed=2)
     check(numbers(37, rows, seed=rows).t(), weight, bias)  # what a product the other way round leaves
     check(numbers(rows, 90, seed=rows)[:, 20:57], weight, bias)  # a slice of a fused projection
@@ -62,14 +62,14 @@ def test_relu_squared(rows: int, biased: bool) -> None:
     torch.testing.assert_close(Linear(weight, bias).squared(x, norm).double(), h.relu().square(), rtol=1e-5, atol=1e-4)
 
 
-def test_operands_are_left_alone() -> None:
+def test_operands_are_not_modified() -> None:
     x, weight, bias = numbers(1, 8, seed=0), numbers(6, 8, seed=1), numbers(6, seed=2)
     before = [item.clone() for item in (x, weight, bias)]
     Linear(weight, bias)(x).add_(1)
     assert all(torch.equal(a, b) for a, b in zip(before, (x, weight, bias), strict=True))
 
 
-def test_without_the_blocked_layout_the_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_layout_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = numbers(3, 37, seed=0), numbers(53, 37, seed=1), numbers(53, seed=2)
     blocked = Linear(weight, bias)(x)
     monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
@@ -78,7 +78,7 @@ def test_without_the_blocked_layout_the_product_is_the_same(monkeypatch: pytest.
     assert Linear(weight).shape == weight.shape
 
 
-def test_a_row_is_the_same_whatever_rows_are_with_it() -> None:
+def test_rows_do_not_depend_on_batch() -> None:
     """To rounding: equal tokens with and without drafts hang on it."""
     product, x = Linear(numbers(200, 300, seed=1)), numbers(65, 300, seed=2)
     alone = torch.cat([product(row[None]) for row in x])

@@ -46,7 +46,9 @@ def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias-residual"])
 @pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 5, 17, 65]))
-def test_linear(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_skinny_linear_matches_reference(
+    rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(rows, k, seed=1, **kind), numbers(n, k, seed=2, **kind) / k**0.5
     if not full:
@@ -60,7 +62,9 @@ def test_linear(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias"])
 @pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 33]))
-def test_gated(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_skinny_gated_matches_reference(
+    rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(rows, k, seed=1, **kind), numbers(2 * n, k, seed=2, **kind) / k**0.5
     norm = 1 + 0.3 * numbers(k, seed=3, **kind) if full else None
@@ -71,7 +75,9 @@ def test_gated(rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias-residual"])
 @pytest.mark.parametrize(("n", "k"), [(131, 72), (64, 1096)])
-def test_squared(n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_skinny_relu_squared_matches_reference(
+    n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(5, k, seed=1, **kind), numbers(n, k, seed=2, **kind) / k**0.5
     x[3, 2] = torch.nan  # goes on: a run must notice it
@@ -88,7 +94,7 @@ def test_squared(n: int, k: int, full: bool, dtype: torch.dtype, device: torch.d
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
 @pytest.mark.parametrize("gated", [False, True])
-def test_splits(splits: int, gated: bool, device: torch.device) -> None:
+def test_split_k_matches_reference(splits: int, gated: bool, device: torch.device) -> None:
     """Every split of K gives the product, whatever the workspace held, and leaves the arrival counters at zero."""
     kind = {"dtype": torch.float32, "device": device}
     x, weight, norm = (
@@ -117,14 +123,14 @@ def test_large_activations_do_not_overflow(
     check(product(x, weight, norm_weight=norm, eps=EPS), expected, dtype)
 
 
-def test_rows_may_be_apart(dtype: torch.dtype, device: torch.device) -> None:
+def test_strided_inputs(dtype: torch.dtype, device: torch.device) -> None:
     wide = numbers(4, 200, seed=1, dtype=dtype, device=device)
     weight = numbers(24, 64, seed=2, dtype=dtype, device=device) / 8
     x, residual = wide[:, 40:104], wide[:, 120:144]
     check(skinny_linear(x, weight, residual=residual), x.double() @ weight.double().t() + residual.double(), dtype)
 
 
-def test_a_row_does_not_depend_on_the_other_rows(
+def test_rows_do_not_depend_on_batch(
     dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
 ) -> None:
     kind = {"dtype": dtype, "device": device}
@@ -136,7 +142,7 @@ def test_a_row_does_not_depend_on_the_other_rows(
     assert_same(shuffled, together)
 
 
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_unsupported_shapes_are_refused(device: torch.device) -> None:
     x, weight = torch.zeros(129, 16, device=device), torch.zeros(8, 16, device=device)
     with pytest.raises(AssertionError, match="129 rows"):
         skinny_linear(x, weight)
@@ -146,7 +152,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         skinny_linear(x[:1], torch.zeros(16, 8, device=device).t())
 
 
-def test_when_they_are_used(device: torch.device) -> None:
+def test_is_skinny(device: torch.device) -> None:
     weight = torch.zeros(8, 16, device=device, dtype=torch.bfloat16)
     on_device = device.type == "cuda"
     assert is_skinny(1, weight) is on_device

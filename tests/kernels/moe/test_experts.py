@@ -123,7 +123,7 @@ RULES = {
         ],
     ),
 )
-def test_against_every_expert_on_every_token(
+def test_experts_match_reference(
     name: str, tokens: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     case = Case(RULES[name], tokens, device, dtype, activation=activation)
@@ -164,7 +164,7 @@ def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_a_nan_comes_through(activation: Activation, device: torch.device) -> None:
+def test_nan_propagates(activation: Activation, device: torch.device) -> None:
     """Of a token, or of a weight; a maximum with 0 would hide it."""
     case = Case(Routing(4, 2), 6, device, activation=activation)
     case.x[3, 5] = torch.nan
@@ -176,7 +176,7 @@ def test_a_nan_comes_through(activation: Activation, device: torch.device) -> No
     assert torch.equal(case.run().isnan().all(1), hit)
 
 
-def test_a_row_does_not_depend_on_the_other_rows(
+def test_rows_do_not_depend_on_batch(
     dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
 ) -> None:
     case = Case(Routing(6, 2, shared=1, gated=True), 9, device, dtype)
@@ -187,7 +187,7 @@ def test_a_row_does_not_depend_on_the_other_rows(
     assert_same(case.run().flip(0), together[2:5])
 
 
-def test_rows_may_be_apart(device: torch.device) -> None:
+def test_strided_inputs(device: torch.device) -> None:
     case = Case(Routing(6, 2), 5, device)
     expected = case.dense() + case.residual.double()
     wide = torch.full((5, 130), torch.inf, device=device)
@@ -195,7 +195,7 @@ def test_rows_may_be_apart(device: torch.device) -> None:
     check(case.run(case.residual), expected, torch.float32)
 
 
-def test_summed_in_float32(device: torch.device) -> None:
+def test_expert_outputs_are_summed_in_float32(device: torch.device) -> None:
     """1024 + 0.25 + ... is 1024 in half precision: one rounding in the end."""
     outputs = torch.tensor([1024.0, *[0.25] * 7], device=device)[:, None].repeat(1, 3).half()
     y = weighted_sum(outputs, torch.ones(1, 8, device=device), torch.full((1, 3), 0.5, device=device).half())
@@ -215,7 +215,7 @@ def scaled(case: Case) -> tuple[Weight, Weight]:
 
 
 @pytest.mark.parametrize(("tokens", "activation"), [(1, "relu2"), (5, "swiglu")])
-def test_float8_weights(tokens: int, activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+def test_fp8_weights(tokens: int, activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
     case = Case(Routing(3, 2, shared=1), tokens, device, dtype, hidden=136, inner=130, activation=activation)
     up, down = scaled(case)
     case.up, case.down = up.dequantize(torch.float32), down.dequantize(torch.float32)
@@ -224,7 +224,7 @@ def test_float8_weights(tokens: int, activation: Activation, dtype: torch.dtype,
     check(fused_moe(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
 
 
-def test_a_scale_is_that_of_its_block() -> None:
+def test_scales_apply_per_block() -> None:
     values = torch.ones(200, 130).to(torch.float8_e4m3fn)
     wide = Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).dequantize(torch.float32)
     rows, columns = torch.arange(200)[:, None] // 128, torch.arange(130) // 128
@@ -259,7 +259,7 @@ def of_rounded(x: FP8Activations, weight: Weight, owner: torch.Tensor, activatio
     ("hidden", "inner", "activation"),
     [(136, 128, "swiglu"), (64, 130, "relu2"), (40, 256, "swiglu"), (300, 40, "relu2")],
 )
-def test_products_of_rounded_activations(
+def test_fp8_activations_match_reference(
     hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Both, each of what the one before left: a number beside a tie would round to another one."""
@@ -288,9 +288,7 @@ def test_products_of_rounded_activations(
 
 
 @pytest.mark.usefixtures("rounding")
-def test_a_token_of_a_prompt_does_not_depend_on_its_chunk(
-    device: torch.device, assert_same: Callable[..., None]
-) -> None:
+def test_tokens_do_not_depend_on_prefill_chunk(device: torch.device, assert_same: Callable[..., None]) -> None:
     """A NaN stays with its token."""
     tokens = 12 if device.type == "cpu" else 2000
     case = Case(Routing(4, 2, shared=1), tokens, device, torch.float16, hidden=160, inner=128)
@@ -312,7 +310,7 @@ def test_a_token_of_a_prompt_does_not_depend_on_its_chunk(
 
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("kernels", [False, True])
-def test_activations_are_rounded_where_told(
+def test_fp8_activations_apply_within_context_only(
     kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
 ) -> None:
     force_kernels(kernels)
@@ -367,7 +365,7 @@ def randomise(block: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("twin")
-def test_qwen3_moe_is_that_of_transformers(device: torch.device) -> None:
+def test_qwen3_moe_matches_transformers(device: torch.device) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import (
         Qwen3MoeConfig,
         Qwen3MoeRMSNorm,
@@ -398,7 +396,7 @@ def test_qwen3_moe_is_that_of_transformers(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize("shared", [24, 40])
-def test_qwen3_next_is_that_of_transformers(shared: int, device: torch.device) -> None:
+def test_qwen3_next_matches_transformers(shared: int, device: torch.device) -> None:
     """The shared expert as one expert, and as two of which the second is filled up."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextSparseMoeBlock
 
@@ -424,7 +422,7 @@ def test_qwen3_next_is_that_of_transformers(shared: int, device: torch.device) -
 
 
 @pytest.mark.usefixtures("twin")
-def test_nemotron_h_is_that_of_transformers(device: torch.device) -> None:
+def test_nemotron_h_matches_transformers(device: torch.device) -> None:
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHMoE
 
     config = NemotronHConfig(
@@ -455,7 +453,7 @@ def test_nemotron_h_is_that_of_transformers(device: torch.device) -> None:
     torch.testing.assert_close(ours(x[0].to(device)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsupported_shapes_are_refused() -> None:
     rule, router = Routing(4, 2, shared=1, gated=True), torch.zeros(5, 8)
     up, down = Weight(torch.zeros(5, 12, 8)), Weight(torch.zeros(5, 8, 6))
     Experts(rule, router, up, down)

@@ -48,7 +48,7 @@ def by_hand(row: list[float], rule: Routing) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_reference_is_the_definition(name: str) -> None:
+def test_reference_matches_plain_python(name: str) -> None:
     rule = RULES[name]
     logits = torch.randn(6, rule.logits) * 3
     weights, experts = route_ref(logits, rule)
@@ -61,7 +61,7 @@ def test_reference_is_the_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_softmax_is_that_of_transformers(normalise: bool) -> None:
+def test_softmax_routing_matches_transformers(normalise: bool) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
     config = Qwen3MoeConfig(hidden_size=16, num_experts=12, num_experts_per_tok=3, norm_topk_prob=normalise)
@@ -74,7 +74,7 @@ def test_softmax_is_that_of_transformers(normalise: bool) -> None:
     torch.testing.assert_close(ours[0], weights)
 
 
-def test_sigmoid_is_that_of_transformers() -> None:
+def test_sigmoid_routing_matches_transformers() -> None:
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHTopkRouter
 
     config = NemotronHConfig(
@@ -94,7 +94,7 @@ def test_sigmoid_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(("name", "tokens"), crossed(RULES, [1, 7, 16, 45]))
-def test_kernel(name: str, tokens: int, device: torch.device) -> None:
+def test_kernel_matches_reference(name: str, tokens: int, device: torch.device) -> None:
     rule = on(RULES[name], device)
     wide = torch.full((tokens, rule.logits + 3), torch.inf, device=device)
     logits = wide[:, 1 : 1 + rule.logits].copy_(torch.randn(tokens, rule.logits) * 3)
@@ -134,7 +134,7 @@ def test_all_tokens_to_one_expert(tokens: int, rows: int, device: torch.device) 
     check(logits, Routing(7, 1, shared=1), rows)
 
 
-def test_the_bound_on_blocks_is_reached(device: torch.device) -> None:
+def test_block_count_reaches_its_bound(device: torch.device) -> None:
     """One row more than blocks of 16 for every expert."""
     logits = torch.eye(3, device=device).repeat(17, 1) * 5
     assert int(route(logits, Routing(3, 1), 16)[2].used) == most_blocks(51, Routing(3, 1), 16) == 6
@@ -142,7 +142,7 @@ def test_the_bound_on_blocks_is_reached(device: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [3, 20])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_of_equal_experts_the_lower_is_chosen(score: str, tokens: int, device: torch.device) -> None:
+def test_ties_select_the_lower_expert_id(score: str, tokens: int, device: torch.device) -> None:
     rule = Routing(11, 4, score, groups=1)  # type: ignore[arg-type]
     logits = torch.randint(-1, 2, (tokens, 11), device=device).half()
     logits[0] = 0
@@ -152,7 +152,7 @@ def test_of_equal_experts_the_lower_is_chosen(score: str, tokens: int, device: t
     assert route(logits, rule, 16)[1][:2].tolist() == [[0, 1, 2, 3]] * 2
 
 
-def test_garbage_chooses_valid_experts(device: torch.device) -> None:
+def test_garbage_logits_select_valid_experts(device: torch.device) -> None:
     """Rows of padding hold anything; what they choose is read from."""
     for rule in (Routing(6, 3), on(RULES["groups"], device)):
         logits = torch.tensor([torch.nan, torch.inf, -torch.inf], device=device)[:, None].repeat(1, rule.logits)
@@ -165,7 +165,7 @@ def test_garbage_chooses_valid_experts(device: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [4, 20])
 @pytest.mark.parametrize("name", ["softmax", "groups", "sigmoid-plain"])
-def test_a_nan_comes_through(name: str, tokens: int, device: torch.device) -> None:
+def test_nan_logits_propagate(name: str, tokens: int, device: torch.device) -> None:
     """One logit that is no number: its expert is chosen, from whatever group, and has no number for a weight."""
     rule, logits = on(RULES[name], device), torch.randn(tokens, RULES[name].logits, device=device)
     broken = [(token, (5 * token + 3) % rule.experts) for token in range(0, tokens, 2)]
@@ -190,6 +190,6 @@ def test_a_nan_comes_through(name: str, tokens: int, device: torch.device) -> No
         ({"groups": 3, "top_groups": 4, "score": "sigmoid"}, "topk_group=4: use 1 to 3"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(SpecbatchError, match=message):
         Routing(**{"experts": 12, "top_k": 2, **settings})  # type: ignore[arg-type]

@@ -219,7 +219,7 @@ def test_chunks(device: torch.device, chunk: int) -> None:
 
 @pytest.mark.parametrize("twin", ["reference", "kernel"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_narrow_states(device: torch.device, twin: str, stored: torch.dtype) -> None:
+def test_half_precision_states(device: torch.device, twin: str, stored: torch.dtype) -> None:
     case = Case(device, torch.float32, twin, (1, 2, 16, 16), stored=stored)
     case.prompt([(3, 0, 20)])
     case.verifies(4, False, 2)
@@ -235,20 +235,20 @@ def test_wide_trees(device: torch.device, twin: str) -> None:
 
 
 @pytest.mark.parametrize("twin", ["reference", "kernel"])
-def test_heads_of_256(device: torch.device, twin: str) -> None:
+def test_head_dim_256(device: torch.device, twin: str) -> None:
     case = Case(device, torch.float32, twin, (1, 1, 256, 256))
     case.prompt([(4, 0, 19)])
     case.verifies(2, False, 2)
 
 
-def test_recorded_spans(device: torch.device) -> None:
+def test_ragged_batch_at_fixed_addresses(device: torch.device) -> None:
     case = Case(device, torch.float32, "kernel", (1, 2, 16, 16))
     check = case.check
     case.check = lambda y, expected: check(y[: len(expected)], expected)  # type: ignore[method-assign]
     case.prompt([(4, 0, 21), (2, 0, 2)], recorded=True)
 
 
-def test_equal_keys_that_do_not_decay(device: torch.device) -> None:
+def test_equal_keys_without_decay(device: torch.device) -> None:
     """The worst case of the inverse of a chunk: powers of its matrix would reach 10^18."""
     for twin in TWINS:
         case = Case(device, torch.float32, twin, (1, 1, 16, 16))
@@ -269,7 +269,7 @@ def test_equal_keys_that_do_not_decay(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
-def test_transformers(device: torch.device, name: str) -> None:
+def test_matches_transformers(device: torch.device, name: str) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     case = Case(device, torch.float32, "reference", (2, 4, 16, 24))
     inputs, h = case.inputs(75), case.heads
@@ -290,7 +290,7 @@ def test_transformers(device: torch.device, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_norm_rounds_as_transformers_does(device: torch.device, dtype: torch.dtype) -> None:
+def test_gated_norm_rounds_like_transformers(device: torch.device, dtype: torch.dtype) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     case = Case(device, dtype, "reference", (1, 3, 16, 24))
     o, z = (torch.randn(50, 3, 24).to(device, dtype) for _ in range(2))

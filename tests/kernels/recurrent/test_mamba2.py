@@ -193,7 +193,7 @@ def test_trees(device: torch.device, twin: Twin, sizes: tuple[int, int, int, int
         layer.verify(twin.verify, [5, 3], rows, kept)
 
 
-def test_a_prompt_of_several_chunks_in_odd_parts(device: torch.device, twin: Twin) -> None:
+def test_prompt_split_at_uneven_chunk_boundaries(device: torch.device, twin: Twin) -> None:
     layer = Layer(device)
     layer.prefill(twin.prefill, [(3, 0, 131)])
     layer.prefill(twin.prefill, [(1, 0, 5), (3, 131, 262)])
@@ -201,7 +201,7 @@ def test_a_prompt_of_several_chunks_in_odd_parts(device: torch.device, twin: Twi
 
 
 @pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])
-def test_a_state_of_fewer_digits(device: torch.device, twin: Twin, held: torch.dtype) -> None:
+def test_half_precision_states(device: torch.device, twin: Twin, held: torch.dtype) -> None:
     layer = Layer(device, held=held)
     layer.prefill(twin.prefill, [(2, 0, 5), (1, 0, 40)])
     for rows in (3, 2, 4):
@@ -218,7 +218,7 @@ def test_padding_rows_share_row_0(device: torch.device, twin: Twin) -> None:
         layer.verify(twin.verify, [1, 0, 2, 0], 3, kept)
 
 
-def test_spans_at_fixed_addresses(device: torch.device) -> None:
+def test_ragged_batch_at_fixed_addresses(device: torch.device) -> None:
     """RaggedBatch that a pass does not fill touch nothing, row 0 neither."""
     from specbatch.kernels.recurrent import mamba2_triton
 
@@ -228,7 +228,7 @@ def test_spans_at_fixed_addresses(device: torch.device) -> None:
     assert layer.memory.state[3:].isnan().all()
 
 
-def test_small_steps_keep_their_digits(device: torch.device, twin: Twin) -> None:
+def test_small_decays_keep_precision(device: torch.device, twin: Twin) -> None:
     """A state that hardly fades: softplus of very negative numbers."""
     layer = Layer(device)
     layer.heads.dt_bias.fill_(-14)
@@ -237,7 +237,7 @@ def test_small_steps_keep_their_digits(device: torch.device, twin: Twin) -> None
     assert (h - truth).abs().max() < 1e-5 * truth.abs().max()
 
 
-def test_a_verify_rounds_no_state(device: torch.device, twin: Twin) -> None:
+def test_verify_does_not_round_states(device: torch.device, twin: Twin) -> None:
     """However few digits the inputs have: a state lives for thousands of verifies."""
     layer = Layer(device, dtype=torch.float16)
     layer.memory.state.zero_()
@@ -247,7 +247,7 @@ def test_a_verify_rounds_no_state(device: torch.device, twin: Twin) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_transformers(groups: int) -> None:
+def test_matches_transformers(groups: int) -> None:
     """The mixer of Nemotron-H; steps stay above its clamp."""
     modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
     config = modeling.NemotronHConfig(

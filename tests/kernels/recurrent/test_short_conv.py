@@ -153,7 +153,7 @@ def words_of(parents: list[int]) -> list[int]:
         ],
     ),
 )
-def test_a_prompt_and_verifies(device, dtype, twin, channels, taps, bias, activation, gates) -> None:
+def test_prompts_and_verifies(device, dtype, twin, channels, taps, bias, activation, gates) -> None:
     case = Case(device, dtype, twin, channels, taps, bias, activation, gates)
     case.prompt([(3, 2), (5, 21), (1, 1)])
     case.prompt([(1, 1), (3, 1), (5, 18)])
@@ -165,7 +165,7 @@ def test_a_prompt_and_verifies(device, dtype, twin, channels, taps, bias, activa
 
 
 @pytest.mark.parametrize("twin", TWINS)
-def test_as_many_taps_as_there_may_be(device: torch.device, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maximum_kernel_width(device: torch.device, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles in any order: those behind the first do not look into the window that it replaces."""
     tiles = RaggedBatch.tiles
     monkeypatch.setattr(RaggedBatch, "tiles", lambda spans, tokens: tiles(spans, tokens).flip(0))
@@ -175,7 +175,7 @@ def test_as_many_taps_as_there_may_be(device: torch.device, twin: str, monkeypat
 
 
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_slot_that_starts_anew(device: torch.device, twin: str) -> None:
+def test_reused_slot_starts_from_zero_state(device: torch.device, twin: str) -> None:
     case = Case(device, torch.float32, twin, 20, 4, False, True, False)
     case.prompt([(4, 9)])
     case.window[4] = torch.nan
@@ -191,7 +191,7 @@ def test_wide_trees(device: torch.device, twin: str) -> None:
     case.verifies(64, True, 2)
 
 
-def test_recorded_spans(device: torch.device) -> None:
+def test_ragged_batch_at_fixed_addresses(device: torch.device) -> None:
     case = Case(device, torch.float32, "kernel", 20, 4, False, True, False)
     case.check = trimmed(case.check)  # type: ignore[method-assign]
     case.prompt([(4, 21), (2, 2)], recorded=True)

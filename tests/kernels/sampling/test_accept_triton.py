@@ -80,7 +80,7 @@ SHAPES = [(1, 1, 5), (1, 5, 37), (4, 1, 8193), (5, 3, 4096), (3, 7, 4097), (2, 1
 
 
 @pytest.mark.parametrize(("batch", "n", "vocabulary", "simulate", "dtype"), crossed(SHAPES, [None, 1.0, 2.4], DTYPES))
-def test_greedy_accept(
+def test_greedy_accept_matches_reference(
     batch: int, n: int, vocabulary: int, simulate: float | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     check_dtype(dtype, device)
@@ -101,7 +101,7 @@ def test_greedy_accept(
 
 @pytest.mark.parametrize("rule", ["compared", "given", "simulated"])
 @pytest.mark.parametrize(("batch", "n", "vocabulary"), SHAPES[:5])
-def test_commit_of_chosen_tokens(batch: int, n: int, vocabulary: int, rule: str, device: torch.device) -> None:
+def test_commit_matches_reference(batch: int, n: int, vocabulary: int, rule: str, device: torch.device) -> None:
     case = Case(batch, n, vocabulary, device, torch.float32)
     options: dict[str, Any] = {}
     if rule == "given":
@@ -117,7 +117,7 @@ def test_commit_of_chosen_tokens(batch: int, n: int, vocabulary: int, rule: str,
 
 
 @pytest.mark.parametrize(("place", "bad"), crossed([0, 4095, 4096, 9000], [math.nan, -math.nan, math.inf]))
-def test_logits_that_are_not_finite_are_flagged(bad: float, place: int, device: torch.device) -> None:
+def test_non_finite_logits_are_flagged(bad: float, place: int, device: torch.device) -> None:
     case = Case(3, 4, 9001, device, torch.float32)
     case.logits[6, place] = bad  # the second sequence
     packed = greedy_accept(case.logits, case.drafts, case.drafted, case.tokens, case.lengths, case.rows)
@@ -130,7 +130,7 @@ def argmax(logits: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", [1, 700, 3000])
-def test_argmax_is_torchs_whatever_the_chunks(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argmax_does_not_depend_on_chunk_size(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows: many chunks; many rows: several blocks to a program."""
     if device.type == "cpu":
         monkeypatch.setattr("specbatch.kernels.sampling.accept_triton._PROGRAMS", max(1, 2048 * 2 // rows))
@@ -154,7 +154,7 @@ def test_argmax_is_torchs_whatever_the_chunks(rows: int, device: torch.device, m
     assert argmax(lowest) == [logits.shape[1] - 1] * rows
 
 
-def test_coins_are_those_of_the_reference(device: torch.device) -> None:
+def test_random_numbers_match_reference(device: torch.device) -> None:
     batch = 64
     seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=torch.Generator().manual_seed(3)).to(device)
     drafts = torch.zeros(batch, 7, dtype=torch.int64, device=device)
@@ -169,7 +169,7 @@ def test_coins_are_those_of_the_reference(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("batch", "n"), [(1, 1), (3, 1), (2, 5), (5, 16)])
-def test_stage(batch: int, n: int, device: torch.device) -> None:
+def test_stage_matches_reference(batch: int, n: int, device: torch.device) -> None:
     case = Case(batch, n, 50, device, torch.float32)
     tokens, positions = verify_inputs(case.tokens, case.lengths, case.rows, case.drafts)
     lengths = case.lengths[case.rows]

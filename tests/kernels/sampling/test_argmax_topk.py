@@ -24,7 +24,7 @@ def some_ids(count: int, device: torch.device) -> torch.Tensor:
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (3, 2049), (2, 9001)])
-def test_likeliest(rows: int, vocabulary: int, mapped: bool, device: torch.device) -> None:
+def test_argmax_matches_reference(rows: int, vocabulary: int, mapped: bool, device: torch.device) -> None:
     logits = random(rows, vocabulary, seed=rows, device=device)
     ids = some_ids(vocabulary, device) if mapped else None
     wanted = argmax_topk.argmax_ref(logits, ids)
@@ -38,7 +38,7 @@ def test_likeliest(rows: int, vocabulary: int, mapped: bool, device: torch.devic
     assert torch.equal(embedded, embedding[wanted])
 
 
-def test_likeliest_of_rows_that_are_apart(device: torch.device) -> None:
+def test_argmax_of_strided_rows(device: torch.device) -> None:
     """The first of each block is left out, as a view; and columns that stand for nothing."""
     logits = random(3, 5, 4100, seed=7, device=device)[:, 1:, :4099]
     logits[..., 4098] = -9
@@ -52,7 +52,7 @@ def test_likeliest_of_rows_that_are_apart(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_likeliest_is_always_a_token(poison: float, device: torch.device) -> None:
+def test_argmax_is_always_a_valid_token(poison: float, device: torch.device) -> None:
     logits = torch.full((2, 2500), poison, device=device)
     assert argmax_topk_triton.argmax(logits).tolist() == [0, 0]
     logits[1] = 0
@@ -71,13 +71,13 @@ def check_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = N
 @pytest.mark.parametrize(
     ("shape", "topk"), [((1, 4), 4), ((3, 1, 2049), 1), ((2, 3, 300), 5), ((1, 2, 5000), 16), ((1, 70), 63)]
 )
-def test_children(shape: tuple[int, ...], topk: int, device: torch.device) -> None:
+def test_topk_children_match_reference(shape: tuple[int, ...], topk: int, device: torch.device) -> None:
     logits = random(*shape, seed=topk, device=device)
     check_children(logits, topk)
     check_children(logits, topk, some_ids(shape[-1], device))
 
 
-def test_children_are_the_likeliest_and_the_lowest(device: torch.device) -> None:
+def test_ties_select_the_lower_token_ids(device: torch.device) -> None:
     """The reference too, against a stable sort."""
     logits = random(4, 2100, seed=3, device=device)
     logits[0, 5], logits[1] = -0.0, 0
@@ -87,13 +87,13 @@ def test_children_are_the_likeliest_and_the_lowest(device: torch.device) -> None
     assert torch.allclose(argmax_topk_triton.topk_logprobs(logits, 9)[0], logits.log_softmax(-1).gather(1, order))
 
 
-def test_children_of_rows_that_are_apart(device: torch.device) -> None:
+def test_topk_children_of_strided_rows(device: torch.device) -> None:
     check_children(random(6, 2300, seed=5, device=device)[:, :2222].view(2, 3, -1), 4)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 2500])
-def test_children_behind_what_is_no_number(poison: float, place: int, device: torch.device) -> None:
+def test_topk_children_of_non_finite_scores(poison: float, place: int, device: torch.device) -> None:
     logits = random(3, 2600, seed=9, device=device)
     logits[0, place] = poison
     logits[1] = poison
@@ -107,7 +107,7 @@ def test_children_behind_what_is_no_number(poison: float, place: int, device: to
     assert scores[2].tolist() == [0.0] + [-math.inf] * 3
 
 
-def test_a_sure_child_is_as_likely_as_its_parent(device: torch.device) -> None:
+def test_certain_child_keeps_its_parents_score(device: torch.device) -> None:
     logits = torch.full((1, 4096), -60.0, device=device)
     logits[0, 3000] = 33.3
     assert float(argmax_topk_triton.topk_logprobs(logits, 2)[0][0, 0]) == 0.0

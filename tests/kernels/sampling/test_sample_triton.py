@@ -78,7 +78,7 @@ KINDS = ["flat", "peaked", "ties", "all equal", "impossible"]
         [*itertools.product(KINDS, [torch.float16, torch.bfloat16]), ("peaked", torch.float32)],
     ),
 )
-def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_filtered_distribution_matches_reference(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     rows = len(SETTINGS)
     logits = logits_of(kind, rows, 100, dtype, device)
     settings = settings_of(rows, device)
@@ -93,7 +93,7 @@ def test_the_law_keeps_what_the_reference_keeps(kind: str, dtype: torch.dtype, d
     ("kind", "n", "truncated"),
     slow_but([("peaked", 1, True), ("ties", 1, False)], [("flat", 2, True), ("peaked", 1, True), ("ties", 1, False)]),
 )
-def test_a_seed_draws_what_the_reference_draws(kind: str, n: int, truncated: bool, device: torch.device) -> None:
+def test_samples_match_reference(kind: str, n: int, truncated: bool, device: torch.device) -> None:
     batch = len(SETTINGS)
     logits = logits_of(kind, batch * n, 100, torch.float16, device)
     settings = settings_of(batch, device)
@@ -109,7 +109,7 @@ def test_a_seed_draws_what_the_reference_draws(kind: str, n: int, truncated: boo
 
 
 @pytest.mark.parametrize(("kind", "drafted"), slow_but([("flat", 1)], [("peaked", None), ("flat", 1)]))
-def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None:
+def test_rejection_sampling_matches_reference(kind: str, drafted: int | None, device: torch.device) -> None:
     """The first draft's law is the target's own, so that p - q is nothing."""
     batch, n, vocabulary = 7, 3, 100
     logits = logits_of(kind, batch * n, vocabulary, torch.float16, device)
@@ -140,7 +140,7 @@ def test_rejection(kind: str, drafted: int | None, device: torch.device) -> None
 
 
 @pytest.mark.parametrize(("bad", "temperature"), crossed([math.nan, math.inf], [0.0, 0.8]))
-def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float, device: torch.device) -> None:
+def test_non_finite_logits_are_flagged(bad: float, temperature: float, device: torch.device) -> None:
     logits = logits_of("flat", 4, 90, torch.float16, device)
     logits[2, 85] = bad
     one, two = torch.ones(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
@@ -158,7 +158,7 @@ def test_logits_that_are_not_finite_are_flagged(bad: float, temperature: float, 
 
 
 @pytest.mark.parametrize("kind", slow_but(["flat"], ["peaked", "flat"]))
-def test_a_block_of_real_size(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_production_block_sizes(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows on a GPU; what is near a cut may fall on either side of it."""
     monkeypatch.setattr(law_module, "_BLOCK", 8192)
     monkeypatch.setattr(law_module, "_WARPS", 16)

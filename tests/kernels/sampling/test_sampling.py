@@ -39,7 +39,7 @@ def coin(seed: int, position: int, stream: int) -> float:
     return (mix(key + GOLDEN * position) >> 11) / 2**53
 
 
-def test_the_plain_reference_is_splitmix64() -> None:
+def test_python_reference_is_splitmix64() -> None:
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [mix(1234567 + GOLDEN * (index + 1)) for index in range(4)] == published
 
@@ -50,18 +50,18 @@ def test_the_plain_reference_is_splitmix64() -> None:
     seed=st.integers(-(1 << 63), (1 << 63) - 1),
     position=st.integers(0, (1 << 63) - 1) | st.integers(0, 100),
 )
-def test_coins_are_splitmix64_bit_by_bit(stream: int, seed: int, position: int) -> None:
+def test_random_numbers_are_splitmix64(stream: int, seed: int, position: int) -> None:
     assert uniform_ref(torch.tensor(seed), torch.tensor(position), stream).item() == coin(seed, position, stream)
 
 
-def test_the_streams_are_distinct() -> None:
+def test_streams_are_distinct() -> None:
     assert len(set(STREAMS)) == len(STREAMS)
     seeds = torch.arange(100)
     coins = torch.cat([uniform_ref(seeds, torch.tensor(7), stream) for stream in STREAMS])
     assert len(coins.unique()) == 400
 
 
-def test_a_coin_depends_on_seed_position_and_stream_only() -> None:
+def test_random_numbers_depend_on_seed_position_and_stream_only() -> None:
     seeds, positions = torch.arange(-5, 8), torch.arange(0, 60, 4)
     grid = uniform_ref(seeds[:, None], positions, ACCEPT)
     assert grid.shape == (13, 15)
@@ -83,7 +83,7 @@ def p_value(*coins: torch.Tensor, bins: int) -> float:
 
 
 @pytest.mark.parametrize("stream", slow_but([ACCEPT], STREAMS))
-def test_coins_are_uniform(stream: int) -> None:
+def test_random_numbers_are_uniform(stream: int) -> None:
     by_seed = uniform_ref(torch.arange(200_000), torch.tensor(31), stream)
     by_position = uniform_ref(torch.tensor(0), torch.arange(200_000), stream)
     for coins in (by_seed, by_position):
@@ -96,7 +96,7 @@ def test_coins_are_uniform(stream: int) -> None:
 
 
 @pytest.mark.parametrize("stream", slow_but([ACCEPT], STREAMS))
-def test_neighbours_are_independent(stream: int) -> None:
+def test_neighbouring_random_numbers_are_independent(stream: int) -> None:
     seeds, positions = torch.arange(2000)[:, None], torch.arange(150)
     coins = uniform_ref(seeds, positions, stream)
     assert p_value(coins[1:], coins[:-1], bins=32) > P_VALUE, "seed and seed + 1"
@@ -153,7 +153,7 @@ def of(temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[torc
 
 @settings(STEADY, max_examples=150)
 @given(row=ROW)
-def test_the_law_is_that_of_float64(row: tuple[list[float], float, int, float, float]) -> None:
+def test_filtered_distribution_matches_float64(row: tuple[list[float], float, int, float, float]) -> None:
     logits, *parameters = row
     expected, margin = law(logits, *parameters)
     assume(margin > 1e-5)
@@ -164,7 +164,7 @@ def test_the_law_is_that_of_float64(row: tuple[list[float], float, int, float, f
 
 @STEADY
 @given(row=ROW)
-def test_without_truncation_nothing_is_cut(row: tuple[list[float], float, int, float, float]) -> None:
+def test_no_truncation_keeps_all_tokens(row: tuple[list[float], float, int, float, float]) -> None:
     logits, temperature, *_ = row
     ours = probabilities_ref(torch.tensor([logits]), torch.tensor([temperature]))
     expected, _ = law(logits, temperature, 0, 1.0, 0.0)
@@ -188,7 +188,7 @@ def test_without_truncation_nothing_is_cut(row: tuple[list[float], float, int, f
         ((1.0, 99, 1.0, 0.0), [0, 1, 2, 3, 4]),
     ],
 )
-def test_the_order_is_temperature_top_k_top_p_min_p(
+def test_filters_apply_in_order_temperature_top_k_top_p_min_p(
     parameters: tuple[float, int, float, float], kept: list[int]
 ) -> None:
     """Five tokens, each e times likelier than the next."""
@@ -202,7 +202,7 @@ def test_the_order_is_temperature_top_k_top_p_min_p(
     ("temperature", "top_k", "top_p", "min_p"),
     [(0.7, 20, 0.9, 0.05), (1.5, 0, 0.6, 0.0), (1.0, 5, 1.0, 0.0), (0.9, 0, 1.0, 0.1), (1.2, 50, 0.95, 0.02)],
 )
-def test_the_law_is_that_of_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_filtered_distribution_matches_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(5)) * 3
@@ -215,7 +215,7 @@ def test_the_law_is_that_of_transformers(temperature: float, top_k: int, top_p: 
     assert torch.equal(ours > 0, scores > -torch.inf)
 
 
-def test_ties_at_a_cut_go_to_the_lower_ids() -> None:
+def test_ties_at_a_cutoff_keep_lower_ids() -> None:
     tied = torch.zeros(1, 6)
     assert probabilities_ref(tied, *of(1.0, 2, 1.0, 0.0))[0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
     assert probabilities_ref(tied, *of(1.0, 0, 0.4, 0.0))[0, 3:].tolist() == [0, 0, 0]
@@ -223,20 +223,20 @@ def test_ties_at_a_cut_go_to_the_lower_ids() -> None:
     assert probabilities_ref(tied, *of(1.0, 0, 1.0, 1.0))[0].tolist() == pytest.approx([1 / 6] * 6)
 
 
-def test_top_p_stops_at_the_token_that_reaches_it_exactly() -> None:
+def test_top_p_stops_at_the_token_that_reaches_it() -> None:
     tied = torch.zeros(1, 4)  # probabilities of exactly 1/4
     assert probabilities_ref(tied, *of(1.0, 0, 0.5, 0.0))[0].tolist() == [0.5, 0.5, 0, 0]
     assert probabilities_ref(tied, *of(1.0, 0, 0.25, 0.0))[0].tolist() == [1, 0, 0, 0]
 
 
-def test_the_likeliest_token_stays_whatever_the_cut() -> None:
+def test_most_likely_token_is_always_kept() -> None:
     smallest = 0.0  # what a top-p of 1e-50 is in float32
     assert probabilities_ref(torch.tensor([[1.0, 3.0, 2.0]]), *of(1.0, 1, smallest, 1.0))[0].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-38, 1e-45])
-def test_the_smallest_temperatures_leave_the_likeliest_tokens(temperature: float, cut: bool) -> None:
+def test_tiny_temperatures_keep_most_likely_tokens_only(temperature: float, cut: bool) -> None:
     logits = torch.tensor([[1.0, 30.0, -torch.inf, 30.0, 29.0], [-900.0, -800.0, 0.0, -torch.inf, -1e4]])
     off = (torch.tensor([0, 0]), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 0.0])) if cut else ()
     p = probabilities_ref(logits, torch.tensor([temperature] * 2), *off)
@@ -244,13 +244,13 @@ def test_the_smallest_temperatures_leave_the_likeliest_tokens(temperature: float
 
 
 @pytest.mark.parametrize("temperature", [1e20, 1e38, torch.inf])
-def test_the_largest_temperatures_make_possible_tokens_equally_likely(temperature: float) -> None:
+def test_huge_temperatures_are_uniform(temperature: float) -> None:
     p = probabilities_ref(torch.tensor([[1.0, 30.0, -torch.inf, -80.0, 0.0]]), torch.tensor([temperature]))
     assert p.tolist() == [[0.25, 0.25, 0, 0.25, 0.25]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_normalised_in_float32(dtype: torch.dtype) -> None:
+def test_half_precision_logits_use_float32_softmax(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
     temperature = torch.tensor([0.0, 0.7, 1.0])
     p = probabilities_ref(logits, temperature)
@@ -258,7 +258,7 @@ def test_half_precision_logits_are_normalised_in_float32(dtype: torch.dtype) -> 
     assert torch.equal(p, probabilities_ref(logits.float(), temperature))
 
 
-def test_a_row_does_not_feel_its_neighbours() -> None:
+def test_rows_do_not_depend_on_batch() -> None:
     logits = torch.randn(8, 333, generator=torch.Generator().manual_seed(1)) * 4
     parameters = (
         torch.tensor([0.0, 1.0, 0.5, 2.0, 1.0, 0.0, 0.9, 1.0]),
@@ -284,7 +284,7 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
     coin=st.integers(0, 63).map(lambda value: Fraction(value, 64)),
     scale=st.sampled_from([1.0, 2.0**-40, 2.0**20]),
 )
-def test_a_draw_inverts_the_sums_exactly(weights: list[int], coin: Fraction, scale: float) -> None:
+def test_sample_inverts_the_cdf_exactly(weights: list[int], coin: Fraction, scale: float) -> None:
     total, partial = sum(weights), 0
     expected = next(index for index, w in enumerate(weights) if (partial := partial + w) > coin * total)
     drawn = sample_ref(torch.tensor([weights]) * scale, torch.tensor([float(coin)], dtype=torch.float64))
@@ -299,17 +299,17 @@ def test_a_draw_inverts_the_sums_exactly(weights: list[int], coin: Fraction, sca
     ).filter(any),
     coin=st.sampled_from([0.0, 2.0**-53, 0.5, LARGEST_COIN]) | st.floats(0, LARGEST_COIN),
 )
-def test_an_impossible_token_is_never_drawn(weights: list[float], coin: float) -> None:
+def test_zero_probability_tokens_are_never_sampled(weights: list[float], coin: float) -> None:
     drawn = sample_ref(torch.tensor([weights]), torch.tensor([coin], dtype=torch.float64))
     assert weights[int(drawn)] > 0
 
 
-def test_the_smallest_and_the_largest_coin_draw_the_outermost_possible_tokens() -> None:
+def test_extreme_random_numbers_sample_first_and_last_token() -> None:
     weights = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.7, 0.2, 0.0]).expand(2, 7)
     assert sample_ref(weights, torch.tensor([0.0, LARGEST_COIN], dtype=torch.float64)).tolist() == [2, 5]
 
 
-def test_rare_tokens_are_told_apart_behind_a_likely_one() -> None:
+def test_cdf_resolves_rare_tokens_after_a_likely_one() -> None:
     weights = torch.tensor([1.0] + [1e-8] * 1000)  # in float32 the sums would stand still for ten tokens each
     wanted = torch.tensor([1, 7, 500, 1000])
     sums = weights.double().cumsum(0)
@@ -317,7 +317,7 @@ def test_rare_tokens_are_told_apart_behind_a_likely_one() -> None:
     assert sample_ref(weights.expand(4, -1), coins).tolist() == wanted.tolist()
 
 
-def test_frequencies_of_draws_are_the_weights() -> None:
+def test_sample_frequencies_match_weights() -> None:
     weights = torch.tensor([3.0, 0.0, 1.0, 0.5, 0.0, 5.5])
     coins = uniform_ref(torch.arange(100_000)[:, None], torch.arange(3), TARGET)
     drawn = sample_ref(weights.expand(100_000, 3, 6), coins)

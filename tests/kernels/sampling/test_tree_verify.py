@@ -91,7 +91,7 @@ class Case:
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_depths_and_words_follow_from_parents(count: int) -> None:
+def test_depths_and_ancestor_masks_follow_from_parents(count: int) -> None:
     case = Case(count, 6, count, torch.device("cpu"))
     parents = torch.tensor(case.parents, dtype=torch.int64).view(6, count - 1)
     depths = [[depth_of(own, node) for node in range(count)] for own in case.parents]
@@ -100,7 +100,7 @@ def test_depths_and_words_follow_from_parents(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_a_walk_goes_to_the_child_that_was_chosen(count: int) -> None:
+def test_tree_walk_follows_the_chosen_children(count: int) -> None:
     lengths = set()
     for seed in range(20):
         case = Case(seed, 5, count, torch.device("cpu"))
@@ -113,7 +113,7 @@ def test_a_walk_goes_to_the_child_that_was_chosen(count: int) -> None:
     assert count == 1 or len(lengths) > 1
 
 
-def test_equal_siblings_leave_one_path() -> None:
+def test_equal_siblings_yield_one_path() -> None:
     words = torch.tensor([words_of([0, 0, 0, 2])])  # three children of the root, the second has a child
     for second, count, expected in ((5, 2, [0, 2, 4, 1, 3]), (6, 1, [0, 1, 2, 3, 4])):
         accepted, path = walk_tree_ref(
@@ -125,7 +125,7 @@ def test_equal_siblings_leave_one_path() -> None:
 
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("drawn", [False, True])
-def test_what_a_tree_commits(device: torch.device, count: int, drawn: bool) -> None:
+def test_tree_commit_matches_reference(device: torch.device, count: int, drawn: bool) -> None:
     """Tokens in the order of the path, lengths of all but padding rows, and what the host is told."""
     batch, vocabulary = 5, 200
     case = Case(count + drawn, batch, count, device)
@@ -161,7 +161,7 @@ def test_what_a_tree_commits(device: torch.device, count: int, drawn: bool) -> N
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.4, 6.0])
-def test_a_simulation_takes_the_first_nodes(device: torch.device, mean: float) -> None:
+def test_simulated_acceptance_takes_the_first_nodes(device: torch.device, mean: float) -> None:
     case = Case(1, 6, 8, device)
     chosen, drafts, drafted = case.inputs
     tokens, rows = torch.zeros(9, 40, dtype=torch.int64, device=device), torch.arange(1, 7, device=device)
@@ -177,7 +177,7 @@ def test_a_simulation_takes_the_first_nodes(device: torch.device, mean: float) -
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_positions_of_tree_nodes_follow_their_depth(device: torch.device, count: int) -> None:
+def test_positions_follow_node_depth(device: torch.device, count: int) -> None:
     case = Case(count, 4, count, device)
     tokens = torch.randint(0, 99, (6, 50), device=device)
     lengths = torch.tensor([1, 5, 0, 9, 20, 3], device=device)
@@ -190,7 +190,7 @@ def test_positions_of_tree_nodes_follow_their_depth(device: torch.device, count:
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_accepted_rows_come_to_their_places(device: torch.device, page_size: int, dtype: torch.dtype) -> None:
+def test_accepted_kv_rows_are_compacted(device: torch.device, page_size: int, dtype: torch.dtype) -> None:
     """Across pages, in all layers, and nothing else is touched."""
     layers, batch, count, kv, dim = 3, 4, 12, 2, 24
     width = -(-60 // page_size)
