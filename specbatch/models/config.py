@@ -196,34 +196,10 @@ class ModelConfig:
         return with_scales(self.weight_shapes(), self.float8 | ends)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the weights; matrices are [out, in]."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        """Name -> shape of the weights that the family's `module` reads; matrices are [out, in]."""
+        from specbatch.models.decoder import weight_shapes  # imports torch, which reading a config does not need
 
-        def linear(name: str, rows: int, columns: int, bias: bool) -> None:
-            shapes[f"{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{name}.bias"] = (rows,)
-
-        for index in range(self.num_layers):
-            layer = f"model.layers.{index}"
-            shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-            linear(f"{layer}.self_attn.q_proj", queries, hidden, self.qkv_bias)
-            linear(f"{layer}.self_attn.k_proj", keys, hidden, self.qkv_bias)
-            linear(f"{layer}.self_attn.v_proj", keys, hidden, self.qkv_bias)
-            linear(f"{layer}.self_attn.o_proj", hidden, queries, self.o_bias)
-            if self.qk_norm:
-                shapes[f"{layer}.self_attn.q_norm.weight"] = (self.head_dim,)
-                shapes[f"{layer}.self_attn.k_norm.weight"] = (self.head_dim,)
-            shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-            linear(f"{layer}.mlp.gate_proj", inner, hidden, self.mlp_bias)
-            linear(f"{layer}.mlp.up_proj", inner, hidden, self.mlp_bias)
-            linear(f"{layer}.mlp.down_proj", hidden, inner, self.mlp_bias)
-        shapes["model.norm.weight"] = (hidden,)
-        if not self.tie_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        return shapes
+        return weight_shapes(self)
 
     def fit(self, found: dict[str, tuple[int, ...]]) -> ModelConfig:
         """This config, adapted to the tensors of a file (name -> shape) where they determine a setting."""

@@ -17,7 +17,7 @@ from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers import Attention, Layer, Reader
+from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
 
 
 class Features(NamedTuple):
@@ -30,6 +30,19 @@ class Features(NamedTuple):
 
     last: torch.Tensor
     aux: torch.Tensor | None
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that a decoder of this config reads, from building one without weights."""
+    read, family, names = ShapeRecorder(config), import_module(config.module), config.names
+    read(names.embedding, config.vocab_size, config.hidden_size)
+    tables = rope_tables(config, 1, torch.float32, torch.device("meta"))
+    for index in range(config.num_layers):
+        family.layer(read, index, tables)
+    family.final_norm(read, names.norm)
+    if not config.tie_embeddings:
+        read(names.head, config.vocab_size, config.hidden_size)
+    return read.shapes
 
 
 class Decoder:

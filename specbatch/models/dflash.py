@@ -199,7 +199,7 @@ class DFlash:
 
         def of_layers(kind: str) -> torch.Tensor:
             stems = [f"layers.{index}.self_attn" for index in range(config.num_layers)]
-            return fetch(*(f"{stem}.{part}_proj.{kind}" for stem in stems for part in "kv"))
+            return torch.cat([fetch(f"{stem}.{part}_proj.{kind}") for stem in stems for part in "kv"])
 
         self.config = config
         self.block = Decoder(

@@ -18,11 +18,12 @@ from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.fp8_linear import linear
-from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight, split_input_columns
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.layers import Reader
+from specbatch.models.llama import dense
 
 Shapes = dict[str, tuple[int, ...]]
 LAYER = "layers.0"
@@ -92,21 +93,19 @@ class LlamaHead(DraftHead):
 
     def __init__(self, config: ModelConfig, read: Reader, names: Shapes, target: Decoder, positions: int) -> None:
         """names: the tensors of the checkpoint; positions: length of the rope tables."""
-        attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+        attention = f"{LAYER}.self_attn"
         tables = rope_tables(config, positions, target.dtype, target.device)
         super().__init__(config, read.heads(attention, tables), target)
         if EMBEDDING in names:
             self.embedding = read(EMBEDDING)
         if HEAD in names:
-            self._head = read.linear("lm_head")
-        self._out = read.linear(f"{attention}.o_proj", bias=config.o_bias)
-        self._mlp_norm = read.norm(f"{LAYER}.post_attention_layernorm")
-        self._gate_up = read.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias)
-        self._down = read.linear(f"{mlp}.down_proj", bias=config.mlp_bias)
+            self._head = Linear(read(HEAD))
+        columns = config.num_heads * config.head_dim
+        self._out = read.linear({f"{attention}.o_proj": config.hidden_size}, columns, config.o_bias)
+        self._mlp = dense(read, LAYER)
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        x = self._out(attended, residual=x)
-        return self._down(self._gate_up.gated(x, self._mlp_norm), residual=x)
+        return self._mlp(self._out(attended, residual=x))
 
 
 def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> ModelConfig:

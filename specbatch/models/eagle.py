@@ -15,13 +15,14 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Joined, LlamaHead, Shapes, layer_shapes
 from specbatch.models.layers import Reader
+from specbatch.models.llama import qkv_rows
 
 
 class Eagle(LlamaHead):
     def __init__(self, config: ModelConfig, read: Reader, names: Shapes, target: Decoder, positions: int) -> None:
         super().__init__(config, read, names, target, positions)
         self._fc = Joined(Weight(read("fc.weight")), read("fc.bias") if "fc.bias" in names else None)
-        self._qkv = read.linear(*(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"), bias=config.qkv_bias)
+        self._qkv = read.linear(qkv_rows(config, f"{LAYER}.self_attn"), config.hidden_size, config.qkv_bias)
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self._fc(embedded, hidden, None, None)

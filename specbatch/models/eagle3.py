@@ -15,7 +15,6 @@ import torch
 from specbatch.config_values import count_of, flag_of, places_of, table_of
 from specbatch.errors import refuse
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm.weight import Weight
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import (
@@ -29,6 +28,7 @@ from specbatch.models.draft_head import (
     layer_shapes,
 )
 from specbatch.models.layers import Reader
+from specbatch.models.llama import qkv_rows
 
 # Switches of eagle_config that are true for all heads that follow these equations.
 _USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
@@ -160,13 +160,13 @@ class Eagle3(LlamaHead):
         """config: `described.layer` as it runs beside the target; count: features side by side; d2t: int64 [Vd], what
         to add to a draft's id for the target's."""
         super().__init__(config, read, names, target, positions)
-        attention = f"{LAYER}.self_attn"
+        rows = qkv_rows(config, f"{LAYER}.self_attn")
         self._width = count * described.target_hidden
         self._qkv = Joined(
-            Weight(read(*(f"{attention}.{part}_proj.weight" for part in "qkv"))),
-            read(*(f"{attention}.{part}_proj.bias" for part in "qkv")) if config.qkv_bias else None,
+            read.weight({f"{stem}.weight": count for stem, count in rows.items()}, 2 * config.hidden_size),
+            torch.cat([read(f"{stem}.bias", count) for stem, count in rows.items()]) if config.qkv_bias else None,
         )
-        self._fc = read.linear("fc", bias="fc.bias" in names)
+        self._fc = read.linear({"fc": config.hidden_size}, self._width, "fc.bias" in names)
         self._token_norm = read.norm(f"{LAYER}.input_layernorm")
         self._hidden_norm = read.norm(f"{LAYER}.hidden_norm")
         self._norm = read.norm("norm")

@@ -7,7 +7,7 @@ over the context, and an output projection. Piecewise CUDA graphs of prompt pass
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -132,6 +132,9 @@ class Reader:
     """Reads a checkpoint's tensors, converts them to a dtype and device, and builds linear layers, norms and the like
     of them. Several threads may read at the same time.
 
+    A family names each tensor with its shape where it reads it, and nowhere else: `decoder.weight_shapes` runs the same
+    code with a `ShapeRecorder` to get the shapes of a checkpoint, which are checked before anything is read.
+
     FP8 tensors have scales (see `models.fp8`). dequantized: names of those that could not stay in FP8, because they are
     part of a matrix whose blocks of scales they would cut.
     """
@@ -155,21 +158,25 @@ class Reader:
         self._dtype = dtype
         self._device = device
 
-    def __call__(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Tensors in `dtype` (default: the reader's); several are concatenated by rows."""
-        parts = [self._upcast(name, dtype or self._dtype) for name in names]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor in `dtype` (default: the reader's). shape: see the class; tensors that are not part of a family's
+        layers need none."""
+        return self._upcast(name, shape, dtype or self._dtype)
 
-    def weight(self, *names: str) -> Weight:
-        """Matrices concatenated by rows: in FP8 if all of them are and the device supports it, else in the reader's
-        dtype."""
-        parts = [self._stored(name) for name in names]
+    def weight(self, rows: Mapping[str, int], columns: int) -> Weight:
+        """Matrices (name -> number of rows) concatenated by rows: in FP8 if all of them are and the device supports it,
+        else in the reader's dtype."""
+        parts = [self._stored(name, (count, columns)) for name, count in rows.items()]
         whole = concat_outputs(parts)
-        return whole or Weight(torch.cat([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
+        return whole or Weight(torch.cat([self.dequantize(*part) for part in zip(rows, parts, strict=True)]))
 
-    def stack(self, groups: Sequence[tuple[str, ...]]) -> Weight:
-        """A stack of such matrices, one per group of names."""
-        parts = [self.weight(*names) for names in groups]
+    def fused(self, name: str, *shape: int) -> Weight:
+        """A stack of matrices that is one tensor."""
+        return self._stored(name, shape)
+
+    def stack(self, groups: Sequence[Mapping[str, int]], columns: int) -> Weight:
+        """A stack of such matrices, one per group of names, as `weight` reads them."""
+        parts = [self.weight(rows, columns) for rows in groups]
         scales = [part.scales for part in parts if part.scales is not None]
         if len(scales) == len(parts):
             values = torch.stack([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
@@ -177,14 +184,17 @@ class Reader:
         names = ("; ".join(group) for group in groups)
         return Weight(torch.stack([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
 
-    def norm(self, stem: str) -> Norm:
-        return Norm(self(f"{stem}.weight"), self.config.rms_norm_eps)
+    def norm(self, stem: str, size: int | None = None) -> Norm:
+        """size: the hidden size if None."""
+        return Norm(self(f"{stem}.weight", size or self.config.hidden_size), self.config.rms_norm_eps)
 
-    def linear(self, *stems: str, bias: bool = False) -> Linear:
-        weight = self.weight(*(f"{stem}.weight" for stem in stems))
-        return linear(weight, self(*(f"{stem}.bias" for stem in stems)) if bias else None)
+    def linear(self, rows: Mapping[str, int], columns: int, bias: bool = False) -> Linear:
+        """Linear layers (name without ".weight" -> number of outputs) as one."""
+        weight = self.weight({f"{stem}.weight": count for stem, count in rows.items()}, columns)
+        biases = [self(f"{stem}.bias", count) for stem, count in rows.items() if bias]
+        return linear(weight, torch.cat(biases) if biases else None)
 
-    def _stored(self, name: str) -> Weight:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
         """A tensor on the device: in FP8 if it is stored so and the device supports it, else in the reader's dtype."""
         values = self._read(name).to(self._device)
         if values.dtype != torch.float8_e4m3fn:
@@ -194,10 +204,10 @@ class Reader:
         found = Weight(values, self._checked(name + SCALES, scales))
         return found if keeps_fp8(self._device) else Weight(found.dequantize(self._dtype))
 
-    def _upcast(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         stored = self._read(name)
         if stored.dtype == torch.float8_e4m3fn:
-            return self.dequantize(name, self._stored(name)).to(dtype)
+            return self.dequantize(name, self._stored(name, shape)).to(dtype)
         return self._checked(name, stored.to(device=self._device, dtype=dtype))
 
     def _checked(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -217,15 +227,40 @@ class Reader:
             self.dequantized.add(name)
         return weight.dequantize(self._dtype)
 
-    def heads(self, stem: str, tables: Tables) -> QKVLayout:
+    def heads(self, stem: str, tables: Tables, norm: str = "norm") -> QKVLayout:
+        """norm: how the norms of q and k are named."""
         config = self.config
+        q_norm, k_norm = (
+            self(f"{stem}.{part}_{norm}.weight", config.head_dim) if config.qk_norm else None for part in "qk"
+        )
         return QKVLayout(
             count=config.num_heads,
             kv=config.num_kv_heads,
             dim=config.head_dim,
-            q_norm=self(f"{stem}.q_norm.weight") if config.qk_norm else None,
-            k_norm=self(f"{stem}.k_norm.weight") if config.qk_norm else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
             eps=config.rms_norm_eps,
             cos=tables[0],
             sin=tables[1],
         )
+
+
+class ShapeRecorder(Reader):
+    """Records the name and shape of every tensor that a model reads, and returns empty ones on the meta device."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        no_file: dict[str, torch.Tensor] = {}
+        super().__init__(config, no_file.__getitem__, torch.bfloat16, torch.device("meta"))
+
+    def stack(self, groups: Sequence[Mapping[str, int]], columns: int) -> Weight:
+        # Not a meta tensor per expert: a model may have 70,000 of them.
+        self.shapes |= {name: (count, columns) for rows in groups for name, count in rows.items()}
+        return Weight(torch.empty(len(groups), sum(groups[0].values()), columns, dtype=self._dtype, device="meta"))
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
+        return Weight(self._upcast(name, shape, self._dtype))
+
+    def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.shapes[name] = shape
+        return torch.empty(shape, dtype=dtype, device="meta")

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specbatch.config_values import count_of, flag_of, names_of, places_of, positive_of, spelled
-from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
-from specbatch.models.layers import Attention, Layer, Mixer, Reader, SwiGlu, Tables
+from specbatch.models.layers import Layer, Mixer, Reader, SwiGlu, Tables
+from specbatch.models.llama import attention
 from specbatch.models.moe import Shapes
 from specbatch.models.recurrent import ShortConv, taps_of, window_shapes
 from specbatch.models.rope import Rope
@@ -69,33 +69,6 @@ class Lfm2Config(ModelConfig):
     def state_shapes(self) -> tuple[StateShape, ...]:
         return window_shapes(self.hidden_size, self.taps)
 
-    def weight_shapes(self) -> Shapes:
-        hidden, dim = self.hidden_size, self.head_dim
-        shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
-        for index, attends in enumerate(self.attends):
-            stem = f"model.layers.{index}"
-            shapes |= {f"{stem}.{norm}.weight": (hidden,) for norm in ("operator_norm", "ffn_norm")}
-            if attends:
-                queries, keys = self.num_heads * dim, self.num_kv_heads * dim
-                sizes = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
-                sizes |= {"out_proj": (hidden, queries)}
-                shapes |= {f"{stem}.self_attn.{name}.weight": size for name, size in sizes.items()}
-                shapes |= {f"{stem}.self_attn.{part}_layernorm.weight": (dim,) for part in "qk"}
-            else:
-                shapes[f"{stem}.conv.in_proj.weight"] = (3 * hidden, hidden)
-                shapes[f"{stem}.conv.conv.weight"] = (hidden, 1, self.taps)
-                shapes[f"{stem}.conv.out_proj.weight"] = (hidden, hidden)
-                if self.conv_bias:
-                    biases = {"in_proj": 3 * hidden, "conv": hidden, "out_proj": hidden}
-                    shapes |= {f"{stem}.conv.{name}.bias": (rows,) for name, rows in biases.items()}
-            for name in ("w1", "w3"):
-                shapes[f"{stem}.feed_forward.{name}.weight"] = (self.intermediate_size, hidden)
-            shapes[f"{stem}.feed_forward.w2.weight"] = (hidden, self.intermediate_size)
-        shapes[f"{self.names.norm}.weight"] = (hidden,)
-        if not self.tie_embeddings:
-            shapes[self.names.head] = (self.vocab_size, hidden)
-        return shapes
-
     def fit(self, found: Shapes) -> Lfm2Config:
         """The width of MLPs is taken from their tensors, as configs state it in several ways."""
         width, _ = found.get("model.layers.0.feed_forward.w1.weight", (self.intermediate_size, 0))
@@ -105,37 +78,29 @@ class Lfm2Config(ModelConfig):
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
     config, stem = read.config, f"model.layers.{index}"
     assert isinstance(config, Lfm2Config)
-    mixer: Mixer = _attention(read, stem, tables) if config.attends[index] else _conv(read, stem, config.conv_bias)
-    inner = f"{stem}.feed_forward"
-    mlp = SwiGlu(read.norm(f"{stem}.ffn_norm"), read.linear(f"{inner}.w1", f"{inner}.w3"), read.linear(f"{inner}.w2"))
-    return Layer(mixer, (mlp,))
+    hidden, inner, mlp = config.hidden_size, config.intermediate_size, f"{stem}.feed_forward"
+    mixer: Mixer
+    if config.attends[index]:
+        norm, names = f"{stem}.operator_norm", f"{stem}.self_attn"
+        mixer = attention(read, norm, names, tables, out="out_proj", head_norm="layernorm")
+    else:
+        mixer = _conv(read, stem, config)
+    gate_up = read.linear({f"{mlp}.w1": inner, f"{mlp}.w3": inner}, hidden)
+    return Layer(mixer, (SwiGlu(read.norm(f"{stem}.ffn_norm"), gate_up, read.linear({f"{mlp}.w2": hidden}, inner)),))
 
 
 def final_norm(read: Reader, stem: str) -> Norm:
     return read.norm(stem)
 
 
-def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
-    config, inner = read.config, f"{stem}.self_attn"
-    q_norm, k_norm = (read(f"{inner}.{part}_layernorm.weight") for part in "qk")
-    return Attention(
-        norm=read.norm(f"{stem}.operator_norm"),
-        qkv=read.linear(*(f"{inner}.{part}_proj" for part in "qkv")),
-        heads=QKVLayout(
-            config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm, config.rms_norm_eps, *tables
-        ),
-        out=read.linear(f"{inner}.out_proj"),
-    )
-
-
-def _conv(read: Reader, stem: str, bias: bool) -> ShortConv:
-    inner = f"{stem}.conv"
+def _conv(read: Reader, stem: str, config: Lfm2Config) -> ShortConv:
+    inner, hidden, bias = f"{stem}.conv", config.hidden_size, config.conv_bias
     return ShortConv(
         norm=read.norm(f"{stem}.operator_norm"),
-        inputs=read.linear(f"{inner}.in_proj", bias=bias),
-        out=read.linear(f"{inner}.out_proj", bias=bias),
-        conv=read(f"{inner}.conv.weight")[:, 0].contiguous(),
-        bias=read(f"{inner}.conv.bias") if bias else None,
+        inputs=read.linear({f"{inner}.in_proj": 3 * hidden}, hidden, bias),
+        out=read.linear({f"{inner}.out_proj": hidden}, hidden, bias),
+        conv=read(f"{inner}.conv.weight", hidden, 1, config.taps)[:, 0].contiguous(),
+        bias=read(f"{inner}.conv.bias", hidden) if bias else None,
     )
 
 

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 from specbatch.kernels.gemm.linear import Norm
+from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Attention, Layer, Reader, SwiGlu, Tables
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
     """Layer `index`; tables: cos and sin."""
     stem = f"model.layers.{index}"
-    return Layer(attention(read, stem, tables), (dense(read, stem),))
+    return Layer(attention(read, f"{stem}.input_layernorm", f"{stem}.self_attn", tables), (dense(read, stem),))
 
 
-def attention(read: Reader, stem: str, tables: Tables) -> Attention:
-    config, inner = read.config, f"{stem}.self_attn"
+def attention(
+    read: Reader, norm: str, stem: str, tables: Tables, *, out: str = "o_proj", head_norm: str = "norm"
+) -> Attention:
+    """norm: the name of the input norm; stem: prefix of the other names; out: the output projection; head_norm: suffix
+    of the norms of q and k."""
+    config = read.config
     return Attention(
-        norm=read.norm(f"{stem}.input_layernorm"),
-        qkv=read.linear(*(f"{inner}.{part}_proj" for part in "qkv"), bias=config.qkv_bias),
-        heads=read.heads(inner, tables),
-        out=read.linear(f"{inner}.o_proj", bias=config.o_bias),
+        norm=read.norm(norm),
+        qkv=read.linear(qkv_rows(config, stem), config.hidden_size, config.qkv_bias),
+        heads=read.heads(stem, tables, head_norm),
+        out=read.linear({f"{stem}.{out}": config.hidden_size}, config.num_heads * config.head_dim, config.o_bias),
     )
 
 
+def qkv_rows(config: ModelConfig, stem: str) -> dict[str, int]:
+    """Name, without ".weight" -> number of outputs of the projections of q, k and v."""
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    return {f"{stem}.{part}_proj": count * config.head_dim for part, count in heads.items()}
+
+
 def dense(read: Reader, stem: str) -> SwiGlu:
-    bias, mlp = read.config.mlp_bias, f"{stem}.mlp"
+    config, mlp = read.config, f"{stem}.mlp"
+    hidden, inner = config.hidden_size, config.intermediate_size
     return SwiGlu(
         norm=read.norm(f"{stem}.post_attention_layernorm"),
-        gate_up=read.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=bias),
-        down=read.linear(f"{mlp}.down_proj", bias=bias),
+        gate_up=read.linear({f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, hidden, config.mlp_bias),
+        down=read.linear({f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
     )
 
 

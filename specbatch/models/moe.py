@@ -35,20 +35,6 @@ class Mixture:
         """Peak bytes of activations per token."""
         return token_bytes(self.experts, self.top_k + -(-self.shared // self.inner), self.inner, hidden, dtype)
 
-    def shapes(self, stem: str, hidden: int) -> Shapes:
-        """Name -> shape of the tensors under the prefix `stem`."""
-        shapes: Shapes = {f"{stem}.gate.weight": (self.experts, hidden)}
-        if self.fused:
-            shapes[f"{stem}.experts.gate_up_proj"] = (self.experts, 2 * self.inner, hidden)
-            shapes[f"{stem}.experts.down_proj"] = (self.experts, hidden, self.inner)
-        else:
-            for expert in range(self.experts):
-                shapes |= swiglu_shapes(f"{stem}.experts.{expert}", hidden, self.inner)
-        if self.shared:
-            shapes |= swiglu_shapes(f"{stem}.shared_expert", hidden, self.shared)
-            shapes[f"{stem}.shared_expert_gate.weight"] = (1, hidden)
-        return shapes
-
 
 @dataclass(frozen=True)
 class MoeMlp:
@@ -61,30 +47,31 @@ class MoeMlp:
         return self.experts(x, norm=self.norm, residual=x)
 
 
-def swiglu_shapes(stem: str, hidden: int, inner: int) -> Shapes:
-    shapes = {f"{stem}.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
-    return {**shapes, f"{stem}.down_proj.weight": (hidden, inner)}
-
-
 def read_experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
     """Read the mixture under the prefix `stem`."""
+    count, inner, hidden = mixture.experts, mixture.inner, read.config.hidden_size
     if mixture.fused:
-        up, down = read.weight(f"{stem}.experts.gate_up_proj"), read.weight(f"{stem}.experts.down_proj")
+        up = read.fused(f"{stem}.experts.gate_up_proj", count, 2 * inner, hidden)
+        down = read.fused(f"{stem}.experts.down_proj", count, hidden, inner)
     else:
-        stems = [f"{stem}.experts.{expert}" for expert in range(mixture.experts)]
-        up = read.stack([(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in stems])
-        down = read.stack([(f"{one}.down_proj.weight",) for one in stems])
-    router, slices = read(f"{stem}.gate.weight"), 0
+        stems = [f"{stem}.experts.{expert}" for expert in range(count)]
+        up = read.stack([swiglu_rows(one, inner) for one in stems], hidden)
+        down = read.stack([{f"{one}.down_proj.weight": hidden} for one in stems], inner)
+    router, slices = read(f"{stem}.gate.weight", count, hidden), 0
     if mixture.shared:
         shared = f"{stem}.shared_expert"
-        ups = read.weight(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
-        downs = read.weight(f"{shared}.down_proj.weight")
+        ups = read.weight(swiglu_rows(shared, mixture.shared), hidden)
+        downs = read.weight({f"{shared}.down_proj.weight": hidden}, mixture.shared)
         up, down, slices = with_shared(read, stem, (up, down), (ups, downs), "swiglu")
-        router = torch.cat([router, read(f"{shared}_gate.weight")])
+        router = torch.cat([router, read(f"{shared}_gate.weight", 1, hidden)])
     rule = Routing(
         mixture.experts, mixture.top_k, normalise=mixture.normalise, shared=slices, gated=bool(mixture.shared)
     )
     return Experts(rule, router, up, down)
+
+
+def swiglu_rows(stem: str, inner: int) -> dict[str, int]:
+    return {f"{stem}.{part}_proj.weight": inner for part in ("gate", "up")}
 
 
 def with_shared(

@@ -46,7 +46,7 @@ class Mtp(DraftHead):
         assert isinstance(layer.mixer, Attention)
         super().__init__(config, layer.mixer.heads, target)
         self._layer = layer
-        fc = reader.weight(FC)
+        fc = reader.weight({FC: config.hidden_size}, 2 * config.hidden_size)
         if config.may_dequantize(FC, fc.values.shape):  # a block of scales spans both halves
             fc = Weight(reader.dequantize(FC, fc))
         self._fc = Joined(fc)

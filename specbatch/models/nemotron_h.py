@@ -19,8 +19,9 @@ from specbatch.kernels.moe.routing import Routing
 from specbatch.kernels.recurrent.mamba2 import SsdHeads
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig
-from specbatch.models.layers import Attention, Layer, Mlp, Reader, Tables
-from specbatch.models.moe import MoeMlp, Shapes, with_shared
+from specbatch.models.layers import Layer, Mixer, Mlp, Reader, Tables
+from specbatch.models.llama import attention
+from specbatch.models.moe import MoeMlp, with_shared
 from specbatch.models.recurrent import Mamba2, taps_of
 from specbatch.models.rope import Rope
 
@@ -153,45 +154,6 @@ class NemotronHConfig(ModelConfig):
         mamba = self.mamba
         return Mamba2.shapes(mamba.count, mamba.dim, mamba.groups, mamba.state, mamba.taps)
 
-    def weight_shapes(self) -> Shapes:
-        hidden = self.hidden_size
-        shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
-        for index, kind in enumerate(self.pattern):
-            stem = f"backbone.layers.{index}"
-            shapes[f"{stem}.norm.weight"] = (hidden,)
-            shapes |= self._mixer_shapes(f"{stem}.mixer", kind)
-        shapes[f"{self.names.norm}.weight"] = (hidden,)
-        if not self.tie_embeddings:
-            shapes[self.names.head] = (self.vocab_size, hidden)
-        return shapes
-
-    def _mixer_shapes(self, stem: str, kind: str) -> Shapes:
-        hidden, mamba = self.hidden_size, self.mamba
-        if kind == MLP:
-            return _relu2_shapes(stem, hidden, self.intermediate_size)
-        if kind == ATTENTION:
-            queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-            sizes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
-            return {f"{stem}.{part}_proj.weight": size for part, size in sizes.items()}
-        if kind == MOE:
-            mixture = self.mixture
-            assert mixture is not None
-            shapes: Shapes = {f"{stem}.gate.weight": (mixture.experts, hidden)}
-            shapes[f"{stem}.gate.e_score_correction_bias"] = (mixture.experts,)
-            for expert in range(mixture.experts):
-                shapes |= _relu2_shapes(f"{stem}.experts.{expert}", hidden, mixture.inner)
-            return shapes | _relu2_shapes(f"{stem}.shared_experts", hidden, mixture.shared)
-        shapes = {
-            f"{stem}.in_proj.weight": (mamba.inner + mamba.channels + mamba.count, hidden),
-            f"{stem}.conv1d.weight": (mamba.channels, 1, mamba.taps),
-            **{f"{stem}.{name}": (mamba.count,) for name in ("A_log", "D", "dt_bias")},
-            f"{stem}.norm.weight": (mamba.inner,),
-            f"{stem}.out_proj.weight": (hidden, mamba.inner),
-        }
-        if mamba.bias:
-            shapes[f"{stem}.conv1d.bias"] = (mamba.channels,)
-        return shapes
-
 
 @dataclass(frozen=True)
 class Relu2:
@@ -210,44 +172,35 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
     assert isinstance(config, NemotronHConfig)
     place, *mlps = config.published(index)
     stem = f"backbone.layers.{place}"
-    make = _mamba if config.pattern[place] == MAMBA else _attention
-    return Layer(make(read, stem, tables), tuple(_mlp(read, other) for other in mlps))
+    mixer: Mixer = (
+        _mamba(read, stem, config)
+        if config.pattern[place] == MAMBA
+        else attention(read, f"{stem}.norm", f"{stem}.mixer", tables)
+    )
+    return Layer(mixer, tuple(_mlp(read, other) for other in mlps))
 
 
 def final_norm(read: Reader, stem: str) -> Norm:
     return read.norm(stem)
 
 
-def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
-    inner = f"{stem}.mixer"
-    return Attention(
-        norm=read.norm(f"{stem}.norm"),
-        qkv=read.linear(*(f"{inner}.{part}_proj" for part in "qkv")),
-        heads=read.heads(inner, tables),
-        out=read.linear(f"{inner}.o_proj"),
-    )
-
-
-def _mamba(read: Reader, stem: str, tables: Tables) -> Mamba2:
-    config, inner = read.config, f"{stem}.mixer"
-    assert isinstance(config, NemotronHConfig)
-    sizes = config.mamba
-    wide = {"dtype": torch.float32}
+def _mamba(read: Reader, stem: str, config: NemotronHConfig) -> Mamba2:
+    inner, sizes, hidden = f"{stem}.mixer", config.mamba, config.hidden_size
     return Mamba2(
         norm=read.norm(f"{stem}.norm"),
-        inputs=read.linear(f"{inner}.in_proj"),
-        out=read.linear(f"{inner}.out_proj"),
-        conv=read(f"{inner}.conv1d.weight")[:, 0].contiguous(),
-        bias=read(f"{inner}.conv1d.bias") if sizes.bias else None,
+        inputs=read.linear({f"{inner}.in_proj": sizes.inner + sizes.channels + sizes.count}, hidden),
+        out=read.linear({f"{inner}.out_proj": hidden}, sizes.inner),
+        conv=read(f"{inner}.conv1d.weight", sizes.channels, 1, sizes.taps)[:, 0].contiguous(),
+        bias=read(f"{inner}.conv1d.bias", sizes.channels) if sizes.bias else None,
         heads=SsdHeads(
             sizes.count,
             sizes.dim,
             sizes.groups,
             sizes.state,
-            a_log=read(f"{inner}.A_log", **wide),
-            d=read(f"{inner}.D", **wide),
-            dt_bias=read(f"{inner}.dt_bias", **wide),
-            norm=read.norm(f"{inner}.norm"),
+            a_log=read(f"{inner}.A_log", sizes.count, dtype=torch.float32),
+            d=read(f"{inner}.D", sizes.count, dtype=torch.float32),
+            dt_bias=read(f"{inner}.dt_bias", sizes.count, dtype=torch.float32),
+            norm=read.norm(f"{inner}.norm", sizes.inner),
         ),
     )
 
@@ -255,16 +208,19 @@ def _mamba(read: Reader, stem: str, tables: Tables) -> Mamba2:
 def _mlp(read: Reader, place: int) -> Mlp:
     config, stem = read.config, f"backbone.layers.{place}"
     assert isinstance(config, NemotronHConfig)
-    norm, inner = read.norm(f"{stem}.norm"), f"{stem}.mixer"
+    norm, inner, hidden = read.norm(f"{stem}.norm"), f"{stem}.mixer", config.hidden_size
     if config.pattern[place] == MLP:
-        return Relu2(norm, read.linear(f"{inner}.up_proj"), read.linear(f"{inner}.down_proj"))
+        width = config.intermediate_size
+        up_proj = read.linear({f"{inner}.up_proj": width}, hidden)
+        return Relu2(norm, up_proj, read.linear({f"{inner}.down_proj": hidden}, width))
     mixture = config.mixture
     assert mixture is not None
-    up, down = (
-        read.stack([(f"{inner}.experts.{expert}.{part}_proj.weight",) for expert in range(mixture.experts)])
-        for part in ("up", "down")
-    )
-    more_up, more_down = (read.weight(f"{inner}.shared_experts.{part}_proj.weight") for part in ("up", "down"))
+    stems = [f"{inner}.experts.{expert}" for expert in range(mixture.experts)]
+    up = read.stack([{f"{one}.up_proj.weight": mixture.inner} for one in stems], hidden)
+    down = read.stack([{f"{one}.down_proj.weight": hidden} for one in stems], mixture.inner)
+    shared = f"{inner}.shared_experts"
+    more_up = read.weight({f"{shared}.up_proj.weight": mixture.shared}, hidden)
+    more_down = read.weight({f"{shared}.down_proj.weight": hidden}, mixture.shared)
     up, down, slices = with_shared(read, inner, (up, down), (more_up, more_down), "relu2")
     rule = Routing(
         mixture.experts,
@@ -272,17 +228,13 @@ def _mlp(read: Reader, place: int) -> Mlp:
         score="sigmoid",
         normalise=mixture.normalise,
         scale=mixture.scale,
-        bias=read(f"{inner}.gate.e_score_correction_bias", dtype=torch.float32),
+        bias=read(f"{inner}.gate.e_score_correction_bias", mixture.experts, dtype=torch.float32),
         groups=mixture.groups,
         top_groups=mixture.top_groups,
         shared=slices,
     )
-    router = read(f"{inner}.gate.weight", dtype=torch.float32)
+    router = read(f"{inner}.gate.weight", mixture.experts, hidden, dtype=torch.float32)
     return MoeMlp(norm, Experts(rule, router, up, down, "relu2"))
-
-
-def _relu2_shapes(stem: str, hidden: int, inner: int) -> Shapes:
-    return {f"{stem}.up_proj.weight": (inner, hidden), f"{stem}.down_proj.weight": (hidden, inner)}
 
 
 def _pattern(config: dict[str, Any]) -> str:

@@ -35,14 +35,6 @@ class Qwen3MoeConfig(ModelConfig):
         dense = 0 if all(self.sparse) else super().mlp_bytes(dtype)
         return max(dense, self.mixture.token_bytes(self.hidden_size, dtype))
 
-    def weight_shapes(self) -> Shapes:
-        stems = [f"model.layers.{index}.mlp." for index, sparse in enumerate(self.sparse) if sparse]
-        plain = super().weight_shapes()
-        shapes = {name: shape for name, shape in plain.items() if not name.startswith(tuple(stems))}
-        for stem in stems:
-            shapes |= self.mixture.shapes(stem.removesuffix("."), self.hidden_size)
-        return shapes
-
     def fit(self, found: Shapes) -> Qwen3MoeConfig:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
         return replace(
@@ -63,7 +55,8 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
         return llama.layer(read, index, tables)
     norm = read.norm(f"{stem}.post_attention_layernorm")
     experts = read_experts(read, f"{stem}.mlp", config.mixture)
-    return Layer(llama.attention(read, stem, tables), (MoeMlp(norm, experts),))
+    attention = llama.attention(read, f"{stem}.input_layernorm", f"{stem}.self_attn", tables)
+    return Layer(attention, (MoeMlp(norm, experts),))
 
 
 final_norm = llama.final_norm

@@ -22,7 +22,7 @@ from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
-from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers, swiglu_shapes
+from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 from specbatch.models.recurrent import GatedDelta, taps_of
 
 _PARTIAL = 0.25  # share of rotated channels, if a config has none
@@ -45,26 +45,6 @@ class DeltaSizes:
     @property
     def channels(self) -> int:
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
-
-    def shapes(self, stem: str, hidden: int) -> Shapes:
-        inner = self.values * self.value_dim
-        if self.grouped:
-            projections = {"in_proj_qkvz": self.channels + inner, "in_proj_ba": 2 * self.values}
-        else:
-            projections = {
-                "in_proj_qkv": self.channels,
-                "in_proj_z": inner,
-                "in_proj_b": self.values,
-                "in_proj_a": self.values,
-            }
-        return {
-            **{f"{stem}.{name}.weight": (rows, hidden) for name, rows in projections.items()},
-            f"{stem}.conv1d.weight": (self.channels, 1, self.taps),
-            f"{stem}.A_log": (self.values,),
-            f"{stem}.dt_bias": (self.values,),
-            f"{stem}.norm.weight": (self.value_dim,),
-            f"{stem}.out_proj.weight": (hidden, inner),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,32 +129,6 @@ class Qwen3NextConfig(ModelConfig):
             return ()
         return GatedDelta.shapes(delta.keys, delta.values, delta.key_dim, delta.value_dim, delta.taps)
 
-    def weight_shapes(self) -> Shapes:
-        hidden, dim = self.hidden_size, self.head_dim
-        shapes: Shapes = {self.names.embedding: (self.vocab_size, hidden)}
-        for index in range(self.num_layers):
-            stem = f"{self.prefix}layers.{index}"
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                shapes[f"{stem}.{norm}.weight"] = (hidden,)
-            if self.attends[index]:
-                attention = f"{stem}.self_attn"
-                shapes[f"{attention}.q_proj.weight"] = (2 * self.num_heads * dim, hidden)
-                for part in "kv":
-                    shapes[f"{attention}.{part}_proj.weight"] = (self.num_kv_heads * dim, hidden)
-                shapes[f"{attention}.o_proj.weight"] = (hidden, self.num_heads * dim)
-                shapes |= {f"{attention}.{part}_norm.weight": (dim,) for part in "qk"}
-            else:
-                assert self.delta is not None
-                shapes |= self.delta.shapes(f"{stem}.linear_attn", hidden)
-            if self.mixture is not None and self.sparse[index]:
-                shapes |= self.mixture.shapes(f"{stem}.mlp", hidden)
-            else:
-                shapes |= swiglu_shapes(f"{stem}.mlp", hidden, self.intermediate_size)
-        shapes[f"{self.names.norm}.weight"] = (hidden,)
-        if not self.tie_embeddings:
-            shapes[self.names.head] = (self.vocab_size, hidden)
-        return shapes
-
     def is_spare(self, name: str) -> bool:
         return name.startswith("model.visual.")
 
@@ -201,8 +155,9 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
     if config.mixture is not None and config.sparse[index]:
         mlp = MoeMlp(norm, read_experts(read, f"{stem}.mlp", config.mixture))
     else:
-        gate_up = read.linear(f"{stem}.mlp.gate_proj", f"{stem}.mlp.up_proj")
-        mlp = SwiGlu(norm, gate_up, read.linear(f"{stem}.mlp.down_proj"))
+        hidden, inner = config.hidden_size, config.intermediate_size
+        gate_up = read.linear({f"{stem}.mlp.gate_proj": inner, f"{stem}.mlp.up_proj": inner}, hidden)
+        mlp = SwiGlu(norm, gate_up, read.linear({f"{stem}.mlp.down_proj": hidden}, inner))
     return Layer(mixer, (mlp,))
 
 
@@ -210,25 +165,27 @@ def final_norm(read: Reader, stem: str) -> Norm:
     return centred(read, stem)
 
 
-def centred(read: Reader, stem: str) -> Norm:
-    """A norm that multiplies by 1 + weight."""
-    return Norm(1 + read(f"{stem}.weight", dtype=torch.float32), read.config.rms_norm_eps)
+def centred(read: Reader, stem: str, size: int | None = None) -> Norm:
+    """A norm of this size (None: the hidden size) that multiplies by 1 + weight."""
+    weight = read(f"{stem}.weight", size or read.config.hidden_size, dtype=torch.float32)
+    return Norm(1 + weight, read.config.rms_norm_eps)
 
 
 def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     config, inner = read.config, f"{stem}.self_attn"
     dim, order = config.head_dim, paired(config.head_dim, config.rope.rotary_dim)
     # The permutation of rows does not respect the blocks of scales.
-    q, k, v = (read(f"{inner}.{part}_proj.weight") for part in "qkv")
+    rows = {"q": 2 * config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    q, k, v = (read(f"{inner}.{part}_proj.weight", count, config.hidden_size) for part, count in rows.items())
     order = order.to(q.device)
     queries, gates = q.view(config.num_heads, 2, dim, -1).unbind(1)  # they alternate per head
     keys = k.view(config.num_kv_heads, dim, -1)
-    q_norm, k_norm = (centred(read, f"{inner}.{part}_norm").weight[order].contiguous() for part in "qk")
+    q_norm, k_norm = (centred(read, f"{inner}.{part}_norm", dim).weight[order].contiguous() for part in "qk")
     return Attention(
         norm=centred(read, f"{stem}.input_layernorm"),
         qkv=Linear(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])),
         heads=QKVLayout(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, config.rms_norm_eps, *tables),
-        out=read.linear(f"{inner}.o_proj"),
+        out=read.linear({f"{inner}.o_proj": config.hidden_size}, config.num_heads * dim),
         gate=Linear(gates.flatten(0, 1).contiguous()),
     )
 
@@ -249,16 +206,16 @@ def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:
     return GatedDelta(
         norm=centred(read, f"{stem}.input_layernorm"),
         inputs=_delta_inputs(read, inner, sizes),
-        out=read.linear(f"{inner}.out_proj"),
-        conv=read(f"{inner}.conv1d.weight")[:, 0].contiguous(),
+        out=read.linear({f"{inner}.out_proj": config.hidden_size}, sizes.values * sizes.value_dim),
+        conv=read(f"{inner}.conv1d.weight", sizes.channels, 1, sizes.taps)[:, 0].contiguous(),
         heads=DeltaHeads(
             sizes.keys,
             sizes.values,
             sizes.key_dim,
             sizes.value_dim,
-            a_log=read(f"{inner}.A_log", dtype=torch.float32),
-            dt_bias=read(f"{inner}.dt_bias", dtype=torch.float32),
-            norm=read(f"{inner}.norm.weight"),
+            a_log=read(f"{inner}.A_log", sizes.values, dtype=torch.float32),
+            dt_bias=read(f"{inner}.dt_bias", sizes.values, dtype=torch.float32),
+            norm=read(f"{inner}.norm.weight", sizes.value_dim),
             eps=config.rms_norm_eps,
         ),
     )
@@ -266,10 +223,10 @@ def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:
 
 def _delta_inputs(read: Reader, stem: str, sizes: DeltaSizes) -> Linear:
     """q, k, v, z, b and a, each of all heads. FP8 files do not quantize b and a."""
+    hidden, inner = read.config.hidden_size, sizes.values * sizes.value_dim
     if not sizes.grouped:
-        first, second = (
-            read.weight(*(f"{stem}.in_proj_{part}.weight" for part in parts)) for parts in (("qkv", "z"), "ba")
-        )
+        first = read.weight({f"{stem}.in_proj_qkv.weight": sizes.channels, f"{stem}.in_proj_z.weight": inner}, hidden)
+        second = read.weight({f"{stem}.in_proj_{part}.weight": sizes.values for part in "ba"}, hidden)
     else:
         share = sizes.values // sizes.keys
         wide = [sizes.key_dim, sizes.key_dim, share * sizes.value_dim, share * sizes.value_dim]
@@ -286,7 +243,7 @@ def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
     def regrouped(matrix: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         return torch.cat([part.flatten(0, 1) for part in matrix.unflatten(0, (groups, -1)).split(sizes, 1)])
 
-    weight = read.weight(name)
+    weight = read.weight({name: groups * sum(rows)}, read.config.hidden_size)
     if weight.scales is None or any(count % SCALE_BLOCK for count in rows):
         return Weight(regrouped(read.dequantize(name, weight), rows))
     values = regrouped(weight.values.view(torch.uint8), rows).view(weight.values.dtype)

@@ -105,7 +105,8 @@ def test_fp8_weights_are_checked():
     tensors = {"w": torch.ones(128, 128).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}
 
     def read(of_draft: bool) -> None:
-        Reader(config, tensors.__getitem__, torch.float32, torch.device("cpu"), of_draft=of_draft).weight("w")
+        reader = Reader(config, tensors.__getitem__, torch.float32, torch.device("cpu"), of_draft=of_draft)
+        reader.weight({"w": 128}, 128)
 
     read(True)
     for name in tensors:

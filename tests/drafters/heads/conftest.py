@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.moe import Mixture
+from specbatch.models.layers import ShapeRecorder
+from specbatch.models.moe import Mixture, read_experts
 from specbatch.runtime.loader import Loader
 
 VOCABULARY, HIDDEN, HEADS, KV, DIM, MLP = 13, 24, 4, 2, 8, 32
@@ -408,7 +410,8 @@ class Kit:
         if experts:
             mixture = Mixture(EXPERTS, 2, EXPERT, shared=20, fused=experts == "fused")
             shapes = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
-            shapes |= mixture.shapes("layer.mlp", HIDDEN)
+            read_experts(recorder := ShapeRecorder(SimpleNamespace(hidden_size=HIDDEN)), "layer.mlp", mixture)
+            shapes |= recorder.shapes
         shapes |= {f"{n}.weight": (HIDDEN,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
         tensors = randomise(shapes, 7)
         return {name: tensor - 1 if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
