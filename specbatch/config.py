@@ -80,9 +80,9 @@ class Speculation:
     )
     draft_tokens: int | Literal["auto"] | None = _setting(
         None,
-        "Tokens drafted per verify step, not counting the root, so that a verify step has one row more. Default: as "
-        "published (SGLang counts the root and writes 4 for 3 here); for dflash, what the draft's blocks hold. auto: "
-        "at most that many and possibly 0, chosen from measured step times and acceptance.",
+        "Tokens drafted per verify step, not counting the root, so that a verify step has one row more. Default: the "
+        "algorithm's usual number; for dflash, the draft's block size - 1. SGLang counts the root: 4 there is 3 here. "
+        "auto: 0 up to the default or --draft-steps, chosen from measured step times and acceptance.",
     )
     draft_steps: int | None = _setting(
         None, "Draft passes: the depth of a tree. A chain takes as many as it has drafted tokens."
@@ -91,11 +91,9 @@ class Speculation:
         None, "Children per expanded node; 1 is a chain. ngram: matching continuations merged into a tree."
     )
     aux_layers: tuple[int, ...] | None = _setting(
-        None, "eagle3: layers of the target whose inputs the head reads, such as 2,18,33. Default: as its config says."
+        None, "eagle3: layers of the target whose inputs the head reads, such as 2,18,33. Default: from its config."
     )
-    draft_rope_theta: float | None = _setting(
-        None, "eagle, eagle3: RoPE theta of the head. Default: as its config says."
-    )
+    draft_rope_theta: float | None = _setting(None, "eagle, eagle3: RoPE theta of the head. Default: from its config.")
     ngram_min: int = _setting(2, "Shortest suffix that ngram looks up.", least=1)
     ngram_max: int = _setting(4, "Longest suffix that ngram looks up, and the first one tried.", least=1)
     simulate_accept_length: float | None = _setting(
@@ -234,7 +232,7 @@ class EngineConfig:
     )
     device: str = _setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.")
     dtype: str = _setting(
-        "auto", "Type of the computation. auto: float32 on a CPU, the checkpoint's type on a GPU.", choices=DTYPES
+        "auto", "Data type of the computation. auto: float32 on a CPU, the checkpoint's dtype on a GPU.", choices=DTYPES
     )
     load_format: str = _setting(
         "auto", "dummy: random weights, for a named shape or a config.json.", choices=LOAD_FORMATS
@@ -244,30 +242,32 @@ class EngineConfig:
     )
     max_running: int = _setting(32, "Requests that decode at the same time.", least=1)
     max_model_len: int | None = _setting(
-        None, "Longest prompt + output, in tokens. Default: what the model was made for.", least=2
+        None, "Maximum prompt + output, in tokens. Default: the model's context length.", least=2
     )
     page_size: int = _setting(16, "Tokens per KV page.", least=1)
     kv_pages: int | None = _setting(
-        None, "Pages in the KV pool. Default: what the requests can need, as far as memory allows.", least=2
+        None,
+        "Pages in the KV pool. Default: enough for max_running requests of full length, limited by memory.",
+        least=2,
     )
     memory_fraction: float = _setting(0.8, "Share of the device's free memory for weights and KV pages.")
-    prefill_chunk: int = _setting(2048, "Most prompt tokens computed in one step.", least=1)
+    prefill_chunk: int = _setting(2048, "Maximum number of prompt tokens computed in one step.", least=1)
     prefix_cache: bool = _setting(True, "Keep the KV pages of finished prompts for later ones with the same prefix.")
     kv_dtype: str = _setting(
-        "auto", "Type of the KV cache. auto: the model's type. fp8: FP8 (e4m3).", choices=KV_DTYPES
+        "auto", "Data type of the KV cache. auto: the model's dtype. fp8: FP8 (e4m3).", choices=KV_DTYPES
     )
     float8_activations: bool = _setting(
         True,
-        "Where weights are FP8: quantize activations to FP8 as well, and multiply in FP8.",
+        "For FP8 weights: quantize activations to FP8 as well, and run GEMMs in FP8.",
     )
-    state_dtype: str = _setting("fp32", "Type of the matrix states of recurrent layers.", choices=STATE_DTYPES)
+    state_dtype: str = _setting("fp32", "Data type of the matrix states of recurrent layers.", choices=STATE_DTYPES)
     attention_backend: str = _setting(
         "auto", "Attention backend for prompts. auto: the fastest one installed.", choices=ATTENTION_BACKENDS
     )
     draft_attention_backend: str = _setting(
         "auto", "Attention backend for the prompts of a draft model.", choices=ATTENTION_BACKENDS
     )
-    seed: int = _setting(0, "Seed of requests without their own, of random prompts and of dummy weights.", least=0)
+    seed: int = _setting(0, "Seed for requests that have none, for random prompts and for dummy weights.", least=0)
     speculation: Speculation = field(default_factory=Speculation)
     graphs: Graphs = field(default_factory=Graphs)
 
@@ -280,7 +280,9 @@ class EngineConfig:
             raise refuse("speculation", self.speculation, "give a Speculation, such as Speculation(algorithm='ngram')")
         takes = self.speculation.entry.settings
         if self.draft_attention_backend != "auto" and "draft_attention_backend" not in takes:
-            raise refuse("draft_attention_backend", self.draft_attention_backend, "no model drafts; leave it out")
+            raise refuse(
+                "draft_attention_backend", self.draft_attention_backend, "no draft model is used; leave it out"
+            )
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         _check_fields(self)
@@ -292,7 +294,7 @@ class EngineConfig:
             or not isinstance(self.memory_fraction, (int, float))
             or not 0.0 < self.memory_fraction <= 1.0
         ):
-            raise refuse("memory_fraction", self.memory_fraction, "use a share above 0 and up to 1")
+            raise refuse("memory_fraction", self.memory_fraction, "use a fraction above 0 and up to 1")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

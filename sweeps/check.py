@@ -204,7 +204,7 @@ def run_check(
     """
     simulated = config.speculation.simulate_accept_length
     if simulated is not None:
-        raise refuse("simulate_accept_length", simulated, "such a text is no model's; leave it out")
+        raise refuse("simulate_accept_length", simulated, "the text is not a model's output; leave it out")
     rows = read_prompts(options.source)[: options.prompts] if options.source is not None else None
     done = 0
 

@@ -127,7 +127,7 @@ def compare(before: Path, after: Path) -> Comparison:
         if not any(point.error for point in points):
             rows += [*_answers(place, *points), *_numbers(place, *points)]
     if not rows:
-        raise SpecbatchError(f"{before} and {after} have no number in common; every point of one of them failed")
+        raise SpecbatchError(f"{before} and {after} have no metric in common: every point of one of them failed")
     differs = differences(pairs)
     return Comparison(before, after, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
 

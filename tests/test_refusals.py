@@ -128,7 +128,7 @@ VALUES: list[tuple[Callable[[], Any], str, str]] = [
     (config(memory_fraction=0.0), "memory_fraction=0.0", "above 0 and up to 1"),
     (config(memory_fraction=True), "memory_fraction=True", "above 0 and up to 1"),
     (config(graphs="whole"), "graphs='whole'", "Graphs("),
-    (config(draft_attention_backend="triton"), "draft_attention_backend='triton'", "no model drafts"),
+    (config(draft_attention_backend="triton"), "draft_attention_backend='triton'", "no draft model is used"),
     (config(memory_fraction=1.1), "memory_fraction=1.1", "above 0 and up to 1"),
     (config(memory_fraction=math.nan), "memory_fraction=nan", "above 0 and up to 1"),
     (config(memory_fraction="half"), "memory_fraction='half'", "above 0 and up to 1"),

@@ -209,9 +209,7 @@ def _accuracy(
     filter, metric = pick_score(new, rules.filter, rules.metric)
     (score,) = (score for score in new.scores if (score.filter, score.metric) == (filter, metric))
     if score.better == "lower":
-        raise refuse(
-            "metric", metric, "lower is better for it, and the rules of [accuracy] are for shares of right answers"
-        )
+        raise refuse("metric", metric, "lower is better; [accuracy] needs a metric for which higher is better")
     name = f"accuracy {filter} {metric}"
     checks = []
     if rules.at_least is not None:
@@ -242,7 +240,11 @@ def _accuracy(
 def _answers(setting: str, point: Replicates) -> EvalAnswers:
     path, *others = point.paths
     if others:
-        raise refuse(setting, str(path.parent), f"holds {1 + len(others)} runs, and answers are judged of one; name it")
+        raise refuse(
+            setting,
+            str(path.parent),
+            f"holds {1 + len(others)} runs, and the rules of [accuracy] apply to a single run; name one of them",
+        )
     report = load_answers(setting, path)
     if report is None:
         raise refuse(setting, str(path), "holds no answers of specbatch eval, which the rules of [accuracy] need")

@@ -75,14 +75,16 @@ def prefill_backend(
     if name == "triton":
         return _Triton()
     if dtype not in HALVES:
-        raise refuse(setting, name, "takes float16 and bfloat16 only; use triton, torch or auto")
+        raise refuse(setting, name, "supports float16 and bfloat16 only; use triton, torch or auto")
     if name == "flashinfer":
         if head_dim not in (64, 128, 256):
             raise refuse(setting, name, f"has no heads of {head_dim}, only 64, 128, 256; use triton, torch or auto")
         return _FlashInfer(_installed("flashinfer", name, setting))
     if head_dim > 256 or head_dim % 8:
         raise refuse(
-            setting, name, f"takes heads of up to 256 in steps of 8, not {head_dim}; use triton, torch or auto"
+            setting,
+            name,
+            f"supports head sizes up to 256 that are multiples of 8, not {head_dim}; use triton, torch or auto",
         )
     # FlashAttention 3 (Hopper) installs under its own name.
     module = "flash_attn_interface" if find_spec("flash_attn_interface") else "flash_attn"

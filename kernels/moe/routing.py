@@ -40,7 +40,7 @@ class Routing:
         if not 1 <= self.top_groups <= self.groups:
             raise refuse("topk_group", self.top_groups, f"use 1 to {self.groups}, the groups there are")
         if self.groups > 1 and (self.score == "softmax" or self.experts < 2 * self.groups):
-            raise refuse("n_group", self.groups, "groups are for sigmoid scores and have two experts or more; use 1")
+            raise refuse("n_group", self.groups, "groups need sigmoid scores and at least two experts each; use 1")
         if not 1 <= self.top_k <= self.experts // self.groups * self.top_groups:
             most = self.experts // self.groups * self.top_groups
             raise refuse("num_experts_per_tok", self.top_k, f"use 1 to {most}, the experts to choose from")

@@ -32,6 +32,8 @@ from specbatch.cli.sweep import sweep
 from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
 
+_UsageError: Any = typer.BadParameter.__mro__[1]  # Typer bundles Click or imports it, depending on its version
+
 
 class Commands(TyperGroup):
     """Turns exceptions of a command into a line on standard error and an exit status."""
@@ -41,6 +43,12 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except SpecbatchError as error:
             say(f"error: {error}")
+            raise typer.Exit(2) from error
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of commands
+                raise
+            where = error.ctx.command_path if error.ctx else f"{ctx.command_path} {ctx.invoked_subcommand}"
+            say(f"error: {' '.join(error.format_message().split()).rstrip('.')} (see {where} --help)")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as stop:
             say("; ".join(["interrupted", *map(str, stop.args)]))

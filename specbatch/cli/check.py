@@ -24,7 +24,7 @@ def check(
     ] = None,
     input_len: Annotated[int, Option(help="Tokens per random prompt.")] = 64,
     max_new_tokens: Annotated[
-        int, Option(help="Most tokens of an answer; for random prompts, exactly that many.")
+        int, Option(help="Maximum number of tokens per answer; for random prompts, exactly that many.")
     ] = 64,
     margin: Annotated[
         float | None,

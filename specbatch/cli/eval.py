@@ -38,7 +38,7 @@ def evaluate(
         Option("--thinking/--no-thinking", help="enable_thinking of the chat template. Default: the template's own."),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, Option(help="Most tokens of an answer. Default: the task's limit, else 512.")
+        int | None, Option(help="Maximum number of tokens per answer. Default: the task's limit, else 512.")
     ] = None,
     ablation: Annotated[
         bool, Option("--ablation", help="Compare baseline, v1, v2 and v2+piecewise in one run.")

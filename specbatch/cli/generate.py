@@ -46,7 +46,7 @@ def generate(
     top_p: Annotated[float, Option(help="Nucleus sampling; 1 is off.")] = 1.0,
     top_k: Annotated[int, Option(help="Sample from the K most likely tokens; 0 is off.")] = 0,
     min_p: Annotated[float, Option(help="Least probability relative to the most likely token; 0 is off.")] = 0.0,
-    max_new_tokens: Annotated[int, Option(help="Most tokens of an answer.")] = 128,
+    max_new_tokens: Annotated[int, Option(help="Maximum number of tokens per answer.")] = 128,
     stop: Annotated[
         list[str] | None, Option(help="Stop string, not included in the answer; can be given several times.")
     ] = None,

@@ -16,7 +16,7 @@ models = typer.Typer(no_args_is_help=True, help="List the known models, or downl
 
 @models.command("list")
 def list_models(as_json: Json = False) -> None:
-    """Show the known models: size, quantization, accuracy on GSM8K, licence, source, and whether each is in the cache.
+    """Show the known models: size, quantization, accuracy on GSM8K, license, source, and whether each is in the cache.
 
     smollm2-135m is a small download (Q4_1) for first steps; it scores about 1.5% on GSM8K.
 

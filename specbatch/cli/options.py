@@ -49,7 +49,7 @@ _PANELS = {
     **dict.fromkeys(
         ("max_running", "max_model_len", "page_size", "kv_pages", "memory_fraction", "prefill_chunk"), _BATCH
     ),
-    **dict.fromkeys(("prefix_cache", "kv_dtype", "float8_activations"), _CACHE),
+    **dict.fromkeys(("prefix_cache", "kv_dtype", "float8_activations", "state_dtype"), _CACHE),
 }
 _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the help texts
 # Option: type, default, and text to append to the help of the field.
@@ -73,8 +73,9 @@ def _derived() -> dict[str, EngineOption]:
     spec = EngineOption(
         str | None,
         None,
-        "off: no speculation, whatever else is given. v1: wait for each result before planning the next iteration. "
-        "v2: read results one iteration late. Default: v2 if --algorithm or --draft is given, else off.",
+        "off: no speculation, even if --algorithm or --draft is given. v1: wait for each result before planning the "
+        "next iteration. v2: read results one iteration late. "
+        "Default: v2 if --algorithm or --draft is given, else off.",
         _SPECULATION,
         "|".join(SPECS),
     )

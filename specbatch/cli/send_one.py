@@ -16,7 +16,7 @@ from specbatch.errors import refuse
 def send_one(
     engine: EngineOptions,
     prompt: Annotated[str | None, Option(help="The prompt. Default: some Python code.")] = None,
-    max_new_tokens: Annotated[int, Option(help="Most tokens of the answer.")] = 128,
+    max_new_tokens: Annotated[int, Option(help="Maximum number of tokens in the answer.")] = 128,
     stream: Annotated[bool, Option("--stream", help="Print the text as it is generated.")] = False,
     as_json: Json = False,
 ) -> None:

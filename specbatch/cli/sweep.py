@@ -14,7 +14,7 @@ from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, takes_eng
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.values import is_given, length, names, whole_number, whole_numbers
 from specbatch.config import EngineConfig
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def sweep(
         str | None,
         Option(
             help="gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. "
-            "Lines are as for generate, or MT-Bench's turns, of which only the first is asked. Default: gsm8k; with "
-            "--input-len random.",
+            "Lines have the format of generate, or MT-Bench's turns, of which only the first is used. Default: gsm8k; "
+            "with --input-len random.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
@@ -54,7 +54,7 @@ def sweep(
         str,
         Option(
             metavar="N|N-M",
-            help="Tokens of a random prompt, or a range of them; for gsp, after the shared prefix.",
+            help="Tokens per random prompt, or a range; for gsp, without the shared prefix.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = "128",
@@ -62,7 +62,7 @@ def sweep(
         str | None,
         Option(
             metavar="N|N-M",
-            help="Tokens of an answer, or a range of them; for text, at most that many. Default: 128; 48 on a CPU.",
+            help="Output tokens per answer, or a range; for text prompts, the maximum. Default: 128; 48 on a CPU.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
@@ -173,14 +173,14 @@ def sweep(
 
     specbatch sweep --dataset gsp --output-len 256 --request-rate 10 --concurrency 128
 
-    specbatch sweep --configs grid.toml --out sweeps/heads
+    specbatch sweep --configs grid.toml --out out/heads
 
     baseline does not speculate and runs schedule v2. v1 and v2 speculate with ngram, or with --algorithm and --draft.
     v2+piecewise also uses piecewise CUDA graphs for prefill. For gsp the prefix cache is on, and emptied before each
     point.
 
-    In a file of configurations each table is one, with options of this command as keys. A list gives one configuration
-    per value:
+    In a file of configurations each table defines one; its keys are options of this command. A list gives one
+    configuration per value:
 
     \\[baseline]
     spec = "off"
@@ -299,9 +299,15 @@ def _engines(engine: EngineOptions, configs: str, **settings: Any) -> dict[str, 
     settings["compares"] = True
     if not configs.endswith(SUFFIXES):
         return named(engine.having(spec="v2").config(**settings), names(configs))
-    return {
-        name: engine.updated(changes, name).config(**settings) for name, changes in read_grid(Path(configs)).items()
-    }
+    found = {}
+    for name, changes in read_grid(Path(configs)).items():
+        where = f"{configs}: {name}"
+        options = engine.updated(changes, where)
+        try:
+            found[name] = options.config(**settings)
+        except SpecbatchError as error:
+            raise refuse("configs", where, str(error)) from error
+    return found
 
 
 def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[str], bool]) -> HttpEngine | None:

@@ -42,7 +42,9 @@ def train_draft(
         Option(help="Instead of --data: answers.jsonl of an earlier run for this model.", rich_help_panel=_DATA),
     ] = None,
     limit: Annotated[int | None, Option(help="Use only the first N prompts.", rich_help_panel=_DATA)] = None,
-    max_new_tokens: Annotated[int, Option(help="Most tokens of an answer.", rich_help_panel=_DATA)] = ANSWER_TOKENS,
+    max_new_tokens: Annotated[
+        int, Option(help="Maximum number of tokens per answer.", rich_help_panel=_DATA)
+    ] = ANSWER_TOKENS,
     temperature: Annotated[
         float, Option(help="Sampling temperature of the answers; 0 is greedy.", rich_help_panel=_DATA)
     ] = 0.0,

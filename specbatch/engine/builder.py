@@ -89,7 +89,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
-        works = f"the weights are {type_name(shared.dtype)} on {shared.device}; ask for the same"
+        works = f"the weights are {type_name(shared.dtype)} on {shared.device}; use the same"
         raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
@@ -101,7 +101,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
     if not config.float8_activations and not quantizes_activations(True, dtype, device, target.config, draft.config):
-        log("float8_activations: off, which changes nothing: with on, this model has no FP8 GEMM here either")
+        log("float8_activations: off has no effect: this model has no FP8 GEMM on this device")
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
@@ -121,7 +121,7 @@ def build(
     plan = memory_plan(prepared, share, is_shared=shared is not None)
     config = prepared.config
     if config.prefix_cache and plan.states and not plan.cached_states:
-        log("prefix cache: off, as no state of a prefix fits beside the KV pages; use a higher memory_fraction")
+        log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
         prepared = prepared._replace(config=replace(config, prefix_cache=False))
     log(f"speculation: {config.speculation}")
     if config.speculation.is_auto:

@@ -295,7 +295,7 @@ class Engine:
             return
         if self._state == "closed":
             raise SpecbatchError("the engine is closed: build a new one")
-        raise SpecbatchError("the engine is busy: finish or close the stream that is open before the next one")
+        raise SpecbatchError("the engine is busy: finish or close the open stream first")
 
     def _check_sharing(self, config: EngineConfig) -> None:
         """Refuse to share the weights with an engine that needs others."""
@@ -303,7 +303,7 @@ class Engine:
             raise refuse("weights_of", "a closed engine", "share the weights of an open one")
         for name in ("model", "load_format", "seed"):
             if getattr(config, name) != getattr(self.config, name):
-                works = f"the weights are those of {name}={getattr(self.config, name)!r}; ask for the same"
+                works = f"the weights are those of {name}={getattr(self.config, name)!r}; use the same"
                 raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
 
     def _step(self) -> bool:

@@ -50,7 +50,7 @@ class MemoryPlan:
             yield f"  draft      {size_text(self.draft_weights)}"
         yield f"  KV pages   {size_text(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
         if self.states:
-            kept = f", of {self.cached_states} prefixes too" if self.cached_states else ""
+            kept = f", including those of {self.cached_states} cached prefixes" if self.cached_states else ""
             yield f"  states     {size_text(self.states)} of recurrent layers{kept}"
         yield f"  workspace  {size_text(self.workspace)} (activations, logits and the batch's tables)"
         if self.graphs:
@@ -58,7 +58,7 @@ class MemoryPlan:
         if self.kv_pages < self.wanted_pages:
             yield (
                 f"  the pool holds {self.kv_pages} of the {self.wanted_pages} pages that max_running requests of "
-                f"max_model_len={self.max_model_len} tokens could need; more will wait or be retracted"
+                f"max_model_len={self.max_model_len} tokens could need; when it is full, requests wait or are retracted"
             )
 
     def out_of_memory(self, doing: str) -> SpecbatchError:

@@ -78,7 +78,8 @@ def changes(before: EvalAnswers, after: EvalAnswers, filter: str, metric: str) -
     old, new = (_verdicts(report, filter, metric) for report in (before, after))
     if apart := sorted(doc for doc in {*old, *new} if old.get(doc, ("",))[0] != new.get(doc, ("",))[0]):
         raise SpecbatchError(
-            f"the answers do not pair: question {apart[0]} and {len(apart) - 1} more were asked otherwise or not at all"
+            f"the answers cannot be paired: question {apart[0]} and {len(apart) - 1} more have another prompt or are "
+            "missing in one run"
         )
     lost = tuple(doc for doc in old if old[doc][1] and not new[doc][1])
     gained = tuple(doc for doc in old if new[doc][1] and not old[doc][1])

@@ -172,7 +172,8 @@ def _same_model(path: Path, header: Header, target: Checkpoint) -> None:
     differs = [name for name in now if name not in _TOLD and header[name] != now[name]]
     if differs:
         there, here = ("{model} ({origin})".format_map(who) for who in (header, now))
-        works = f"{there} answered, and the target is {here}, with another {describe_differences(header, now, differs)}"
+        other = describe_differences(header, now, differs)
+        works = f"{there} generated these answers, but the target is {here}, with another {other}"
         raise refuse("answers", str(path), f"{works}; use that model, or --data to generate answers with this one")
 
 

@@ -62,7 +62,7 @@ class Source:
             raise refuse(
                 "answers",
                 str(self.answers),
-                f"no prompts are answered with it; leave out the settings of answering ({how})",
+                f"no prompts are answered in this run; leave out the settings of generation ({how})",
             )
 
 

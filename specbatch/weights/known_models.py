@@ -63,7 +63,7 @@ class KnownModel:
     file: str
     size: int
     sha256: str
-    licence: str
+    license: str
     format: str
     gsm8k: str
     source: Wheel | HubFile
@@ -89,7 +89,7 @@ KNOWN_MODELS = {
             file="smollm2-135m-instruct-q4_1.gguf",
             size=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            licence="Apache-2.0",
+            license="Apache-2.0",
             format="GGUF Q4_1",
             gsm8k="about 1.5% (next to nothing)",
             source=Wheel(
@@ -105,7 +105,7 @@ KNOWN_MODELS = {
             file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
             size=491_400_064,
             sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-            licence="Apache-2.0",
+            license="Apache-2.0",
             format="GGUF Q4_K_M",
             gsm8k="10.5% (200 questions)",
             source=HubFile(
@@ -120,7 +120,7 @@ KNOWN_MODELS = {
             file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
             size=1_117_320_768,
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-            licence="Apache-2.0",
+            license="Apache-2.0",
             format="GGUF Q4_K_M",
             gsm8k="42% (100 questions)",
             source=HubFile(
@@ -134,7 +134,7 @@ KNOWN_MODELS = {
 
 
 def rows() -> list[dict[str, str]]:
-    """The registry as a table: name, size, format, accuracy, licence, origin, source, sha256, and whether it is in the
+    """The registry as a table: name, size, format, accuracy, license, origin, source, sha256, and whether it is in the
     cache."""
     return [
         {
@@ -142,7 +142,7 @@ def rows() -> list[dict[str, str]]:
             "size": f"{model.size / 1e6:,.0f} MB",
             "format": model.format,
             "GSM8K 5-shot": model.gsm8k,
-            "licence": model.licence,
+            "license": model.license,
             "origin": model.origin,
             "from": str(model.source),
             "sha256": model.sha256,
@@ -162,14 +162,14 @@ def pull(name: str, log: Log | None = None, copy: Path | None = None) -> Path:
     model = KNOWN_MODELS.get(name)
     if model is None:
         raise refuse("model", name, f"known names are {', '.join(KNOWN_MODELS)}")
+    if copy is not None:  # first of all, so that a wrong file is an error even if the model is in the cache
+        _check(model, copy, "give the file that 'specbatch models list --json' describes")
     if model.path.is_file():
         if file_hash(model.path) == model.sha256:
             return model.path
         model.path.unlink()  # damaged since it was stored
-    if copy is not None:
-        _check(model, copy, "give the file that 'specbatch models list --json' describes")
-    elif log:
-        log(f"downloading {model.name} ({model.size / 1e6:,.0f} MB, {model.licence}) from {model.source}")
+    if copy is None and log:
+        log(f"downloading {model.name} ({model.size / 1e6:,.0f} MB, {model.license}) from {model.source}")
     with staging(3 * model.size if copy is None else model.size) as scratch:
         if copy is not None:
             found = _from_copy(copy, scratch)

@@ -98,7 +98,7 @@ class Workload:
         if self.is_random:
             for name in ("chat_template", "thinking"):
                 if getattr(self, name) is not None:
-                    raise refuse(name, getattr(self, name), f"{self.dataset} prompts are no text; leave it out")
+                    raise refuse(name, getattr(self, name), f"{self.dataset} prompts are not text; leave it out")
             return
         if not isinstance(self.output_len, int):
             raise refuse(

@@ -7,6 +7,10 @@ import pytest
 GOOD = '{"prompt": "a"}'
 # command line ({in}: a file with the given lines, {tmp}: a folder) | the file's lines | part of the error message
 REFUSED = [
+    ("eval t --limit x", [], "Invalid value for '--limit'"),
+    ("eval t --no-such-option", [], "No such option: --no-such-option (see "),
+    ("generate", [], "generate --help)"),
+    ("no-such-command", [], "No such command 'no-such-command'"),
     ("eval t --spec v3", [], "spec='v3': use one of off, v1, v2"),
     ("eval t --algorithm magic", [], "algorithm='magic': use one of none, ngram, standalone"),
     ("eval t --algorithm standalone", [], "draft=None:"),
@@ -40,7 +44,7 @@ REFUSED = [
     ("sweep --burst 0", [], "burst=0:"),
     ("sweep --burst 8", [], "burst=8: give --request-rate"),
     ("sweep --burst all --request-rate 2", [], "request_rate=2.0: all prompts arrive at once"),
-    ("sweep --dataset random --thinking", [], "thinking=True: random prompts are no text"),
+    ("sweep --dataset random --thinking", [], "thinking=True: random prompts are not text"),
     ("sweep --dataset {in} --no-thinking", [GOOD], "no prompt is rendered by a chat template"),
     ("eval t --thinking", [], "thinking=True: is a switch of the chat template; add --chat-template"),
     (

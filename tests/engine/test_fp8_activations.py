@@ -63,7 +63,7 @@ PLAIN = {key: value for key, value in DENSE.items() if key != "quantization_conf
 KEPT = "float8 weights: kept"
 ON = "float8 activations: on, quantized per token and 128 columns"
 OFF = "float8 activations: off, they are float16"
-NOTHING = "float8_activations: off, which changes nothing: with on, this model has no FP8 GEMM here either"
+NOTHING = "float8_activations: off has no effect: this model has no FP8 GEMM on this device"
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 GRAPHS = Graphs(decode="whole", prefill="piecewise")

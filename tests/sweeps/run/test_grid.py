@@ -78,7 +78,7 @@ def test_a_file_overrides_the_command_line(tmp_path: Path) -> None:
         ('[a]\ndraft = ["heads/a/b", "heads/a_b"]', "a draft=heads/a/b has a folder of that name, too"),
         ('["a spec=v1"]\nspec = "v2"\n[a]\nspec = ["v1", "v2"]', "a spec=v1 has a folder of that name, too"),
         (f'[a]\ndraft = ["{"x" * 255}", "y"]', "too long for a folder's name"),
-        ('[a]\nspec = "v3"', "spec='v3'"),
+        ('[a]\nspec = "v3"', "spec='v3': use one of"),
     ],
 )
 def test_refused_files(tmp_path: Path, text: str, says: str) -> None:
@@ -87,6 +87,7 @@ def test_refused_files(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(SpecbatchError) as refused:
         _engines(EngineOptions(device="cpu"), str(path))
     assert says in str(refused.value)
+    assert f"{path}" in str(refused.value)
 
 
 def test_true_and_false_are_yamls_only_booleans(tmp_path: Path) -> None:
