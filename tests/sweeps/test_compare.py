@@ -171,7 +171,7 @@ def test_failed_unfinished_and_unreplayed_points_are_noted(tmp_path):
     assert f"INCOMPLETE: {new} concurrency 4: 11 of 12 prompts finished" in notes
     assert f"FAILED: {new} concurrency 8: no memory" in notes
     assert {row.size for row in compare(old, new).rows} == {4}
-    with pytest.raises(SpecbatchError, match="no number in common"):
+    with pytest.raises(SpecbatchError, match="no metric in common"):
         compare(old / "v1" / "c8", new / "v1" / "c8")
 
 

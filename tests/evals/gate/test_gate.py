@@ -113,9 +113,9 @@ def test_questions_pair_by_number_and_prompt(put, policy):
     for number, spoil in enumerate([lambda rows: rows[2].update(prompt_hash="x"), lambda rows: rows.pop(2)]):
         other = make_report("1100")
         spoil(other.questions)
-        with pytest.raises(SpecbatchError, match="do not pair: question 2 and 0 more"):
+        with pytest.raises(SpecbatchError, match="cannot be paired: question 2 and 0 more"):
             changes(old, other, "loose", "match")
-        with pytest.raises(SpecbatchError, match="do not pair: question 2"):
+        with pytest.raises(SpecbatchError, match="cannot be paired: question 2"):
             run_gate(policy(RULES), put(f"other {number}", other), put(f"again {number}", old))
 
 
@@ -144,7 +144,7 @@ def test_what_no_verdict_can_be_made_of(put, policy, tmp_path):
     (tmp_path / "two").mkdir()
     put("two/1", make_report("1100"))
     put("two/2", make_report("1100"))
-    with pytest.raises(SpecbatchError, match="holds 2 runs, and answers are judged of one"):
+    with pytest.raises(SpecbatchError, match="holds 2 runs, and the rules"):
         run_gate(policy(RULES), tmp_path / "two", old)
 
 
