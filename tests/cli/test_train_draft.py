@@ -37,7 +37,7 @@ REFUSED = [
     ("--algorithm eagle3 --data {in} --lr 0", "lr=0.0: use a number above 0"),
     ("--algorithm eagle3 --data {in} --lr 3", "lr=3.0:"),
     ("--algorithm eagle3 --data {in} --limit 0", "limit=0:"),
-    ("--algorithm eagle3 --answers {in} --max-new-tokens 3", "in.jsonl': no prompts are answered in this run; leave out"),
+    ("--algorithm eagle3 --answers {in} --max-new-tokens 3", "no prompts are answered in this run; leave out"),
     ("--algorithm eagle3 --data {in} --temperature -1", "temperature=-1.0:"),
     ("--algorithm eagle3 --data {in} --batch-tokens 100", "batch_tokens=100: use at least max_len=1024"),
     ("--algorithm eagle3 --data {in} --max-len 9000000 --batch-tokens 9000000", "positions; use at most that"),
