@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Decoder:
-    """Random weights with sharp logits, so that an argmax is no matter of rounding."""
+    """Random weights with sharp logits, so that rounding does not change an argmax."""
     config = ModelConfig.from_dict(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -50,7 +51,7 @@ def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Decoder:
 
 
 class Bench:
-    """Rows of a batch in scattered slots and pages, each with the text that the plain references go by."""
+    """Rows of a batch in scattered slots and pages, each with its text for the plain references."""
 
     def __init__(self, prompts: list[list[int]], width: int = 128) -> None:
         count = len(prompts)
@@ -81,7 +82,7 @@ class Bench:
         )
 
     def way_of(self, model: Decoder) -> tuple[EagerForward, KVCache]:
-        """Its way through a prompt, and its cache."""
+        """Its prefill forward pass, and its cache."""
         cache = self.cache_for(model)
         return EagerForward(model, cache), cache
 
@@ -103,7 +104,7 @@ class Bench:
             drafter.prefill(self.batch, metadata, features)
 
     def step(self, drafts: int, *, spare: int = 0, **sampling: Any) -> StepInput:
-        """One iteration over all rows. `spare`: how far the bound lies above what this iteration can reach."""
+        """One iteration over all rows. `spare`: slots reserved beyond what this iteration can fill."""
         lengths = self.batch.lengths[self.rows]
         bound = int(lengths.max()) + drafts + 1 + spare
         count = len(self.texts)
@@ -129,8 +130,14 @@ class Bench:
             ),
         )
 
+    def acceptances(self, count: int, randomness: random.Random) -> list[list[int]]:
+        """Accepted drafts per turn and row: all, none, all twice in a row, and random counts."""
+        rows = len(self.texts)
+        turns = [[count] * rows, [0] * rows, [count] * rows, [count] * rows]
+        return turns + [[randomness.randint(0, count) for _ in range(rows)] for _ in range(3)]
+
     def commit(self, drafts: torch.Tensor, accepted: list[int], bonus: list[int]) -> None:
-        """What an iteration does after its verify: all its tokens are written, those behind the bonus are stale."""
+        """Commits like an iteration: writes all its tokens; those after the bonus token are stale."""
         for index, (row, text) in enumerate(zip(self.rows.tolist(), self.texts, strict=True)):
             kept = [*drafts[index, : accepted[index]].tolist(), bonus[index]]
             written = kept + drafts[index, accepted[index] :].tolist()

@@ -1,4 +1,4 @@
-"""A draft model with a cache of its own against the same model run from scratch on the whole text at every step."""
+"""A draft model with its own KV cache matches the same model run without a cache on the whole text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import pytest
 import torch
 from crossed import crossed
 from scipy import stats
+from uncached import run_text
 
-from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip
-from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
-from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder
 from specbatch.runtime.prefill_forward import EagerForward
 
@@ -24,38 +22,15 @@ VOCABULARY = 13
 LENGTHS = (2, 3, 5, 6, 13, 21)
 
 
-def from_scratch(model: Decoder, text: list[int]) -> torch.Tensor:
-    """Logits [V] behind a text, with nothing kept from before."""
-    cache = KVCache(
-        model.config,
-        len(model.layers),
-        1,
-        len(text),
-        torch.float32,
-        torch.device("cpu"),
-        prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
-    )
-    metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
-    return model.logits(model.forward(torch.tensor(text), metadata.positions, metadata.bind(cache)).last[-1:])[0]
-
-
 def greedy_chain(model: Decoder, text: list[int], count: int) -> list[int]:
     longer = list(text)
     for _ in range(count):
-        longer.append(int(from_scratch(model, longer).argmax()))
+        longer.append(int(run_text(model, longer)[0].argmax()))
     return longer[len(text) :]
 
 
 def prompts(randomness: random.Random) -> list[list[int]]:
     return [[randomness.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
-
-
-def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
-    """Per turn and row: all, none, all twice in a row, and everything between."""
-    rows = len(LENGTHS)
-    turns = [[count] * rows, [0] * rows, [count] * rows, [count] * rows]
-    turns += [[randomness.randint(0, count) for _ in range(rows)] for _ in range(3)]
-    return turns
 
 
 @pytest.mark.parametrize(("count", "chunk"), crossed([4, 2, 1], [3, 4, 1000]))
@@ -64,7 +39,7 @@ def test_greedy_chain_matches_uncached_model(bench: Any, tiny: Any, count: int, 
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
     drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
     here.prefill(drafter, chunk)
-    for turn, accepted in enumerate(acceptances(count, randomness)):
+    for turn, accepted in enumerate(here.acceptances(count, randomness)):
         proposal = drafter.propose(here.step(count, spare=(0, 6)[turn % 2]))
         assert proposal.probabilities is None
         assert proposal.drafted.tolist() == [count] * len(LENGTHS)
@@ -73,26 +48,16 @@ def test_greedy_chain_matches_uncached_model(bench: Any, tiny: Any, count: int, 
 
 
 def test_cached_keys_match_uncached_model(bench: Any, tiny: Any) -> None:
-    """Also of the last draft where all were accepted: no argmax would show a small error in it."""
+    """Including the last draft after full acceptance: an argmax would not show a small error in it."""
     randomness = random.Random(7)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
     cache = here.cache_for(model)
     drafter = DraftModelChain(model, EagerForward(model, cache), cache, VOCABULARY)
     here.prefill(drafter)
-    for accepted in acceptances(3, randomness):
+    for accepted in here.acceptances(3, randomness):
         proposal = drafter.propose(here.step(3))
         for row, text in zip(here.rows.tolist(), here.texts, strict=True):
-            fresh = KVCache(
-                model.config,
-                2,
-                1,
-                len(text),
-                torch.float32,
-                torch.device("cpu"),
-                prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
-            )
-            metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
-            model.forward(torch.tensor(text), metadata.positions, metadata.bind(fresh))
+            _, fresh = run_text(model, text)
             places = torch.arange(len(text))
             pages = here.batch.page_table[row, places // 4]
             for ours, theirs in zip(cache.k + cache.v, fresh.k + fresh.v, strict=True):
@@ -124,14 +89,14 @@ SAMPLING = {
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_sampled_drafts_follow_the_reported_distribution(bench: Any, tiny: Any, truncated: bool) -> None:
-    """q is the law of the model run from scratch, at the row's own temperature and truncation, and each draft is drawn
-    from it with the coin of its own position."""
+    """q matches the uncached model at the row's own temperature and truncation, and each draft is sampled
+    from it with the random number of its own position."""
     randomness = random.Random(11)
     count, model, here = 3, tiny(VOCABULARY), bench(prompts(randomness))
     drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
     here.prefill(drafter)
     setting = SAMPLING if truncated else {"temperature": SAMPLING["temperature"]}
-    for accepted in acceptances(count, randomness):
+    for accepted in here.acceptances(count, randomness):
         step = here.step(count, **setting)
         proposal = drafter.propose(step)
         q = proposal.probabilities
@@ -140,12 +105,12 @@ def test_sampled_drafts_follow_the_reported_distribution(bench: Any, tiny: Any, 
         assert q.dtype == torch.float32
         for index, text in enumerate(here.texts):
             for place in range(count):
-                logits = from_scratch(model, text + proposal.tokens[index, :place].tolist())
+                logits = run_text(model, text + proposal.tokens[index, :place].tolist())[0]
                 parameters = [item[index : index + 1] for item in setting.values()]
                 expected = probabilities_ref(logits[None], *parameters)[0]
                 torch.testing.assert_close(q[index, place], expected, rtol=0, atol=1e-5)
-                coin = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
-                assert proposal.tokens[index, place] == sample_ref(q[index, place], coin)
+                number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+                assert proposal.tokens[index, place] == sample_ref(q[index, place], number)
         greedy = [1, 4]
         assert proposal.tokens[greedy].tolist() == [greedy_chain(model, here.texts[index], count) for index in greedy]
         here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
@@ -162,7 +127,7 @@ def test_sampled_draft_frequencies_match_the_distribution(bench: Any, tiny: Any)
     assert torch.allclose(first, first[:1].expand_as(first), atol=1e-6)
     joint = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     for token in range(VOCABULARY):
-        joint[token] = from_scratch(model, [5, 2, 7, token]).double().softmax(-1)
+        joint[token] = run_text(model, [5, 2, 7, token])[0].double().softmax(-1)
     expected = (first[0][:, None] * joint).flatten() * rows
     counts = (proposal.tokens[:, 0] * VOCABULARY + proposal.tokens[:, 1]).bincount(minlength=VOCABULARY**2)
     rare = expected < 5
@@ -193,7 +158,7 @@ def test_draft_of_another_hidden_size_uses_the_targets_vocabulary(
             assert not q[..., vocabulary:].any()
             torch.testing.assert_close(q.sum(-1), torch.ones(len(LENGTHS), 3))
             for index, text in enumerate(here.texts):
-                logits = from_scratch(model, text)[:VOCABULARY]
+                logits = run_text(model, text)[0][:VOCABULARY]
                 expected = (logits / temperature).softmax(-1)
                 torch.testing.assert_close(q[index, 0, : len(expected)], expected, rtol=0, atol=1e-5)
         here.commit(proposal.tokens, [3] * len(LENGTHS), [0] * len(LENGTHS))
@@ -201,7 +166,7 @@ def test_draft_of_another_hidden_size_uses_the_targets_vocabulary(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_outside_the_draft_vocabulary_are_handled(bench: Any, tiny: Any, temperature: float) -> None:
-    """A target's rows behind its vocabulary stand for no text, but nothing keeps it from choosing one."""
+    """Rows past a target's vocabulary are padding, but the target may still select one."""
     model, known = tiny(9), 9
     here = bench([[VOCABULARY - 1] * length for length in LENGTHS])
     drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)

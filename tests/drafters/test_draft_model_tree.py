@@ -1,4 +1,4 @@
-"""A draft's trees against the same model run from scratch on every text, over the life of a batch."""
+"""Trees of a draft model match the same model without a cache, over many iterations of a batch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
+from uncached import run_text
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.draft_model import DraftModelTree, plan
 from specbatch.drafters.tree import expand
-from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.sampling.tree_verify import walk_tree_ref
-from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.runtime.prefill_forward import EagerForward
 
@@ -28,16 +26,8 @@ FIELDS = ("draft_steps", "draft_topk", "draft_tokens")
 SHAPES = [DraftShape(1, 3, 2), DraftShape(3, 2, 6), DraftShape(4, 3, 5), DraftShape(2, 3, 12)]
 
 
-def from_scratch(model: Decoder, text: list[int]) -> tuple[torch.Tensor, KVCache]:
-    """Logits [V] behind a text, with nothing kept from before; and the keys it leaves, in page 1."""
-    backend = prefill_backend("torch", torch.device("cpu"), torch.float32, 16)
-    cache = KVCache(model.config, len(model.layers), 1, len(text), torch.float32, torch.device("cpu"), backend)
-    metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
-    return model.logits(model.forward(torch.tensor(text), metadata.positions, metadata.bind(cache)).last[-1:])[0], cache
-
-
 def wanted_tree(model: Decoder, text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
-    """The texts of the nodes, by the same expansion over logits from scratch."""
+    """The texts of the nodes, by the same expansion over uncached logits."""
     nodes: list[list[int]] = [[]]
 
     def run(beams: Any) -> torch.Tensor:
@@ -45,9 +35,9 @@ def wanted_tree(model: Decoder, text: list[int], shape: DraftShape) -> set[tuple
         parents = nodes[-width:] if beams.first > 1 else nodes
         fresh = [[*parents[int(beams.origin[0, k])], int(beams.tokens[0, k])] for k in range(width)]
         nodes.extend(fresh)
-        return torch.stack([from_scratch(model, text + node)[0] for node in fresh])[None]
+        return torch.stack([run_text(model, text + node)[0] for node in fresh])[None]
 
-    tokens, words = expand(from_scratch(model, text)[0][None], shape, run)
+    tokens, words = expand(run_text(model, text)[0][None], shape, run)
     return texts_of(tokens[0].tolist(), words[0].tolist())
 
 
@@ -56,7 +46,7 @@ def texts_of(tokens: list[int], words: list[int]) -> set[tuple[int, ...]]:
 
 
 class Life:
-    """Verifies that accept what they are told to, as an iteration does it."""
+    """Iterations whose verify accepts a given path."""
 
     def __init__(self, bench: Any, tiny: Any, shape: DraftShape, chunk: int = 1000) -> None:
         self.randomness = random.Random(shape.tokens)
@@ -89,9 +79,9 @@ class Life:
         self.drafter.update(step, Features(torch.empty(0), None), accepted, path)
 
     def check_keys(self, missing: int) -> None:
-        """Are the cached keys and values those of the texts, but for so many of the newest positions?"""
+        """Checks that the cached KV matches the texts, except for `missing` newest positions."""
         for row, text in zip(self.here.rows.tolist(), self.here.texts, strict=True):
-            _, fresh = from_scratch(self.model, text)
+            _, fresh = run_text(self.model, text)
             places = torch.arange(max(len(text) - missing, 0))
             pages = self.here.batch.page_table[row, places // 4]
             for ours, theirs in zip(self.cache.k + self.cache.v, fresh.k + fresh.v, strict=True):
@@ -129,7 +119,7 @@ def test_cached_keys_match_uncached_model(bench: Any, tiny: Any, shape: DraftSha
 
 
 def test_reused_row_starts_fresh(bench: Any, tiny: Any) -> None:
-    """What the request before it had accepted is forgotten with its prompt's pass."""
+    """The prefill of a new request clears what the previous one had accepted."""
     life = Life(bench, tiny, SHAPES[1])
     for _ in range(2):
         step, proposal = life.propose()
@@ -147,7 +137,7 @@ def test_reused_row_starts_fresh(bench: Any, tiny: Any) -> None:
 
 
 def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:
-    """However much is accepted of what they were given."""
+    """For any number of accepted drafts."""
     life = Life(bench, tiny, SHAPES[1])
     life.here.rows = torch.zeros(len(LENGTHS), dtype=torch.int64)
     kept = [item[1:].clone() for item in (*life.cache.k, *life.cache.v)]

@@ -1,4 +1,4 @@
-"""N-gram drafts over the life of a batch against a search in plain Python."""
+"""N-gram drafts match a plain Python search over many iterations of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specbatch.drafters.ngram import NGram
 
 
 def lookup(text: list[int], longest: int, shortest: int, count: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest suffix, read on as it is written; [] if none."""
+    """The tokens after the latest earlier occurrence of the longest suffix, possibly overlapping itself; [] if none."""
     for length in range(longest, shortest - 1, -1):
         for start in range(len(text) - length - 1, -1, -1):
             if text[start : start + length] == text[len(text) - length :]:

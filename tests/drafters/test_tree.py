@@ -1,4 +1,4 @@
-"""Trees of drafts against best-first searches in plain Python, over laws that depend on the whole text."""
+"""Draft trees match a best-first search in plain Python over distributions that depend on the whole text."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ Expand = Callable[[torch.Tensor, DraftShape, Callable[[Beams], torch.Tensor]], t
 
 
 @cache
-def law(seed: int, vocabulary: int, text: Text) -> list[float]:
-    """Logits behind a text, none equal to another; every third law is sharp."""
+def logits_after(seed: int, vocabulary: int, text: Text) -> list[float]:
+    """Logits after a text without ties; about every third distribution is sharp."""
     randomness = random.Random(f"{seed} {text}")
     sharp = 6.0 if randomness.random() < 0.3 else 1.0
     return [randomness.gauss(0, sharp) for _ in range(vocabulary)]
 
 
 def score(seed: int, vocabulary: int, text: Text) -> float:
-    """Logarithm of the chance of a text."""
+    """Log probability of a text."""
     total = 0.0
     for place, token in enumerate(text):
-        logits = law(seed, vocabulary, text[:place])
+        logits = logits_after(seed, vocabulary, text[:place])
         total += logits[token] - math.log(sum(map(math.exp, logits)))
     return total
 
 
 def search(seed: int, vocabulary: int, shape: DraftShape) -> list[Text]:
-    """The texts of the kept nodes: beams of the best `topk` of each level, the best of all that they led to."""
+    """The texts of the kept nodes: beams of the best `topk` per level, then the best of all their children."""
     pool: list[Text] = []
     beams: list[Text] = [()]
     for _ in range(shape.steps):
         children = []
         for beam in beams:
-            logits = law(seed, vocabulary, beam)
+            logits = logits_after(seed, vocabulary, beam)
             order = sorted(range(vocabulary), key=lambda token: -logits[token])
             children += [(*beam, token) for token in order[: shape.topk]]
         pool += children
@@ -59,12 +59,14 @@ def search(seed: int, vocabulary: int, shape: DraftShape) -> list[Text]:
 
 
 def run_expansion(rule: Expand, seeds: list[int], vocabulary: int, shape: DraftShape) -> list[list[Text]]:
-    """The texts of the nodes of each sequence's tree; what is asked of the draft meanwhile is checked."""
+    """The texts of the nodes of each sequence's tree; also checks the beams given to the draft."""
     known: list[list[Text]] = [[()] for _ in seeds]  # of the nodes that were run, the root first
     width = [1]
 
     def logits(texts: list[list[Text]]) -> torch.Tensor:
-        return torch.tensor([[law(seed, vocabulary, t) for t in row] for seed, row in zip(seeds, texts, strict=True)])
+        return torch.tensor(
+            [[logits_after(seed, vocabulary, t) for t in row] for seed, row in zip(seeds, texts, strict=True)]
+        )
 
     def run(beams: Beams) -> torch.Tensor:
         assert beams.first == len(known[0])
@@ -123,7 +125,7 @@ def test_tree_matches_plain_python_search(case: tuple[int, DraftShape], seed: in
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", [DraftShape(3, 4, 4), DraftShape(4, 3, 3), DraftShape(2, 5, 4)], ids=str)
 def test_full_beam_tree_holds_the_most_likely_texts(seed: int, shape: DraftShape) -> None:
-    """No search among fewer than all texts is needed to say which these are."""
+    """An exhaustive search over all texts gives the expected ones."""
     texts = [t for length in range(1, shape.steps + 1) for t in itertools.product(range(5), repeat=length)]
     wanted = sorted(texts, key=lambda text: -score(seed, 5, text))[: shape.tokens]
     [found] = run_expansion(expand, [seed], 5, shape)
@@ -131,7 +133,7 @@ def test_full_beam_tree_holds_the_most_likely_texts(seed: int, shape: DraftShape
 
 
 def test_ties_keep_parents_before_children() -> None:
-    """A draft that is certain gives its children the parent's very score; the rest have none."""
+    """A certain draft gives its children exactly the parent's score; the others have -inf."""
     shape = DraftShape(4, 2, 5)
 
     def run(beams: Beams) -> torch.Tensor:
@@ -175,7 +177,7 @@ MUTANTS = {
 def test_mutated_expansion_is_detected(name: str) -> None:
     where, old, new = MUTANTS[name]
     source = inspect.getsource(where)
-    assert source.count(old) == 1, f"the expansion no longer says {old!r}: bring this mutant up to date"
+    assert source.count(old) == 1, f"the expansion no longer contains {old!r}: bring this mutant up to date"
     mutant: dict[str, Any] = {"__name__": "mutant"}
     exec(source.replace(old, new), mutant)
     module = mutant

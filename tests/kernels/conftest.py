@@ -1,5 +1,5 @@
 """Triton kernels run on the device where there is one, else in Triton's interpreter on the CPU (float32 and float16:
-its products of bfloat16 are wrong)."""
+its bfloat16 matmuls are wrong)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 def _hasten_the_interpreter() -> None:
     """Half of its time goes into putting the language's names in place again at each call of a function, and into
-    sums of overflows, of which it says nothing outside of its debug mode."""
+    overflow checks, which it reports in its debug mode only."""
     from triton.runtime import interpreter
 
     plain, met = interpreter.InterpretedFunction.__call__, set()

@@ -1,6 +1,6 @@
-"""The engine through its Triton kernels, which the interpreter runs on a CPU: where each is called, and with what.
+"""Engines on Triton kernels, run by the interpreter on a CPU: where each kernel is called, and with what.
 
-That the kernels are right is the other files' matter; here tokens must be those of naive decoding.
+Other files test the kernels themselves; here tokens must equal those of naive decoding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specbatch.kernels.sampling import (
     tree_verify_triton,
 )
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/test_gpu.py runs on it")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available: tests/test_gpu.py runs on it")
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -50,7 +50,7 @@ SPECULATIONS = {
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None]) -> set[str]:
-    """Engines' tensors count as a GPU's; the names of the kernels that are called."""
+    """Makes engines treat CPU tensors as a GPU's; collects the names of the kernels that are called."""
     called: set[str] = set()
 
     def spy(module: Any, name: str) -> None:
@@ -133,7 +133,7 @@ HYBRIDS = {
 
 @pytest.mark.parametrize(("name", "algorithm"), slow_but(list(HYBRIDS)[:1], HYBRIDS))
 def test_greedy_tokens_of_hybrids(targets: Targets, request: pytest.FixtureRequest, name: str, algorithm: str) -> None:
-    """Two drafts each: in verifies a part of what was verified before goes into the states."""
+    """Two drafts each: a verify replays the accepted part of the previous one into the states."""
     prompt, expected = targets.prompts(name)[4], targets.greedy(name, 4)[4]
     called = request.getfixturevalue("kernels")
     drafts = {"draft_tokens": 2, "draft_steps": 2} if algorithm != "ngram-tree" else {"draft_steps": 2}
@@ -192,7 +192,7 @@ def test_simulated_accept_length(toy: Any, kernel_engine: tuple[Callable[..., An
 
 
 class Recorder:
-    """`graphs.Recorder` on a CPU: a recording that runs its program again."""
+    """`graphs.Recorder` on a CPU: a replay runs the program again."""
 
     def __init__(self, device: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The kernel that reads memory must have read all of it."""
+"""The bandwidth kernel reads all of its input."""
 
 from __future__ import annotations
 

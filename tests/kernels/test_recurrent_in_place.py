@@ -1,4 +1,4 @@
-"""Steps that write their state at once, against verifies of one row of which that row is folded in next."""
+"""Single-row steps that update the recurrent state in place match verifies whose row is replayed by the next step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH = 3
 
 
 def replays(device: torch.device) -> list[StateReplay]:
-    """A verify behind a prompt, and the one after it, on device rows 1 and up."""
+    """A verify after a prompt, and the next verify, on slots 1 and up."""
     rows = torch.arange(1, BATCH + 1, device=device)
     return [StateReplay(rows, torch.full((BATCH + 1,), count, device=device)) for count in (0, 1)]
 

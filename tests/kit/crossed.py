@@ -1,4 +1,4 @@
-"""Combinations of parameters, few of which are enough for the quick tests."""
+"""Parameter combinations: full products for slow tests, small covering subsets for quick ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def crossed(*axes: Iterable[Any]) -> list[Any]:
-    """All combinations of the axes' values, for `parametrize`; a plain tuple stands for several arguments. All but a
+    """All combinations of the axes' values, for `parametrize`; a plain tuple holds several arguments. All but a
     diagonal are slow: it has as many combinations as the longest axis has values, and each value of every axis."""
     values = [list(axis) for axis in axes]
     diagonal = {tuple(place % len(axis) for axis in values) for place in range(max(map(len, values)))}
@@ -26,17 +26,17 @@ def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 
 def first_quick(count: int, values: Iterable[Any]) -> list[Any]:
-    """`values`, of which all but the first `count` are slow; a plain tuple stands for several arguments."""
+    """`values`, of which all but the first `count` are slow; a plain tuple holds several arguments."""
     return [_param([value], is_quick=place < count) for place, value in enumerate(values)]
 
 
 def pairwise(
     *axes: Sequence[Any], apart: Collection[tuple[int, int]] = (), possible: Callable[..., bool] = lambda *_: True
 ) -> list[tuple[Any, ...]]:
-    """Few of the combinations, in which each value of an axis meets each value of every other axis.
+    """A small subset of the product that covers every pair of values of two axes (pairwise testing).
 
-    apart: pairs of axes whose values need not meet; they still vary. possible: whether a combination may be asked for.
-    Greedy and deterministic: the first pair that is missing, completed by the values that add most, then the rarest.
+    apart: pairs of axes that need no coverage; they still vary. possible: whether a combination is valid.
+    Greedy and deterministic: takes the first missing pair and the combination that covers most, then the rarest values.
     """
     every = [item for item in itertools.product(*axes) if possible(*item)]
     places = [both for both in itertools.combinations(range(len(axes)), 2) if both not in apart]

@@ -24,7 +24,7 @@ GRAPHS = {
     "both": Graphs(decode="whole", prefill="piecewise"),
 }
 MEMORY = ("roomy", "tight", "no-cache")
-# Trees reserve so many slots that few requests run at a time, and none of a short text asks for another page.
+# Trees reserve so many slots that few requests run at a time, and short texts never need another page.
 RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash")
 
 NEW = 12
@@ -60,12 +60,12 @@ class Case:
 
     @property
     def keeps_seeds(self) -> bool:
-        """Drafts that are not sampled leave the sampled tokens of a seed as they are in the baseline."""
+        """Without sampled drafts, the tokens of a seed equal the baseline's."""
         return "tree" in self.drafter or self.drafter.startswith(("none", "ngram"))
 
     def settings(self) -> dict[str, Any]:
         found = {"graphs": GRAPHS[self.graphs], "prefill_chunk": 16} | settings_of(self.target, self.drafter)
-        if self.memory == "tight":  # little more than one request may need: others lose their pages
+        if self.memory == "tight":  # little more than one request needs: others are retracted
             rows = _rows(**SPECULATIONS[self.drafter])
             found |= {"max_model_len": 24, "page_size": 2, "kv_pages": 12 + rows + 4, "prefill_chunk": 8}
         if self.memory == "no-cache":
@@ -74,7 +74,7 @@ class Case:
 
 
 def settings_of(target: str, drafter: str) -> dict[str, Any]:
-    """What an engine needs for them: a random MTP head where the target's checkpoint holds none."""
+    """Extra engine settings: a random MTP head if the target's checkpoint has none."""
     return {"load_format": "dummy"} if drafter.startswith("mtp") and target not in MTP else {}
 
 
@@ -86,7 +86,7 @@ def _rows(algorithm: str = "none", *, draft_steps: int | None = None, **how: Any
 
 
 def cases(schedules: tuple[str, ...], graphs: tuple[str, ...]) -> list[Any]:
-    """For `parametrize`. Quick: each two values meet, of targets and drafters not all. Slow: all combinations, but with
+    """For `parametrize`. Quick: pairwise coverage, except target x drafter. Slow: all combinations, but with
     both kinds of graphs or none."""
     quick = pairwise(tuple(SPECULATIONS), schedules, graphs, MEMORY, tuple(TARGETS), apart=[(0, 4)])
     slow = itertools.product(SPECULATIONS, schedules, ("eager", "both"), MEMORY, TARGETS)
@@ -116,11 +116,11 @@ def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch, device: str) 
     for done, logits in zip(sampled, _logits(case, targets, sampled), strict=True):
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
         assert done.logprobs == pytest.approx(logprobs.tolist(), abs=1e-3)
-    # A retraction, or another number of drafts, begins verifies elsewhere: other random numbers decide there.
+    # After a retraction or another draft length, verifies start at other positions with other random numbers.
     if case.keeps_seeds or (case.memory == "roomy" and not case.is_auto):
         wanted = _sampled(targets, device, case.target, "none" if case.keeps_seeds else case.drafter)
         differing = sum(one != other for one, other in zip(_tokens(sampled), wanted, strict=True))
-        # On a device shapes differ in their rounding, and a random number may come to lie on the other side of it.
+        # On a GPU other shapes round differently, and one random number may fall on the other side of a boundary.
         assert differing <= (device == "cuda")
 
 
@@ -136,7 +136,7 @@ def _sampled(targets: Targets, device: str, target: str, drafter: str) -> list[l
 
 
 def _check_record(case: Case, engine: Engine) -> None:
-    """The case is what it claims to be."""
+    """Checks that the run exercised what the case claims."""
     record = engine.record()
     metrics, graphs = record.metrics, GRAPHS[case.graphs]
     if case.memory == "roomy":

@@ -97,8 +97,8 @@ def serving(script: Script) -> Iterator[str]:
                 now = range(sent, min(sent + script.piece, shown))
                 sent = now.stop
                 if broken.get("after", shown + 1) <= sent:
-                    if "says" in broken:
-                        self._write(broken["says"])
+                    if "body" in broken:
+                        self._write(broken["body"])
                     return
                 piece: dict[str, Any] = {"choices": [{"text": "".join(map(script.text, now)), "finish_reason": None}]}
                 if script.usage == "every":

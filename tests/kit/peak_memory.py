@@ -1,4 +1,4 @@
-"""What tensors take in memory on the way that they go on a GPU: kernels do nothing, what is made for them counts."""
+"""Peak memory of the GPU code path, measured on a CPU: kernels are stubs, their allocations count."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def peak_of(run: Callable[[], Any]) -> int:
 
 
 def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
-    """Everything goes the way of a GPU's tensors, and computes nothing."""
+    """Takes the code paths of GPU tensors, with kernels that compute nothing."""
     for kind in (JITFunction, InterpretedFunction):
         patch.setattr(kind, "run", lambda *_, **__: None)
     patch.setattr("specbatch.kernels.dispatch._forced", True)

@@ -1,4 +1,4 @@
-"""Records of a sweep that nobody ran: made up requests, with the numbers and counters that an engine makes of them."""
+"""Synthetic sweep records: made-up requests with the metrics and counters that an engine derives from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPS = {"max_running": 8, "max_model_len": 64, "kv_pages": 32, "page_size": 16, 
 
 
 def request(random: Random, index: int, drafts: int) -> Completion:
-    """40 verifies behind one first token."""
+    """40 verifies after one first token."""
     counts = Acceptance()
     left = []
     for step in range(40):

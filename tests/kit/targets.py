@@ -101,7 +101,7 @@ class Letters:
         return [self.decode([token]) for token in range(self.vocab_size)]
 
 
-# Of an embedding beside the layers: about every other token is then the one that it says.
+# Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
     "llama": 1.2,
     "qwen3-moe": 1.0,
@@ -117,7 +117,7 @@ STRENGTHS = {
 
 class TargetCheckpoint:
     """One of `TARGETS`, random, or "drafts", a Llama. Its texts half repeat themselves: on token 4n + i should follow
-    4n + (i + 1) % 4 by the embedding, and layers make another one of it about as often. Drafts go by the embedding:
+    4n + (i + 1) % 4 by the embedding, and layers make another one of it about as often. Drafts follow the embedding:
     "drafts", the MTP head beside a target and `eagle_head` have layers of little weight."""
 
     origin = "memory"
@@ -156,7 +156,7 @@ class TargetCheckpoint:
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]], scale: float) -> dict[str, torch.Tensor]:
-    """Matrices of `scale`; vectors, so that they matter, too, and states that forget slowly."""
+    """Random matrices of `scale`, random vectors, and states that decay slowly."""
     generator = torch.Generator().manual_seed(1)
     found = {}
     for name, shape in shapes.items():
@@ -169,7 +169,7 @@ def random_weights(shapes: dict[str, tuple[int, ...]], scale: float) -> dict[str
 
 
 def head_weights(shapes: dict[str, tuple[int, ...]], join: str, shift: float) -> dict[str, torch.Tensor]:
-    """Of a head whose `join` takes the token's embedding and little more; shift: added to vectors."""
+    """Weights of a head whose `join` mostly copies the token's embedding; shift: added to vectors."""
     found = random_weights(shapes, 0.1)
     hidden = shapes[join][0]
     found[join][:, :hidden] += torch.eye(hidden)
@@ -188,11 +188,11 @@ class Targets:
         self._folder = folder
 
     def prompts(self, name: str) -> list[list[int]]:
-        """Six, two of which begin with the same 9 tokens."""
+        """Six prompts, two of which share a prefix of 9 tokens."""
         return [prompt for prompt, _ in self._decoded(name)]
 
     def greedy(self, name: str, count: int) -> list[list[int]]:
-        """What follows on each of them, up to `LONGEST` tokens."""
+        """The greedy continuation of each prompt, up to `LONGEST` tokens."""
         assert count <= LONGEST
         return [tokens[:count] for _, tokens in self._decoded(name)]
 
@@ -218,7 +218,7 @@ class Targets:
 
     @cache  # noqa: B019
     def _decoded(self, name: str) -> list[tuple[list[int], list[int]]]:
-        """The whole texts again for every token; prompts where no two tokens are nearly as likely."""
+        """Recomputes the whole texts for every token; keeps prompts where no two tokens are almost tied."""
         generator = torch.Generator().manual_seed(3)
         shared = torch.randint(3, 37, (9,), generator=generator).tolist()
         drawn = [torch.randint(3, 37, (n,), generator=generator).tolist() for n in (11, 10, 5, 8, 1, 3, 7, 2)]

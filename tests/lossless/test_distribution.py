@@ -1,4 +1,4 @@
-"""Sampled tokens follow the target's filtered distribution, through whole engines and whatever is drafted."""
+"""Sampled tokens of whole engines follow the target's filtered distribution with every drafter."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def distribution(targets: Targets, target: str, prompt: list[int]) -> dict[tuple
 
 
 def p_value(counts: list[int], expected: list[float]) -> float:
-    """Of the chi-square test; texts that are expected less than five times count as one."""
+    """P-value of the chi-square test; texts expected fewer than five times are pooled."""
     common = [pair for pair in zip(counts, expected, strict=True) if pair[1] >= 5]
     observed, wanted = map(list, zip(*common, strict=True))
     rest = sum(expected) - sum(wanted)

@@ -1,4 +1,4 @@
-"""Speculative decoding is lossless: every drafter, on every target, in every schedule, from graphs, short of memory."""
+"""Speculative decoding is lossless for every drafter, target, schedule, graph mode and memory setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass takes in memory is what the plan keeps for it: counted where kernels go, which compute nothing here."""
+"""Peak activation memory of a pass matches the plan; kernels are replaced by stubs that only allocate."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from specbatch.weights.shapes import SHAPES
 
 CPU = torch.device("cpu")
 TOKENS = 512
-WIDE = {"intermediate_size": 400, "hidden_size": 96, "moe_intermediate_size": 72}  # MLPs are what takes most
-WIDE |= {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 100}
+LARGE = {"intermediate_size": 400, "hidden_size": 96, "moe_intermediate_size": 72}  # MLPs dominate
+LARGE |= {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 100}
 FAMILIES: dict[str, dict[str, Any]] = {**HYBRIDS, "llama": {"architectures": ["LlamaForCausalLM"]}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", [{}, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize("sizes", [{}, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_activations_match_the_plan(
     family: str, sizes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -49,7 +49,7 @@ def test_prefill_activations_match_the_plan(
 def test_drafter_activations_match_the_plan(
     targets: Targets, name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole pass of a prompt, with the features that a draft reads and its own keys and values."""
+    """A full prefill pass, including the features for the drafter and the drafter's own KV."""
     if algorithm == "mtp" and name not in MTP:
         return
     planned: list[int] = []

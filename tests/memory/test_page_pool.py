@@ -1,4 +1,4 @@
-"""Who owns which page: counts, and misuse that raises."""
+"""Reference-counted page allocator: counts, and errors on misuse."""
 
 from __future__ import annotations
 

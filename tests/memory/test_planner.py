@@ -1,4 +1,4 @@
-"""What fits: numbers, caps and refusals of the memory plan."""
+"""Memory planner: sizes, limits and refusals."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_slots_that_do_not_fit_are_refused() -> None:
 
 
 def test_recurrent_states_are_reserved_before_kv_pages() -> None:
-    """Those of prefixes take an eighth of what is left at most, and are not there without a prefix cache."""
+    """Cached states take at most an eighth of the remaining memory, and none without a prefix cache."""
     recurrent: dict[str, Any] = {"state_bytes": 3 * MIB, "cached_state_bytes": 2 * MIB}
     found, without = plan(**recurrent), plan(**recurrent, prefix_cache=False)
     room = without.available - without.weights - without.draft_weights - without.workspace - without.states
@@ -144,8 +144,8 @@ def test_recurrent_states_are_reserved_before_kv_pages() -> None:
     assert plan(**(recurrent | {"cached_state_bytes": 100 * MIB})).cached_states == 0
 
 
-@pytest.mark.parametrize("asked", [{"kv_pages": 355}, {"max_model_len": 355 * 16 - 10, "model_len": 9000}])
-def test_explicit_settings_take_precedence_over_cached_states(asked: dict[str, int]) -> None:
-    found = plan(state_bytes=3 * MIB, cached_state_bytes=2 * MIB, **asked)
+@pytest.mark.parametrize("settings", [{"kv_pages": 355}, {"max_model_len": 355 * 16 - 10, "model_len": 9000}])
+def test_explicit_settings_take_precedence_over_cached_states(settings: dict[str, int]) -> None:
+    found = plan(state_bytes=3 * MIB, cached_state_bytes=2 * MIB, **settings)
     assert found.cached_states == 4
     assert found.kv_pages >= 355

@@ -1,4 +1,4 @@
-"""The radix tree over pages against a plain dictionary of prefixes."""
+"""The radix tree of cached pages matches a plain dictionary of prefixes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOTAL = 24
 
 
 class Owner:
-    """Stands for a request: its tokens and the pages it holds."""
+    """Models a request: its tokens and the pages it holds."""
 
     def __init__(self, tokens: list[int], pages: list[int]) -> None:
         self.tokens = tokens
@@ -74,24 +74,24 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
-        """One leaf at a time that nobody holds; the least recently used first."""
+        """Unreferenced leaves, one at a time, least recently used first."""
         held = {page for owner in self.owners for page in owner.pages}
         before, free = dict(self.known), self.pool.free
         freed = self.cache.evict(count)
         assert self.pool.free == free + freed
-        gone = {prefix for prefix, page in before.items() if self.pool.holders(page) == 0}
-        assert len(gone) == freed <= count
-        for prefix in gone:
+        evicted = {prefix for prefix, page in before.items() if self.pool.holders(page) == 0}
+        assert len(evicted) == freed <= count
+        for prefix in evicted:
             assert self.known.pop(prefix) not in held
-        for prefix in gone:
+        for prefix in evicted:
             assert not any(len(other) > len(prefix) and other[: len(prefix)] == prefix for other in self.known)
 
-        def free_to_go(prefix: tuple[int, ...]) -> bool:  # itself and all behind it
+        def free_to_go(prefix: tuple[int, ...]) -> bool:  # itself and all its descendants
             return all(page not in held for key, page in self.known.items() if key[: len(prefix)] == prefix)
 
         left = [prefix for prefix in self.known if free_to_go(prefix)]
-        assert freed == count or not left, "pages that nobody holds were kept although more were asked"
-        ages = [[self.used[prefix] for prefix in group if prefix in self.used] for group in (gone, left)]
+        assert freed == count or not left, "unreferenced pages were kept although more were requested"
+        ages = [[self.used[prefix] for prefix in group if prefix in self.used] for group in (evicted, left)]
         assert not all(ages) or max(ages[0]) <= min(ages[1])
         for prefix in self.known:
             if not free_to_go(prefix):

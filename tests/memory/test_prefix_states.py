@@ -1,4 +1,4 @@
-"""Shared prefixes of models with recurrent layers, through the engine: tokens and drafts are those without a cache."""
+"""Prefix caching of models with recurrent layers does not change an engine's tokens or drafts."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ def plain(build: Callable[..., Engine]) -> Engine:
 
 
 def expect_equal(plain: Engine, prompts: list[list[int]], done: list[list[int]]) -> None:
-    """As plain decoding has it, up to where two tokens are so near that rounding could decide."""
+    """Equal to the baseline, except after two logits so close that rounding may decide."""
     for prompt, want, got in zip(prompts, plain.generate(prompts, NEW), done, strict=True):
         place = next((i for i, (a, b) in enumerate(zip(want.token_ids, got, strict=True)) if a != b), None)
         if place is not None:
             best = plain.next_logits(prompt + got[:place]).topk(2).values
-            assert best[0] - best[1] < 1e-4, f"token {place} behind {prompt}"
+            assert best[0] - best[1] < 1e-4, f"token {place} after {prompt}"
 
 
 @st.composite
 def families(draw: st.DrawFn) -> list[list[int]]:
-    """Prompts that begin alike, and alike again; some twice."""
+    """Prompts with common prefixes of several lengths; some are duplicates."""
     seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     prompts: list[list[int]] = [torch.randint(1, 250, (draw(st.integers(9, 30)),), generator=seed).tolist()]
     for _ in range(draw(st.integers(3, 9))):
@@ -141,7 +141,7 @@ def test_prefix_cache_does_not_change_tokens(
 
 
 def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """What each verify was given, and the tokens; one request at a time."""
+    """The drafts of each verify, and the tokens; one request at a time."""
     drafter, seen = engine._worker.decode_step.drafter, []
     propose = drafter.propose
 
@@ -160,7 +160,7 @@ def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]]
 def test_prefix_cache_does_not_change_drafts(
     build: Callable[..., Engine], algorithm: str, aux: tuple[int, ...] | None
 ) -> None:
-    """The same prompt again begins at a state; what it lacks before that, the first one's pages hold. So the drafts are
+    """A repeated prompt starts at a cached state; its earlier KV is in shared pages. So the drafts are
     the same, and so is their acceptance."""
     prompts = [[(7 * i * i + 3) % 59 + 1 for i in range(n)] for n in (30, 30, 30, 27, 30)]
     found = {}
@@ -174,7 +174,7 @@ def test_prefix_cache_does_not_change_drafts(
 
 
 def test_state_dtypes(build: Callable[..., Engine], request: pytest.FixtureRequest) -> None:
-    """Half the memory for matrices; a short convolution has none. All kinds begin with kept states."""
+    """16-bit states halve the memory of matrices; a short convolution has none. All kinds resume from cached states."""
     taken = {}
     for dtype in ("fp32", "bf16", "fp16"):
         engine = build(state_dtype=dtype)

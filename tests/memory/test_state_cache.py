@@ -1,4 +1,4 @@
-"""States of prefixes against a plain model: which are kept, who goes first, and what a pass may begin with."""
+"""The cache of recurrent states matches a plain model: retention, eviction order, lookups."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Prefix = tuple[int, ...]
 
 
 class Owner:
-    """Stands for a request."""
+    """Models a request."""
 
     def __init__(self, tokens: list[int], pages: list[int], start: int, branch: int) -> None:
         self.tokens, self.pages, self.done, self.branch = tokens, pages, start, branch
 
 
 class StateCacheMachine(RuleBasedStateMachine):
-    """The model: prefixes with a state in the order of their use, and what lies in each place of the device."""
+    """The model: prefixes with a state in order of use, and the content of each device slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class StateCacheMachine(RuleBasedStateMachine):
         return (self.place_of[prefix], prefix) in self.saves
 
     def evict(self, count: int) -> None:
-        """Pages go, and with them their states."""
+        """Evicts pages and, with them, their states."""
         self.cache.evict(count)
         for prefix in [prefix for prefix in self.place_of if not self.is_cached(prefix)]:
             self.drop(prefix)
@@ -57,7 +57,7 @@ class StateCacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=11))
     def admit(self, tokens: list[int]) -> None:
-        """What a prompt begins with was computed for this very text by a pass before."""
+        """The state that a prompt starts from was computed for the same prefix by an earlier pass."""
         known = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
         known = [prefix for prefix in known if self.is_cached(prefix)]
         kept = [prefix for prefix in known if prefix in self.place_of]
@@ -182,7 +182,7 @@ def fill(cached: tuple[PrefixCache, PagePool], tokens: list[int]) -> None:
 
 
 def test_long_chunked_prompt_evicts_one_state_only(cached: tuple[PrefixCache, PagePool]) -> None:
-    """All but one: it may have been of use the longest time ago."""
+    """All but one: the least recently used."""
     state_cache = StateCache(cached[0], 2, 4)
     for kind in (1, 2, 3, 4):
         fill(cached, [kind] * 2)
@@ -210,7 +210,7 @@ def test_used_probationary_state_is_protected(cached: tuple[PrefixCache, PagePoo
 
 
 def test_evicted_slot_is_not_reused_in_the_same_pass(cached: tuple[PrefixCache, PagePool]) -> None:
-    """The pass writes there: two states would go to one place."""
+    """The pass writes to that slot: two states would share it."""
     state_cache = StateCache(cached[0], 2, 1)
     fill(cached, [1, 1])
     assert state_cache.keep([1, 1], 2, is_branch=True)

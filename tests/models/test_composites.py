@@ -1,4 +1,4 @@
-"""Qwen3.5 as transformers writes it, with a vision part around the text: what is read of it, and what it says."""
+"""Qwen3.5 checkpoints with a vision part: the text part is read, and the log names what is skipped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ YARN = {
 
 
 def save(folder: Path, **changes: Any) -> Any:
-    """A model whose outer config says that it is tied; its text part says by default that it is not."""
+    """A model whose outer config ties the embeddings while the default of its text part does not."""
     torch.manual_seed(1)
     vision = VISION | {"patch_size": 4, "num_position_embeddings": 16}
     config = hf.Qwen3_5Config(text_config=TEXT | changes, vision_config=vision, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""Configs of wrong values: whatever stands under a key, a config is read or refused in one line."""
+"""Configs with wrong values: any value of any key is read or refused in one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
         {"speculators_model_type": "eagle3", "transformer_layer_config": INNER | {"num_hidden_layers": 1}},
     ),
 }
-# All that the readers look for, and more.
+# Every string literal of the readers, and more.
 _SOURCES = Path(specbatch.models.__path__[0]).glob("*.py")
 WORDS = sorted({word for path in _SOURCES for word in re.findall(r'"(\w+)"', path.read_text())} | {"false", "M*-E"})
 LEAVES = (
@@ -64,40 +64,40 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize(
     "name", first_quick(5, sorted(READERS.keys() - {"dflash-speculators"}))
-)  # that one asks transformers each time
+)  # loads a transformers config each time
 def test_wrong_values_of_every_key_are_read_or_refused(name: str) -> None:
-    """Each key that there is or could be, with values of every kind."""
-    reader, sound = READERS[name]
-    reader(sound)
+    """Each known or possible key, with values of every kind."""
+    reader, valid = READERS[name]
+    reader(valid)
     values = [None, False, 0, 1, -1, 10**400, 0.5, float("nan"), "false", [], ["a"], [[]], {"a": 1}]
-    for path in _tables(sound):
-        for key in {*WORDS, *_at(sound, path)}:
+    for path in _tables(valid):
+        for key in {*WORDS, *_at(valid, path)}:
             for value in values:
-                _read_or_refused(reader, _changed(sound, path, {key: value}))
+                _read_or_refused(reader, _changed(valid, path, {key: value}))
 
 
 @pytest.mark.parametrize("name", first_quick(5, READERS))
 @settings(max_examples=10)
 @given(data=st.data())
 def test_random_configs_are_read_or_refused(name: str, data: st.DataObject) -> None:
-    reader, sound = READERS[name]
-    path = data.draw(st.sampled_from(_tables(sound)))
-    key = st.sampled_from(sorted(_at(sound, path)) or WORDS) | st.sampled_from(WORDS)
+    reader, valid = READERS[name]
+    path = data.draw(st.sampled_from(_tables(valid)))
+    key = st.sampled_from(sorted(_at(valid, path)) or WORDS) | st.sampled_from(WORDS)
     changes = data.draw(st.dictionaries(key, VALUES, min_size=1, max_size=4))
-    _read_or_refused(reader, _changed(sound, path, changes))
+    _read_or_refused(reader, _changed(valid, path, changes))
 
 
 def _read_or_refused(reader: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:
-    said = ""
+    message = ""
     try:
         reader(config)
     except SpecbatchError as error:
-        said = str(error)
-    assert "\n" not in said
+        message = str(error)
+    assert "\n" not in message
 
 
 def _tables(config: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Ways to the table itself and to those in it."""
+    """Paths of the table itself and of nested tables."""
     return [(), *((key,) for key, value in config.items() if isinstance(value, dict))]
 
 
@@ -151,13 +151,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "changes", "named"), REFUSED)
 def test_refusals_name_the_key(name: str, changes: dict[str, Any], named: str) -> None:
-    reader, sound = READERS[name]
+    reader, valid = READERS[name]
     with pytest.raises(SpecbatchError, match=named):
-        reader(sound | changes)
+        reader(valid | changes)
 
 
 def test_defaults_of_missing_values() -> None:
-    """As in the families' own classes."""
+    """Defaults match the families' own classes."""
 
     def read(name: str, **changes: Any) -> Any:
         return ModelConfig.from_dict(READERS[name][1] | changes)

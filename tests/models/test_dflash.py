@@ -1,4 +1,4 @@
-"""Published DFlash drafts: what their configs say in every spelling, files on disk, and what is refused."""
+"""Published DFlash drafts: every config spelling, files on disk, and refusals."""
 
 from __future__ import annotations
 
@@ -179,9 +179,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_unsupported_configs_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecbatchError, match=said):
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecbatchError, match=message):
         DFlashConfig.from_dict(changes if "speculators_model_type" in changes else {**QWEN3_8B_B16, **changes})
 
 

@@ -1,4 +1,4 @@
-"""FP8 checkpoints against the same model with its weights made wide, and what is wrong with some of them."""
+"""FP8 checkpoints match the same model with dequantized weights; damaged checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ NEMOTRON = {
     "moe_intermediate_size": 128,
     "moe_shared_expert_intermediate_size": 256,
 }
-# Config, modules not converted, is a layer's mixture one tensor, weights that are wide though the device keeps float8.
+# Config, modules not converted, whether a layer's experts are one tensor, weights that are always dequantized.
 CASES: dict[str, tuple[dict[str, Any], list[str], bool, set[str]]] = {
     "dense": (QWEN3, ["lm_head", "model.layers.1.mlp"], False, set()),
     "dense, mixed": (QWEN3, ["model.layers.0.mlp.up_proj"], False, {"model.layers.0.mlp.gate_proj.weight"}),
-    "dense, odd": (
+    "dense, uneven": (
         {**QWEN3, "head_dim": 48},
         ["lm_head"],
         False,
@@ -114,24 +114,24 @@ CASES: dict[str, tuple[dict[str, Any], list[str], bool, set[str]]] = {
 }
 
 
-def quantised(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks of 128 x 128 so that the largest value of each is 448, the largest of float8; their scales; and what they
-    stand for."""
-    out, inner = wide.shape[-2:]
-    values, meant = torch.zeros_like(wide, dtype=torch.float8_e4m3fn), torch.zeros_like(wide)
-    scales = torch.zeros(*wide.shape[:-2], -(-out // 128), -(-inner // 128), dtype=torch.bfloat16)
+def quantized(unquantized: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP8 values in blocks of 128 x 128 whose largest is 448, the FP8 maximum; their scales; and the dequantized
+    values."""
+    out, inner = unquantized.shape[-2:]
+    values, meant = torch.zeros_like(unquantized, dtype=torch.float8_e4m3fn), torch.zeros_like(unquantized)
+    scales = torch.zeros(*unquantized.shape[:-2], -(-out // 128), -(-inner // 128), dtype=torch.bfloat16)
     for i in range(scales.shape[-2]):
         for j in range(scales.shape[-1]):
             block = (..., slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-            scale = (wide[block].abs().amax((-2, -1)) / 448).bfloat16()
+            scale = (unquantized[block].abs().amax((-2, -1)) / 448).bfloat16()
             scales[..., i, j] = scale
-            values[block] = (wide[block] / scale.float()[..., None, None]).clamp(-448, 448).to(values.dtype)
+            values[block] = (unquantized[block] / scale.float()[..., None, None]).clamp(-448, 448).to(values.dtype)
             meant[block] = values[block].float() * scale.float()[..., None, None]
     return values, scales, meant
 
 
 def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool) -> dict[str, torch.Tensor]:
-    """An FP8 checkpoint; what its weights stand for."""
+    """Writes an FP8 checkpoint; returns its dequantized weights."""
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     described = {
         **described,
@@ -145,11 +145,11 @@ def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool
     for name, shape in shapes.items():
         if name.endswith("_scale_inv"):
             continue
-        wide = torch.randn(shape, generator=generator)
-        wide = wide * 1.2 / shape[-1] ** 0.5 if len(shape) > 1 else wide.sigmoid() + 0.5
-        stored[name] = meant[name] = wide
+        unquantized = torch.randn(shape, generator=generator)
+        unquantized = unquantized * 1.2 / shape[-1] ** 0.5 if len(shape) > 1 else unquantized.sigmoid() + 0.5
+        stored[name] = meant[name] = unquantized
         if f"{name}_scale_inv" in shapes:
-            stored[name], stored[f"{name}_scale_inv"], meant[name] = quantised(wide)
+            stored[name], stored[f"{name}_scale_inv"], meant[name] = quantized(unquantized)
     save_file(stored, folder / "model.safetensors")
     return meant
 
@@ -168,7 +168,7 @@ def logits(model: Decoder, count: int = 23) -> torch.Tensor:
         return model.logits(model.forward(tokens, metadata.positions, metadata.bind(cache)).last)
 
 
-def products(model: Decoder) -> set[type]:
+def linear_types(model: Decoder) -> set[type]:
     found = set()
     for layer in model.layers:
         for part in (layer.mixer, *layer.mlps):
@@ -179,7 +179,7 @@ def products(model: Decoder) -> set[type]:
     return found
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
 @pytest.mark.parametrize("case", CASES)
 def test_fp8_model_matches_dequantized_model(
     case: str, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -187,34 +187,34 @@ def test_fp8_model_matches_dequantized_model(
     described, plain, fused, dequantized = CASES[case]
     meant = write(tmp_path, described, plain, fused)
     checkpoint = open_checkpoint(str(tmp_path))
-    wide = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
+    unquantized = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
     sizes = {"dtype": torch.float32, "device": CPU, "max_positions": 64}
-    expected = logits(Decoder(wide, meant.__getitem__, **sizes))
+    expected = logits(Decoder(unquantized, meant.__getitem__, **sizes))
     monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
     model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
     assert model.dequantized == (dequantized if keeps else set())
-    assert (products(model) & {FP8Linear, ConcatLinear} != set()) is keeps
+    assert (linear_types(model) & {FP8Linear, ConcatLinear} != set()) is keeps
     assert (logits(model) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def write_head(folder: Path, wide: set[str]) -> tuple[MtpConfig, dict[str, torch.Tensor]]:
-    """An MTP head beside the model in this folder, float8 but for `wide`: its config in the types of the activations,
-    and what its weights stand for."""
+def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str, torch.Tensor]]:
+    """Adds an MTP head to the folder, in FP8 except for `unquantized`: its config in the activations' dtype,
+    and its dequantized weights."""
     target = open_checkpoint(str(folder)).config
     stored, meant = load_file(folder / "model.safetensors"), {}
     config = replace(mtp_config(target), float8=None, mixture=target.mixture and replace(target.mixture, fused=False))
     generator = torch.Generator().manual_seed(5)
     for name, shape in config.weight_shapes().items():
         stored[name] = meant[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        if len(shape) > 1 and name not in wide and not name.endswith("gate.weight"):
-            stored[name], stored[f"{name}_scale_inv"], meant[name] = quantised(meant[name])
+        if len(shape) > 1 and name not in unquantized and not name.endswith("gate.weight"):
+            stored[name], stored[f"{name}_scale_inv"], meant[name] = quantized(meant[name])
     save_file(stored, folder / "model.safetensors")
     return config, meant
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
 @pytest.mark.parametrize(
-    ("case", "changes", "wide", "joined"),
+    ("case", "changes", "unquantized", "joined"),
     [
         ("next", {}, {"mtp.fc.weight"}, False),  # as it is published
         ("next", {"hidden_size": 256}, set(), True),
@@ -225,7 +225,7 @@ def write_head(folder: Path, wide: set[str]) -> tuple[MtpConfig, dict[str, torch
 def test_fp8_mtp_head_matches_dequantized_head(
     case: str,
     changes: dict[str, Any],
-    wide: set[str],
+    unquantized: set[str],
     joined: bool,
     keeps: bool,
     tmp_path: Path,
@@ -233,7 +233,7 @@ def test_fp8_mtp_head_matches_dequantized_head(
 ) -> None:
     described, plain, fused, _ = CASES[case]
     write(tmp_path, described | changes, plain, fused)
-    config, meant = write_head(tmp_path, wide)
+    config, meant = write_head(tmp_path, unquantized)
     monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
     checkpoint = open_checkpoint(str(tmp_path))
     target = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
@@ -269,7 +269,7 @@ def test_fp8_mtp_head_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_dummy_mtp_head_is_created_on_the_targets_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its type and with a layer's experts in one tensor: 512 experts in float32 on a CPU take minutes."""
+    """In the target's dtype and with fused experts: 512 experts in float32 on a CPU take minutes."""
     made: dict[str, tuple[str, torch.dtype]] = {}
 
     def random(name: str, shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -298,9 +298,9 @@ def test_kernels_match_dequantized_model(case: str, tmp_path: Path) -> None:
     described, plain, fused, dequantized = CASES[case]
     meant = write(tmp_path, described, plain, fused)
     checkpoint = open_checkpoint(str(tmp_path))
-    wide = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
+    unquantized = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
     sizes = {"dtype": torch.float32, "device": torch.device("cuda"), "max_positions": 64}
-    expected = logits(Decoder(wide, meant.__getitem__, **sizes))
+    expected = logits(Decoder(unquantized, meant.__getitem__, **sizes))
     model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
     assert model.dequantized == dequantized
     assert (logits(model) - expected).abs().max() < 1e-3 * expected.abs().max()
@@ -312,7 +312,7 @@ def test_fp8_weights_stay_fp8_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * count
     monkeypatch.setattr("specbatch.runtime.loader.keeps_fp8", lambda device: True)
-    # 160 rows might have to be cut, and are planned wide; 160 columns are two blocks.
+    # 160 rows may have to be split, and are planned as dequantized; 160 columns are two blocks.
     small = 2 * 160 * (256 + 128 + 128) + 2 * 160 * 256
     scales = 2 * (4 + 2 + 2) + 2 * 4
     assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * (count - small) + small + 4 * scales
@@ -341,8 +341,8 @@ def test_mismatched_scales_are_refused(tmp_path: Path) -> None:
 
 
 def test_fp8_weights_and_scales_must_come_together(tmp_path: Path) -> None:
-    said = damaged(tmp_path, lambda tensors: tensors.pop(f"{NAME}_scale_inv"))
-    assert f"tensor {NAME} is F8_E4M3 and there is no {NAME}_scale_inv" in said
+    message = damaged(tmp_path, lambda tensors: tensors.pop(f"{NAME}_scale_inv"))
+    assert f"tensor {NAME} is F8_E4M3 and there is no {NAME}_scale_inv" in message
 
     def widen(tensors: dict[str, torch.Tensor]) -> None:
         tensors[NAME] = tensors[NAME].bfloat16()
@@ -350,9 +350,9 @@ def test_fp8_weights_and_scales_must_come_together(tmp_path: Path) -> None:
     assert f"{NAME}_scale_inv, but no F8_E4M3 tensor" in damaged(tmp_path, widen)
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["wide", "kept"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
 def test_nan_fp8_weights_are_refused(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever in a tensor of several parts it lies; products would take it for 480."""
+    """In any part of a fused tensor; GEMMs would read it as 480."""
     monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
     monkeypatch.setattr("specbatch.kernels.gemm.weight._PART", 1000)
     write(tmp_path, QWEN3, ["lm_head"], False)

@@ -1,4 +1,4 @@
-"""A tiny target on disk, its answers, and heads trained for it by the command's own way."""
+"""A tiny target on disk, its answers, and heads trained for it with the code of the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECIPES = {
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
-    """A folder and what `make` gave when it filled it, once for all processes that run tests."""
+    """A folder and the result of the `make` that filled it, once for all test processes."""
     base = factory.getbasetemp()
     room = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     kept = room.with_suffix(".pickle")
@@ -55,7 +55,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_target(folder: Path) -> None:
-    """A Llama with an output matrix of its own and a theta that is no default."""
+    """A Llama with untied embeddings and a theta that is not the default."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -81,12 +81,12 @@ def write_target(folder: Path) -> None:
         else 1 + torch.randn(shape, generator=generator) / 4
         for name, shape in ModelConfig.from_dict(config).tensor_shapes().items()
     }
-    # Mostly a token decides what comes next, in one long circle, and what stands before it sometimes.
+    # The next token mostly depends on the last one, in one long cycle, and sometimes on the one before it.
     embedding = tensors["model.embed_tokens.weight"] = 10 * F.normalize(tensors["model.embed_tokens.weight"])
     circle = 3 + torch.randperm(VOCABULARY - 5, generator=generator)
     tensors["lm_head.weight"][circle.roll(-1)] = embedding[circle] / 7
     save_file(tensors, folder / "model.safetensors")
-    words = {f"w{index}": index for index in range(VOCABULARY - 2)}  # two rows stand for no text
+    words = {f"w{index}": index for index in range(VOCABULARY - 2)}  # two rows are padding
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
 

@@ -1,4 +1,4 @@
-"""All places of a text drafting at once equal one place drafting alone, pair by pair."""
+"""Unrolled training steps over all positions equal drafting at each position alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, LENGTH = 3, 12
 
 @pytest.fixture(params=["eagle3", "mtp"])
 def head(request, target):
-    """Random in every parameter, and far from harmless."""
+    """Every parameter is random and large enough to matter."""
     if request.param == "mtp":
         made = MtpHead(target, steps=STEPS, max_len=LENGTH, seed=3)
     else:

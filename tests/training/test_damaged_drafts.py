@@ -1,4 +1,4 @@
-"""Drafts whose files are wrong: refused before a token, and said to be the draft's and not the model's."""
+"""Damaged draft checkpoints are refused at load, and the error names the draft and not the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def draft(trained, target_folder, tmp_path):
-    """A copy that may be damaged."""
+    """Copies a draft, so that a test may damage it."""
 
     def copy(algorithm: str) -> Path:
         source = target_folder if algorithm == "standalone" else trained[algorithm][0]
@@ -48,21 +48,21 @@ def refused(*load_it) -> str:
 @pytest.mark.parametrize("algorithm", WEIGHTS)
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_non_finite_weights_are_refused(draft, target_folder, algorithm, value):
-    """The target would hide what comes of them. Sound, all of them load."""
+    """Verification would hide bad drafts. Undamaged, all of these drafts load."""
     folder = draft(algorithm)
     load(algorithm, folder, target_folder)
     path = folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors")
-    sound = load_file(path)
+    valid = load_file(path)
     for name in WEIGHTS[algorithm]:
-        broken = sound[name].clone()
+        broken = valid[name].clone()
         broken.view(-1)[-1] = value
-        save_file(sound | {name: broken}, path)
-        says = refused(algorithm, folder, target_folder)
+        save_file(valid | {name: broken}, path)
+        message = refused(algorithm, folder, target_folder)
         ours = name.replace("midlayer", "layers.0")
-        assert says.startswith(
+        assert message.startswith(
             (f"draft='{ours}': ", f"draft='{ours.removeprefix('model.')}': ", f"draft='model.{ours}")
         )
-        assert "not finite" in says
+        assert "not finite" in message
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "standalone"])
@@ -83,9 +83,9 @@ def test_damaged_draft_files_are_attributed_to_the_draft(draft, target_folder, a
 def test_invalid_draft_config_keys_are_attributed_to_the_draft(draft, target_folder, algorithm):
     folder = draft(algorithm)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
-    says = refused(algorithm, folder, target_folder)
-    assert says.startswith(f"draft='{folder}': hidden_size='wide': ")
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "large"}))
+    message = refused(algorithm, folder, target_folder)
+    assert message.startswith(f"draft='{folder}': hidden_size='large': ")
 
 
 def test_damaged_target_files_are_attributed_to_the_model(draft, target_folder):
@@ -111,7 +111,7 @@ def test_fp8_weights_are_checked():
     read(True)
     for name in tensors:
         kept, tensors[name] = tensors[name], tensors[name].float().mul(float("nan")).to(tensors[name].dtype)
-        if name == "w":  # products take it for a number, and nobody would see it
+        if name == "w":  # GEMMs would read it as a finite number and hide it
             with pytest.raises(SpecbatchError, match=r"model='w'.*not finite"):
                 read(False)
         else:

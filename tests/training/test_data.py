@@ -1,4 +1,4 @@
-"""What heads learn from: examples as token ids, never those kept out."""
+"""Training data: examples as token ids, without the held-out ones."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def some(*lengths: int) -> list[Example]:
 
 def test_held_out_prompts_are_never_trained_on():
     examples = some(5, 6, 7, 8)
-    twin = Example((*examples[-1].tokens[:2], 1, 2, 3), 2)  # the same prompt, another answer
-    train, kept = split([twin, *examples], 2)
+    duplicate = Example((*examples[-1].tokens[:2], 1, 2, 3), 2)  # the same prompt, another answer
+    train, kept = split([duplicate, *examples], 2)
     assert kept == examples[2:]
     assert train == examples[:2]
     with pytest.raises(SpecbatchError, match="held_out=4"):
@@ -60,17 +60,17 @@ def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
 
 
 def test_features_do_not_depend_on_batch(target: Target):
-    """Neither padding nor a neighbour is seen, and layers are counted from 0."""
+    """Neither padding nor other rows are attended to, and layers are counted from 0."""
     generator = torch.Generator().manual_seed(0)
     rows = [tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in (9, 4, 12)]
     batch = Batch.of([Example(row, 1) for row in rows], CPU)
     last, aux = target.features(batch, (1, 5))
     assert aux is not None
     for index, row in enumerate(rows):
-        alone, behind = target.features(Batch.of([Example(row, 1)], CPU), (5, 1))
-        assert behind is not None
+        alone, states = target.features(Batch.of([Example(row, 1)], CPU), (5, 1))
+        assert states is not None
         torch.testing.assert_close(last[index, : len(row)], alone[0])
-        torch.testing.assert_close(aux[index, : len(row)], torch.cat([*reversed(behind[0].chunk(2, -1))], -1))
+        torch.testing.assert_close(aux[index, : len(row)], torch.cat([*reversed(states[0].chunk(2, -1))], -1))
 
 
 def test_prompts_from_parquet(tmp_path):

@@ -1,4 +1,4 @@
-"""A head's files appear together."""
+"""The files of a head are published together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specbatch.training.files import staged
 
 
 def test_files_are_published_atomically(tmp_path, monkeypatch):
-    """Over what a crash has left, links to the same file and half of another; config.json as the last one."""
+    """Also over the remains of a crash, links and partial files; config.json appears last."""
     order: list[str] = []
     move = os.replace
     monkeypatch.setattr(files.os, "replace", lambda path, place: (order.append(place.name), move(path, place)))

@@ -1,4 +1,4 @@
-"""Heads for recurrent and expert targets: what they learn from, and that the engine runs what was trained."""
+"""Training of heads for recurrent and MoE targets, and the trained heads in the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 40
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_target_features_match_decoding(targets, name):
-    """Texts of several lengths side by side: each begins with states of its own."""
+    """A batch of texts of several lengths: each has its own recurrent states."""
     target = Target(targets.checkpoint(name), torch.float32, CPU, LENGTH)
     pairs = list(zip(targets.prompts(name), targets.greedy(name, 9), strict=True))
     examples = [Example((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
@@ -32,8 +32,8 @@ def test_target_features_match_decoding(targets, name):
     assert aux is not None
     assert aux.shape == (*last.shape[:2], 2 * last.shape[2])
     for row, (prompt, answer) in zip(last, pairs, strict=True):
-        said = target.logits(row[len(prompt) - 1 : len(prompt) + 8]).argmax(-1)
-        assert said.tolist() == answer
+        likeliest = target.logits(row[len(prompt) - 1 : len(prompt) + 8]).argmax(-1)
+        assert likeliest.tolist() == answer
 
 
 @torch.no_grad()

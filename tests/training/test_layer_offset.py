@@ -1,4 +1,4 @@
-"""Where hardly any first draft of an EAGLE-3 head is accepted, it is looked whether other feature layers are meant."""
+"""Layer-offset check: at low acceptance of an EAGLE-3 head, neighbouring feature layers are compared."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ LOOK = re.compile(r"of (\d+) first drafts ([\d.]+)% with ([\d,]+) are correct as
 
 
 @pytest.fixture
-def hungry(trained, tmp_path):
-    """A head that makes more of its features than it learned to, so that it drafts by the layers that it reads."""
-    folder = shutil.copytree(trained["eagle3"][0], tmp_path / "hungry")
+def sensitive(trained, tmp_path):
+    """A head with amplified features, so that its drafts depend on the layers that it reads."""
+    folder = shutil.copytree(trained["eagle3"][0], tmp_path / "sensitive")
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"fc.weight": 30 * tensors["fc.weight"]}, folder / "model.safetensors")
     return folder
 
 
 @pytest.fixture
-def run(target_folder, trained, hungry, prompts_file, monkeypatch):
-    """Of an engine: what was said, and the record. As if a head that is right less than always were hardly ever."""
+def run(target_folder, trained, sensitive, prompts_file, monkeypatch):
+    """Runs an engine; returns its warnings and its record. Any acceptance below 100% counts as low."""
     monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
     monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", 20)
     prompts = [json.loads(line)["prompt_token_ids"] for line in prompts_file.read_text().splitlines()][:8]
 
     def build(aux=None, tokens=30, algorithm="eagle3", runs=2, **more):
-        draft = str(hungry if algorithm == "eagle3" else trained[algorithm][0])
+        draft = str(sensitive if algorithm == "eagle3" else trained[algorithm][0])
         speculation = Speculation(algorithm, "v2", draft=draft, draft_tokens=1, aux_layers=aux)
         config = EngineConfig(model=str(target_folder), device="cpu", page_size=4, speculation=speculation, **more)
-        said: list[str] = []
-        with Engine(config, log=said.append) as engine:
+        log_lines: list[str] = []
+        with Engine(config, log=log_lines.append) as engine:
             for _ in range(runs):
                 engine.generate(prompts, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
             record = engine.record()
             assert not engine._scheduler.unfinished
-        return [line for line in said if "low acceptance" in line or "feature layers:" in line], record
+        return [line for line in log_lines if "low acceptance" in line or "feature layers:" in line], record
 
     return build
 
@@ -59,22 +59,22 @@ def shares(line):
 
 @pytest.mark.slow
 def test_reported_acceptance_matches_runs_with_these_layers(run):
-    """What is said of other layers is what an engine that reads them says of its own, and it accepts about as much."""
-    said = {}
+    """The rate reported for other layers equals the one that an engine with these layers reports and achieves."""
+    reported = {}
     for aux in ((2, 4, 6), (1, 3, 5), (3, 5, 7)):
-        (warning, look), record = run(aux, runs=1 if said else 2)  # once, though there may be two runs
+        (warning, look), record = run(aux, runs=1 if reported else 2)  # once, although there may be two runs
         assert "likely causes: feature layers" in warning
         drafted, found = shares(look)
         assert drafted == 8 * 29  # the first output is no draft
         own = ",".join(map(str, aux))
         assert next(iter(found)) == own
         assert found[own] == pytest.approx(100 * record.metrics["first_draft_accept_rate"], abs=8)
-        said[own] = found
-    assert len({found[own] for own, found in said.items()}) == 3
-    for found in said.values():
-        assert all(share == said[layers][layers] for layers, share in found.items() if layers in said)
-    assert list(said["2,4,6"]) == ["2,4,6", "1,3,5", "3,5,7"]
-    assert list(said["1,3,5"]) == ["1,3,5", "2,4,6"]  # 0 is no boundary
+        reported[own] = found
+    assert len({found[own] for own, found in reported.items()}) == 3
+    for found in reported.values():
+        assert all(share == reported[layers][layers] for layers, share in found.items() if layers in reported)
+    assert list(reported["2,4,6"]) == ["2,4,6", "1,3,5", "3,5,7"]
+    assert list(reported["1,3,5"]) == ["1,3,5", "2,4,6"]  # 0 is not a valid boundary
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_boundary_after_the_last_layer_is_valid(run):
 
 @pytest.mark.parametrize(("aux", "longest"), [((1, 5, LAYERS), 2048), ((2, 4, 6), 3)])
 def test_impossible_comparisons_are_reported(run, monkeypatch, aux, longest):
-    """Layers that can be moved to neither side; texts whose prompts are too long to look at."""
+    """Layers that cannot be shifted either way; prompts that are too long to compare."""
     monkeypatch.setattr(layer_offset, "LONGEST", longest)
     assert "nothing to compare" in run(aux, runs=1)[0][1]
 

@@ -1,4 +1,4 @@
-"""What was trained is what runs: the engine accepts as many drafts at every verify as the trainer's own pass says."""
+"""Trained heads round-trip: the engine accepts as many drafts at every verify as the trainer's own pass predicts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_mtp_head_is_stored_with_the_target(trained, target_folder):
 
 
 def read_back(algorithm, folder, target):
-    """The trainer's own module, with the weights of the files."""
+    """The trainer's module with the weights from the files."""
     if algorithm == "mtp":
         head = MtpHead(target, steps=3, max_len=MAX_LEN, seed=99)
     elif algorithm == "eagle3":
@@ -128,13 +128,13 @@ def read_back(algorithm, folder, target):
 
 @torch.no_grad()
 def emitted(head, target, example: Example) -> list[int]:
-    """Tokens of each verify of a greedy answer: drafts accepted behind every root, and one more."""
+    """Tokens of each verify of a greedy answer: the drafts accepted after each root, plus one."""
     counts = []
     root = example.prompt
     while root + 1 < len(example.tokens):
         accepted = 0
         while accepted < head.drafts and root + accepted + 2 <= len(example.tokens):
-            # Of this text only the root has so many tokens behind it.
+            # In this text only the root is followed by that many tokens.
             alone = Example(example.tokens[: root + accepted + 2], root)
             batch = Batch.of([alone], CPU)
             chains, places = head.score(batch, target, torch.Generator().manual_seed(0)).sums[2:, accepted].tolist()

@@ -1,4 +1,4 @@
-"""Heads learn: losses fall, and on answers that they never saw a trained head is far better than an untrained one."""
+"""Training: losses fall, and a trained head is far better than an untrained one on held-out answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the formats on disk, and the cache of each test in a folder of its own."""
+"""Tiny random checkpoints in every on-disk format, and a separate cache folder for each test."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def backend() -> Tokenizer:
 
 
 def _tiny_model(family: str, **changes: Any) -> PreTrainedModel:
-    """A random model of a family in which every vector differs from its default."""
+    """A random model of a family; every vector differs from its default."""
     extra = {"head_dim": 24} if family == "qwen3" else {}
     config = CONFIGS[family](**{**SIZES, "vocab_size": 300, **extra, **changes})
     torch.manual_seed(7)
@@ -151,7 +151,7 @@ def _write_gguf(
     metadata: dict[str, Any] | None = None,
     extra_tensors: dict[str, np.ndarray[Any, Any]] | None = None,
 ) -> Path:
-    """Write a model the way llama.cpp's converter does: matrices in `quantised`, vectors in float32."""
+    """Write a model like llama.cpp's converter: matrices in `quantised`, vectors in float32."""
     config = model.config
     arch = config.model_type
     writer = GGUFWriter(path, arch)

@@ -60,9 +60,9 @@ def test_fp8_tensors_of_the_80b_shape() -> None:
         *(f"model.linear_attn.{name}" for name in ("conv1d.weight", "in_proj_ba.weight", "A_log", "dt_bias")),
     }
     assert shapes["model.layers.5.mlp.experts.gate_up_proj_scale_inv"] == (512, 8, 16)
-    wide = sum(math.prod(shape) for name, shape in shapes.items() if re.sub(r"layers\.\d+\.", "", name) in plain)
+    unquantized = sum(math.prod(shape) for name, shape in shapes.items() if re.sub(r"layers\.\d+\.", "", name) in plain)
     scales = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("_scale_inv"))
-    assert checkpoint.bytes == checkpoint.config.parameter_count() + (wide - scales) + 4 * scales
+    assert checkpoint.bytes == checkpoint.config.parameter_count() + (unquantized - scales) + 4 * scales
     assert 80e9 < checkpoint.bytes < 81e9
 
 
@@ -70,10 +70,10 @@ def test_fp8_tensors_have_the_variance_of_others() -> None:
     values = random_fp8("w", (3, 256, 300), 1)
     assert not values.float().isnan().any()
     assert len(values.view(torch.uint8).unique()) == 254
-    wide = Weight(values, random_scales("w_scale_inv", (3, 2, 3), 300, 1)).dequantize(torch.float32)
-    assert wide.std() * 300**0.5 == pytest.approx(1, abs=0.06)
-    assert wide.mean().abs() < 0.02 * wide.std()
-    assert len({wide[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
+    dequantized = Weight(values, random_scales("w_scale_inv", (3, 2, 3), 300, 1)).dequantize(torch.float32)
+    assert dequantized.std() * 300**0.5 == pytest.approx(1, abs=0.06)
+    assert dequantized.mean().abs() < 0.02 * dequantized.std()
+    assert len({dequantized[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
 
 
 def test_fp8_matrices_keep_activation_variance(tmp_path: Path) -> None:

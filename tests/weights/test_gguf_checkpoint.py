@@ -58,7 +58,7 @@ def test_gguf_matches_the_folder(
 
 
 def test_rope_permutation_is_undone_per_head() -> None:
-    """Rows 0..3 of a head lie in the file as 0, 2, 1, 3: pairs next to each other."""
+    """Rows 0..3 of a head are stored as 0, 2, 1, 3: rotation pairs are adjacent."""
     rows = np.array([0, 2, 1, 3, 4, 6, 5, 7])
     assert gguf_checkpoint.unpermute(rows, 2).tolist() == list(range(8))
     assert gguf_checkpoint.unpermute(rows.reshape(8, 1), 2).shape == (8, 1)
@@ -113,14 +113,14 @@ def test_conversion_is_cached_in_bounded_files(
 ) -> None:
     monkeypatch.setattr(gguf_checkpoint, "SHARD_BYTES", 20_000)
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
-    said: list[str] = []
-    first = open_checkpoint(str(path), log=said.append)
-    assert len(said) == 1
+    lines: list[str] = []
+    first = open_checkpoint(str(path), log=lines.append)
+    assert len(lines) == 1
     assert len(list(first.folder.glob("*.safetensors"))) > 2
     assert len(read_all(first)) == len(first.config.tensor_shapes())
     monkeypatch.setattr(gguf_checkpoint, "GgufFile", None)  # a second reading would fail
-    again = open_checkpoint(str(path.rename(tmp_path / "other.gguf")), log=said.append)
-    assert (again.folder, again.name, len(said)) == (first.folder, "other", 1)
+    again = open_checkpoint(str(path.rename(tmp_path / "other.gguf")), log=lines.append)
+    assert (again.folder, again.name, len(lines)) == (first.folder, "other", 1)
     assert first.folder.parent.parent == cache
     assert not list(cache.glob(".part-*"))
 
@@ -194,27 +194,27 @@ def test_unsupported_features_are_refused_by_name(
 ) -> None:
     llama, number = tiny_model("llama"), iter(range(99))
 
-    def told(model: Any = llama, **options: Any) -> str:
+    def refusal_of(model: Any = llama, **options: Any) -> str:
         return refusal(write_gguf(tmp_path / f"{next(number)}.gguf", model, backend, **options))
 
     extra = np.ones(4, dtype=np.float32)
-    assert "blk.0.attn_sinks.weight" in told(extra_tensors={"blk.0.attn_sinks.weight": extra})
-    assert "expert_count=8" in told(metadata={"llama.expert_count": 8})
-    assert "rope.dimension_count=8" in told(metadata={"llama.rope.dimension_count": 8})
-    assert "rope.scaling.type='longrope'" in told(metadata={"llama.rope.scaling.type": "longrope"})
-    assert "rope.scaling.attn_factor=2.0" in told(metadata={"llama.rope.scaling.attn_factor": 2.0})
-    assert "one part of several" in told(metadata={"split.count": 3})
+    assert "blk.0.attn_sinks.weight" in refusal_of(extra_tensors={"blk.0.attn_sinks.weight": extra})
+    assert "expert_count=8" in refusal_of(metadata={"llama.expert_count": 8})
+    assert "rope.dimension_count=8" in refusal_of(metadata={"llama.rope.dimension_count": 8})
+    assert "rope.scaling.type='longrope'" in refusal_of(metadata={"llama.rope.scaling.type": "longrope"})
+    assert "rope.scaling.attn_factor=2.0" in refusal_of(metadata={"llama.rope.scaling.attn_factor": 2.0})
+    assert "one part of several" in refusal_of(metadata={"split.count": 3})
     unequal = {"llama.attention.key_length": 16, "llama.attention.value_length": 8}
-    assert "value_length=8" in told(metadata=unequal)
+    assert "value_length=8" in refusal_of(metadata=unequal)
     wider = {"llama.attention.key_length": 32}
-    assert "q_proj.weight is [64, 64]; its config requires [128, 64]" in told(metadata=wider)
+    assert "q_proj.weight is [64, 64]; its config requires [128, 64]" in refusal_of(metadata=wider)
 
     other = tiny_model("llama")
     other.config.model_type = "gemma3"
-    assert "general.architecture='gemma3'" in told(other)
+    assert "general.architecture='gemma3'" in refusal_of(other)
     short = tiny_model("qwen2", num_hidden_layers=1)
     short.config.num_hidden_layers = 2
-    assert "model.layers.1.input_layernorm.weight is missing" in told(short)
+    assert "model.layers.1.input_layernorm.weight is missing" in refusal_of(short)
 
 
 def test_tokenizer_matches_the_original(
@@ -257,7 +257,7 @@ def test_pre_tokenizer_rules(
         assert tokenizer.encode(text) == qwen.encode(text)
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
 
-    # Llama 3 starts every text with its first token unless the file says otherwise.
+    # Llama 3 starts every text with its first token unless the file overrides it.
     path = write_gguf(tmp_path / "llama.gguf", tiny_model("llama"), backend, pre="llama-bpe")
     tokenizer = open_checkpoint(str(path)).tokenizer()
     assert tokenizer.encode("Tom")[0] == 298
@@ -281,9 +281,9 @@ def test_known_name_provides_a_tokenizer_without_weights(
 ) -> None:
     (cache / "models").mkdir(parents=True)
     path = write_gguf(cache / "models" / "tiny.gguf", tiny_model("llama"), backend)
-    source = known_models.HubFile("somebody/tiny", "0", path.name)
+    source = known_models.HubFile("someone/tiny", "0", path.name)
     known = known_models.KnownModel(
-        "tiny", "somebody", path.name, 0, file_hash(path), "Apache-2.0", "F32", "unknown", source
+        "tiny", "someone", path.name, 0, file_hash(path), "Apache-2.0", "F32", "unknown", source
     )
     monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", known)
     (cache / "tiny").mkdir()  # as for models, a known name counts before a folder
@@ -291,9 +291,9 @@ def test_known_name_provides_a_tokenizer_without_weights(
     found = open_checkpoint("toy", "dummy", tokenizer="tiny").tokenizer()
     assert [item.name for item in cache.iterdir() if item.name != "tiny"] == ["models"]  # nothing was converted
     own = open_checkpoint("tiny").tokenizer()
-    said = [{"role": "user", "content": texts[0]}]
+    lines = [{"role": "user", "content": texts[0]}]
     assert [found.encode(text) for text in texts] == [own.encode(text) for text in texts]
-    assert found.apply_chat_template(said) == own.apply_chat_template(said)
+    assert found.apply_chat_template(lines) == own.apply_chat_template(lines)
     assert (found.name, found.eos_ids, found.bos_id) == ("tiny", own.eos_ids, own.bos_id) == (own.name, {297, 299}, 298)
     with pytest.raises(SpecbatchError, match=r"tokenizer='tinny': no such name or folder; .*smollm2-135m.* hub id"):
         open_checkpoint("toy", "dummy", tokenizer="tinny")

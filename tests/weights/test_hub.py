@@ -19,11 +19,11 @@ def test_missing_hub_package_names_the_install_command(monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(SpecbatchError) as error:
         open_checkpoint("Qwen/Qwen2.5-0.5B")
-    told = str(error.value)
-    assert told.startswith("model='Qwen/Qwen2.5-0.5B'")
-    assert "\n" not in told
+    message = str(error.value)
+    assert message.startswith("model='Qwen/Qwen2.5-0.5B'")
+    assert "\n" not in message
     for wanted in ("Cannot reach the hub", "smollm2-135m", "folder", "specbatch models pull smollm2-135m"):
-        assert wanted in told
+        assert wanted in message
     with pytest.raises(SpecbatchError, match=r"tokenizer='Qwen/Qwen2.5-0.5B'.*tokenizer.json"):
         open_checkpoint("toy", "dummy", tokenizer="Qwen/Qwen2.5-0.5B")
 
@@ -34,7 +34,7 @@ def test_invalid_names_never_query_the_hub(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(SpecbatchError, match=r"no such name, file or folder.*smollm2-135m"):
             open_checkpoint(name)
     with pytest.raises(SpecbatchError, match="load_format='gguf': from the hub only safetensors"):
-        open_checkpoint("somebody/model", "gguf")
+        open_checkpoint("someone/model", "gguf")
 
 
 def test_snapshot_is_opened_as_a_folder(
@@ -48,8 +48,8 @@ def test_snapshot_is_opened_as_a_folder(
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    checkpoint = open_checkpoint("somebody/model@abc", tokenizer="somebody/tokenizer")
-    assert asked[0] == ("somebody/tokenizer", None, hub.TOKENIZER_FILES)
-    assert asked[1] == ("somebody/model", "abc", hub.MODEL_FILES)
-    assert (checkpoint.name, checkpoint.origin) == ("somebody/model@abc", "somebody/model@abc")
-    assert checkpoint.tokenizer().name == "somebody/tokenizer"
+    checkpoint = open_checkpoint("someone/model@abc", tokenizer="someone/tokenizer")
+    assert asked[0] == ("someone/tokenizer", None, hub.TOKENIZER_FILES)
+    assert asked[1] == ("someone/model", "abc", hub.MODEL_FILES)
+    assert (checkpoint.name, checkpoint.origin) == ("someone/model@abc", "someone/model@abc")
+    assert checkpoint.tokenizer().name == "someone/tokenizer"

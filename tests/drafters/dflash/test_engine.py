@@ -1,4 +1,4 @@
-"""DFLASH through whole engines over the toy: what it drafts, and what is accepted of it."""
+"""DFlash in whole engines over the toy model: drafts and acceptance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Watch:
     @torch.inference_mode()
     def compare(self, text: list[int], drafts: torch.Tensor) -> None:
         states = self.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[3][0], states[1][0]], -1)  # behind layers 2 and 0
+        features = torch.cat([states[3][0], states[1][0]], -1)  # after layers 2 and 0
         logits = self.reference.logits(features, text[-1], len(drafts))
         best = logits.topk(2, -1).values
         clear = best[:, 0] - best[:, 1] > 1e-3

@@ -1,4 +1,4 @@
-"""A block draft with its paged context against the equations, computed anew from all features at every step."""
+"""A block draft with its paged context matches the reference, recomputed from all features at every step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def random_draft(config: DFlashConfig, seed: int = 5) -> dict[str, torch.Tensor]
 
 def cache_of(here: Any, config: DFlashConfig) -> KVCache:
     cache: KVCache = here.cache_of(config, config.num_layers)
-    cache.keys.fill_(1e4), cache.values.fill_(1e4)  # what is stale must not be seen
+    cache.keys.fill_(1e4), cache.values.fill_(1e4)  # stale entries must not be attended to
     return cache
 
 
@@ -117,7 +117,7 @@ class Life:
 
         self.here.prefill(Fed(), chunk)
 
-    def laws(self) -> list[torch.Tensor]:
+    def all_logits(self) -> list[torch.Tensor]:
         """Logits [count, V] of each row, by the reference."""
         return [
             self.reference.logits(own[: len(text) - 1], text[-1], self.count).masked_fill(self.unknown, -math.inf)
@@ -133,7 +133,7 @@ class Life:
         assert proposal.drafted.tolist() == [count] * len(accepted)
         error = torch.zeros(())
         if count:
-            expected = torch.stack(self.laws()).softmax(-1)[:, :count]
+            expected = torch.stack(self.all_logits()).softmax(-1)[:, :count]
             error = (proposal.probabilities.double() - expected).abs().max()
         starts = [len(text) - 1 for text in self.here.texts]
         shown = torch.stack([own[at : at + count + 1] for own, at in zip(self.features, starts, strict=True)])
@@ -206,7 +206,7 @@ def test_greedy_drafts_are_argmax(make_life: Any, kind: str, known: list[int] | 
     for accepted in life.turns():
         proposal = life.drafter.propose(life.here.step(life.count))
         assert proposal.probabilities is None
-        for drafts, logits in zip(proposal.tokens, life.laws(), strict=True):
+        for drafts, logits in zip(proposal.tokens, life.all_logits(), strict=True):
             best = logits.topk(2, -1).values
             clear = best[:, 0] - best[:, 1] > 1e-4
             assert clear.double().mean() > 0.5
@@ -224,7 +224,7 @@ def test_batch_may_shrink_and_reorder(make_life: Any) -> None:
         life.here.texts = [life.here.texts[index] for index in order]
 
 
-# Others' implementations of the same model against the reference.
+# Other implementations of the same model match the reference.
 
 
 @pytest.mark.parametrize("start", [1, 9, 30])
@@ -281,7 +281,7 @@ def same_hidden(
     torch.testing.assert_close(found[0].double(), ours, rtol=1e-5, atol=2e-5)
 
 
-# What implementers get wrong: each change to our side must show.
+# Common implementation errors: each must be detected.
 
 
 def context_with_input_norm(self: DFlash, features: torch.Tensor) -> torch.Tensor:

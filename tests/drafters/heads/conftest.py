@@ -1,6 +1,6 @@
-"""Tiny random targets and heads in the formats on disk, and what each head computes: plainly, all at once, in float64.
+"""Tiny random targets and heads on disk, and a plain float64 reference of each head.
 
-The references know nothing of caches: for every draft the layer runs again over all pairs of the text.
+The references have no cache: for every draft the layer runs over the whole text again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from uncached import prefill_text
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.step_input import Proposal
 from specbatch.drafters import eagle, eagle3, mtp
 from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.kernels.attention.prefill_backends import prefill_backend
-from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.layers import ShapeRecorder
@@ -38,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class TargetStub:
-    """A target's checkpoint in memory. Its theta is no draft's."""
+    """A target's checkpoint in memory. Its theta differs from every draft's."""
 
     name, origin = "target", "memory"
 
@@ -74,7 +73,7 @@ def llama(**changes: Any) -> dict[str, Any]:
 
 
 def qwen3_next(**changes: Any) -> dict[str, Any]:
-    """The config.json of a Qwen3-Next of these sizes, half of whose channels turn."""
+    """The config.json of a Qwen3-Next of these sizes, with rotary embedding on half of the channels."""
     return llama(num_hidden_layers=2) | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -96,7 +95,7 @@ def qwen3_next(**changes: Any) -> dict[str, Any]:
 
 
 def randomise(shapes: dict[str, tuple[int, ...]], seed: int, scale: float = 1.0) -> Tensors:
-    """Norms and biases that matter; a target's `scale` is higher, for sharp logits."""
+    """Random norms and biases; a target's `scale` is higher, for sharp logits."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in shapes.items():
@@ -240,15 +239,15 @@ class RefMtp(Reference):
         return 1 + self.w[f"{name}.weight"]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Dense, or of each token's two likeliest experts and a shared one."""
+        """Dense, or of each token's top two experts and a shared one."""
         if "layer.mlp.gate.weight" not in self.w:
             return super().mlp(x)
         x = rms(x, self.norm_weight("layer.post_attention_layernorm"))
-        law = self.linear(x, "layer.mlp.gate").softmax(-1)
+        shares = self.linear(x, "layer.mlp.gate").softmax(-1)
         out = self.linear(x, "layer.mlp.shared_expert_gate").sigmoid() * self.swiglu(x, "layer.mlp.shared_expert")
-        for token, chosen in enumerate(law.topk(2).indices.tolist()):
+        for token, chosen in enumerate(shares.topk(2).indices.tolist()):
             for expert in chosen:
-                share = law[token, expert] / law[token, chosen].sum()
+                share = shares[token, expert] / shares[token, chosen].sum()
                 out[token] += share * self.swiglu(x[token], f"layer.mlp.experts.{expert}")
         return out
 
@@ -323,22 +322,12 @@ class Run:
         self.drafter: Drafter = plan.build(self.target, loader)
 
     def prefill(self, chunk: int) -> None:
-        """All positions before the root, which is not known yet: something else stands at its place."""
+        """All positions before the root, which is not known yet: the batch holds another token at its position."""
         here = self.here
         ends = [len(text) - 1 for text in here.texts]
         roots = here.batch.tokens[here.rows, torch.tensor(ends)]
         here.batch.tokens[here.rows, torch.tensor(ends)] = (roots + 1) % self.target.config.vocab_size
-        for start in range(0, max(ends), chunk):
-            spans = [
-                PromptChunk(row, start, min(start + chunk, end))
-                for row, end in zip(here.rows.tolist(), ends, strict=True)
-                if start < end
-            ]
-            metadata = PrefillMetadata(here.batch.page_table, spans, 4)
-            tokens = here.batch.tokens[metadata.slots, metadata.positions]
-            self.drafter.prefill(
-                here.batch, metadata, self.target.forward(tokens, metadata.positions, metadata.bind(self.cache))
-            )
+        here.prefill(self.drafter, chunk, (self.target, self.cache))
         here.batch.tokens[here.rows, torch.tensor(ends)] = roots
 
     def verify(self, step: Any, proposal: Proposal, accepted: list[int], bonus: list[int]) -> None:
@@ -350,21 +339,27 @@ class Run:
         self.drafter.update(step, features, torch.tensor(accepted), None)
 
 
-def features_of(target: Decoder, text: list[int]) -> Features:
-    """Of every token, by the target alone."""
-    attention = prefill_backend("torch", CPU, torch.float32, 16)
-    cache = KVCache(target.config, len(target.layers), 1, len(text), torch.float32, CPU, attention)
-    metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
-    return target.forward(torch.tensor(text), metadata.positions, metadata.bind(cache))
-
-
 class Kit:
     """The above for tests, which cannot import it."""
 
     VOCABULARY, HIDDEN, HEADS, KV, DIM = VOCABULARY, HIDDEN, HEADS, KV, DIM
     TargetStub, Run, RefEagle, RefEagle3, RefMtp = TargetStub, Run, RefEagle, RefEagle3, RefMtp
-    llama, randomise, layer, features_of = (staticmethod(item) for item in (llama, randomise, layer, features_of))
+    llama, randomise, layer = (staticmethod(item) for item in (llama, randomise, layer))
     qwen3_next = staticmethod(qwen3_next)
+
+    @staticmethod
+    def features_of(target: Decoder, text: list[int]) -> Features:
+        return prefill_text(target, text)[0]
+
+    @classmethod
+    def usual(cls, algorithm: str, write: Callable[..., str]) -> tuple[TargetStub, str | None, Reference, Any]:
+        """A target, the folder of an algorithm's usual head, its reference, and the ids of its vocabulary."""
+        tensors, is_mtp = getattr(cls, algorithm)(), algorithm == "mtp"
+        stub = TargetStub(8, mtp=cls.stored(tensors) if is_mtp else None)
+        folder = None if is_mtp else write(llama(draft_vocab_size=9), tensors)
+        reference = {"eagle": RefEagle, "eagle3": RefEagle3, "mtp": RefMtp}[algorithm](tensors, stub)
+        reference.theta = 77.0 if is_mtp else 10000.0
+        return stub, folder, reference, cls.ids(tensors)
 
     @staticmethod
     def named(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What is refused of a head before anything is loaded, with what differs; and what is told of one that fits."""
+"""Draft-head compatibility checks: mismatches are refused before loading, and the log describes a head that fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Plan = Callable[..., list[str]]
 
 @pytest.fixture
 def plan(kit: Any) -> Plan:
-    """Plans a drafter for a target of 8 layers; what was told."""
+    """Plans a drafter for a target of 8 layers; returns the log."""
 
     def run(algorithm: str, draft: str | None = None, stub: Any = None, **asked: Any) -> list[str]:
         lines: list[str] = []
@@ -60,7 +60,7 @@ def test_head_of_another_algorithm_is_refused(kit: Any, write: Any, plan: Plan) 
 def test_checkpoints_that_are_not_heads_are_refused(
     kit: Any, write: Any, plan: Plan, algorithm: str, model: bool
 ) -> None:
-    """A whole model, and a draft that has fc but plain layers."""
+    """A complete model, and a draft that has fc but plain layers."""
     tensors = kit.eagle() | {"layer.input_layernorm.weight": torch.ones(kit.HIDDEN)}
     if model:
         del tensors["fc.weight"]
@@ -186,7 +186,7 @@ def test_missing_or_unsupported_mtp_heads_are_refused(kit: Any, plan: Plan) -> N
 
 
 def test_mtp_head_is_read_from_the_targets_folder(kit: Any, tmp_path: Path, plan: Plan) -> None:
-    """It is no part of the target, which runs without it as well."""
+    """The head is optional: the target runs without it."""
     stub = kit.TargetStub(2, mtp=kit.stored(kit.mtp()))
     (tmp_path / "config.json").write_text(json.dumps(kit.llama(num_hidden_layers=2)))
     save_file(stub.tensors, tmp_path / "model.safetensors")
@@ -208,12 +208,12 @@ def test_mtp_head_of_a_nested_text_config(kit: Any, tmp_path: Path, plan: Plan) 
     save_file(tensors | head, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(str(tmp_path))
     assert len(checkpoint.mtp) == 19  # as published
-    assert "the MTP head of" in (said := plan("mtp", None, checkpoint)[0])
-    assert "5 experts" in said
+    assert "the MTP head of" in (line := plan("mtp", None, checkpoint)[0])
+    assert "5 experts" in line
 
 
 FILES = [
-    ("gone", "no such folder"),
+    ("missing", "no such folder"),
     ("empty", "no config.json"),
     ("bare", "neither safetensors nor a pytorch_model.bin"),
     ("damaged", "damaged or not a file of tensors"),
@@ -223,7 +223,7 @@ FILES = [
 @pytest.mark.parametrize(("kind", "message"), FILES)
 def test_folders_without_a_head_are_refused(tmp_path: Path, kind: str, message: str) -> None:
     folder = tmp_path / kind
-    if kind != "gone":
+    if kind != "missing":
         folder.mkdir()
     if kind in ("bare", "damaged"):
         (folder / "config.json").write_text("{}")

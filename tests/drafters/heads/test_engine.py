@@ -1,7 +1,7 @@
-"""Heads in whole engines: a head that knows what its target says has every draft accepted, whatever happens on the way.
+"""Heads in whole engines: a head that predicts its target perfectly has every draft accepted in every setting.
 
-The target is a table: token t is followed by FOLLOWS[t]. What it hands over as a feature, whichever, is the one-hot
-vector of t. The heads here turn that into the vector of the token behind, so each depends on features alone; one reads
+The target is a table: token t is followed by FOLLOWS[t]. Each of its features is the one-hot
+vector of t. The heads turn it into the vector of the next token, so each depends on features alone; one reads
 tokens alone instead. A feature in the wrong place, or of the wrong row, costs acceptance.
 """
 
@@ -64,7 +64,7 @@ class Table:
 
 
 def head(kit: Any, kind: str) -> dict[str, torch.Tensor]:
-    """What follows, out of the feature: fc picks it, the MLP replaces a token's vector with that of the next.
+    """Predicts the next token from the feature: fc selects it, the MLP replaces a token's vector with the next one's.
 
     "token" is an EAGLE head that reads the token alone, which its target's matrix turns into what follows.
     """

@@ -1,4 +1,4 @@
-"""Recorded passes over a prompt's pairs write the keys and values of plain ones, and nothing else."""
+"""Draft prefill from CUDA graphs writes the same KV as the eager pass, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from specbatch.drafters.feature_head import HeadPrefill, HeadPrefillGraphs
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
 def test_graph_prefill_writes_the_same_draft_kv_as_eager(kit: Any, write: Any, bench: Any, algorithm: str) -> None:
-    tensors = getattr(kit, algorithm)()
-    stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
-    draft = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
+    stub, draft, _, _ = kit.usual(algorithm, write)
     here = bench([[1] * 50, [2] * 50, [3] * 50])
     run = kit.Run(here, stub, algorithm, 3, draft)
     head = run.drafter._head
@@ -25,7 +23,7 @@ def test_graph_prefill_writes_the_same_draft_kv_as_eager(kit: Any, write: Any, b
     assert len(list(graphs.capture())) == len(graphs)
     rows = here.rows.tolist()
     generator = torch.Generator().manual_seed(1)
-    # Long, then short ones: what is left from before must not come again.
+    # Long chunks, then short ones: stale inputs must not be reused.
     for spans in ([(0, 0, 25), (1, 0, 12)], [(2, 0, 5)], [(2, 5, 6), (0, 25, 28)], [(1, 12, 45)]):
         metadata = PrefillMetadata(
             here.batch.page_table, [PromptChunk(rows[row], start, end) for row, start, end in spans], 4
@@ -36,8 +34,8 @@ def test_graph_prefill_writes_the_same_draft_kv_as_eager(kit: Any, write: Any, b
         pairs(tokens, taken, metadata)
         graphs(tokens, taken, metadata)
         for ours, theirs in ((recorded.k[0], plain.k[0]), (recorded.v[0], plain.v[0])):
-            torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)  # page 0 belongs to nobody
-            ours.zero_()  # as if the pages were another's now
+            torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)  # no sequence owns page 0
+            ours.zero_()  # as if the pages were reassigned
             theirs.zero_()
     assert graphs.counters.replays == 4
     assert graphs.counters.padded == 40 - 37 + 16 - 5 + 16 - 4 + 40 - 33

@@ -1,6 +1,6 @@
-"""Every draft of every head, in every spelling of its format, against its equations over the whole text.
+"""Drafts of every head, in every config format, match the reference equations over the whole text.
 
-Prompts in odd chunks, then iterations that accept all, none and some; what is compared is the law of each draft.
+Prompts are prefilled in chunks, then iterations accept all, none or some drafts; distributions are compared.
 """
 
 from __future__ import annotations
@@ -22,20 +22,14 @@ from specbatch.models.config import ModelConfig
 LENGTHS = (2, 3, 5, 6, 13, 21)
 
 
-def acceptances(count: int, randomness: random.Random) -> list[list[int]]:
-    rows = len(LENGTHS)
-    turns = [[count] * rows, [0] * rows, [count] * rows]
-    return turns + [[randomness.randint(0, count) for _ in range(rows)] for _ in range(3)]
-
-
 def check(
     kit: Any, run: Any, reference: Any, boundaries: tuple[int, ...] = (), ids: torch.Tensor | None = None
 ) -> None:
-    """boundaries: where the features are read, as the test means it."""
+    """boundaries: the layers whose input features the test expects to be read."""
     randomness = random.Random(run.count)
-    # A view of its own, so that a wrong layer in the plan shows.
+    # A separate view, so that a wrong layer in the plan is detected.
     target = run.target.with_aux(tuple(k - 1 for k in boundaries))
-    for turn, accepted in enumerate(acceptances(run.count, randomness)):
+    for turn, accepted in enumerate(run.here.acceptances(run.count, randomness)):
         step = run.here.step(run.count, spare=(0, 6)[turn % 2], temperature=1.0)
         proposal = run.drafter.propose(step)
         assert proposal.probabilities is not None
@@ -66,7 +60,7 @@ def start(kit: Any, bench: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(3, 3), (1, 1000), (4, 7), (2, 1)]))
 @pytest.mark.parametrize("bias", [True, False])
 def test_eagle_matches_reference(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: int) -> None:
-    """Without a theta of its own a head means 10000, whatever its target's is; bias by presence."""
+    """Without a theta of its own a head uses 10000, whatever its target's is; biases apply where present."""
     stub, tensors = kit.TargetStub(2), kit.eagle(bias)
     folder = write(kit.llama(bias=not bias, architectures=["LlamaForCausalLMEagle"]), tensors)
     run = start(stub, "eagle", folder, count, chunk)
@@ -231,12 +225,8 @@ def usual(kit: Any, write: Any, start: Any) -> Callable[[str], tuple[Any, Any, A
     """A run of an algorithm's usual head, its reference, and the tokens that it drafts."""
 
     def build(algorithm: str) -> tuple[Any, Any, Any]:
-        tensors = getattr(kit, algorithm)()
-        stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
-        folder = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
-        reference = {"eagle": kit.RefEagle, "eagle3": kit.RefEagle3, "mtp": kit.RefMtp}[algorithm](tensors, stub)
-        reference.theta = 77.0 if algorithm == "mtp" else 10000.0
-        return start(stub, algorithm, folder), reference, kit.ids(tensors)
+        stub, folder, reference, ids = kit.usual(algorithm, write)
+        return start(stub, algorithm, folder), reference, ids
 
     return build
 
@@ -261,7 +251,7 @@ def test_greedy_drafts_are_argmax_as_the_batch_changes(kit: Any, usual: Any, alg
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_draft_length_may_change_every_step(kit: Any, usual: Any, algorithm: str) -> None:
-    """None, one after none, fewer than before: the head's cache has no hole, and each draft has its law."""
+    """Zero, one after zero, fewer than before: the head's cache has no gaps, and each distribution is right."""
     (run, reference, ids), randomness = usual(algorithm), random.Random(1)
     before = run.count
     for count in (0, 0, 3, 0, 1, 3, 1, 1, 2, 0, 3):
@@ -274,8 +264,8 @@ def test_draft_length_may_change_every_step(kit: Any, usual: Any, algorithm: str
         for index, text in enumerate(run.here.texts if count else []):
             features = kit.features_of(run.target, text[:-1])
             logits = reference.drafts(features, text, proposal.tokens[index].tolist(), ids)
-            law = proposal.probabilities[index].double()
-            torch.testing.assert_close(law, logits.softmax(-1), rtol=1e-4, atol=2e-5)
+            distribution = proposal.probabilities[index].double()
+            torch.testing.assert_close(distribution, logits.softmax(-1), rtol=1e-4, atol=2e-5)
         run.count = before = count
         accepted = [randomness.randint(0, count) for _ in LENGTHS]
         run.verify(step, proposal, accepted, [randomness.randrange(13) for _ in LENGTHS])
@@ -291,9 +281,9 @@ def test_sampled_drafts_use_the_random_numbers_of_their_positions(usual: Any, al
     assert ((proposal.probabilities > 0).sum(-1) <= 4).all()
     for index, text in enumerate(run.here.texts):
         for place in range(3):
-            law = proposal.probabilities[index, place]
-            coin = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
-            # Drawn among the tokens that the head knows, in their order.
-            known = law if ids is None else law[ids]
-            drawn = sample_ref(known, coin)
+            distribution = proposal.probabilities[index, place]
+            number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+            # Sampled among the tokens of the head's vocabulary, in their order.
+            known = distribution if ids is None else distribution[ids]
+            drawn = sample_ref(known, number)
             assert proposal.tokens[index, place] == (drawn if ids is None else ids[drawn])

@@ -1,4 +1,4 @@
-"""Trees of every head: which nodes they have, against the equations over each node's own text."""
+"""Trees of every head match the reference equations over each node's own text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHAPES = [DraftShape(3, 2, 5), DraftShape(1, 3, 3), DraftShape(4, 3, 9)]
 def expected(
     reference: Any, features: Any, text: list[int], ids: torch.Tensor | None, shape: DraftShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tree behind a text, every node's logits from a pass over all that stands before it."""
+    """The tree after a text; the logits of each node come from a pass over its whole prefix."""
 
-    def behind(path: list[int]) -> torch.Tensor:
+    def logits_after(path: list[int]) -> torch.Tensor:
         return reference.drafts(features, text, [*path, 0], ids)[-1]
 
     paths: list[list[int]] = [[]]
@@ -31,14 +31,14 @@ def expected(
         nonlocal paths
         nodes = zip(beams.origin[0].tolist(), beams.tokens[0].tolist(), strict=True)
         paths = [[*paths[origin], token] for origin, token in nodes]
-        return torch.stack([behind(path) for path in paths])[None]
+        return torch.stack([logits_after(path) for path in paths])[None]
 
-    tokens, ancestors = expand(behind([])[None], shape, run)
+    tokens, ancestors = expand(logits_after([])[None], shape, run)
     return tokens[0], ancestors[0]
 
 
 def walk(ancestors: torch.Tensor, randomness: random.Random) -> list[int]:
-    """Rows of a random way down from the root, which may end anywhere."""
+    """Rows of a random path down from the root, which may end at any node."""
     words, way = ancestors.tolist(), [0]
     while True:
         below = [row for row, word in enumerate(words) if word & ~(1 << row) == words[way[-1]] and row not in way]
@@ -51,11 +51,7 @@ def walk(ancestors: torch.Tensor, randomness: random.Random) -> list[int]:
 def test_tree_holds_the_most_likely_nodes_after_any_acceptance(
     kit: Any, bench: Any, write: Callable[..., str], algorithm: str, shape: DraftShape
 ) -> None:
-    tensors = getattr(kit, algorithm)()
-    stub = kit.TargetStub(8, mtp=kit.stored(tensors) if algorithm == "mtp" else None)
-    folder = None if algorithm == "mtp" else write(kit.llama(draft_vocab_size=9), tensors)
-    reference = {"eagle": kit.RefEagle, "eagle3": kit.RefEagle3, "mtp": kit.RefMtp}[algorithm](tensors, stub)
-    reference.theta = 77.0 if algorithm == "mtp" else 10000.0
+    stub, folder, reference, ids = kit.usual(algorithm, write)
     randomness = random.Random(4)
     here = bench([[randomness.randrange(13) for _ in range(length)] for length in LENGTHS])
     run = kit.Run(here, stub, algorithm, shape.tokens, folder, draft_steps=shape.steps, draft_topk=shape.topk)
@@ -67,7 +63,7 @@ def test_tree_holds_the_most_likely_nodes_after_any_acceptance(
         assert proposal.probabilities is None
         for index, text in enumerate(here.texts):
             features = kit.features_of(run.target, text[:-1])
-            tokens, ancestors = expected(reference, features, text, kit.ids(tensors), shape)
+            tokens, ancestors = expected(reference, features, text, ids, shape)
             assert proposal.tokens[index].tolist() == tokens.tolist()
             assert proposal.ancestors[index].tolist() == ancestors.tolist()
         ways = [walk(words, randomness) for words in proposal.ancestors]

@@ -1,4 +1,4 @@
-"""The fused write of a context's keys and values against its reference, and what it leaves alone."""
+"""The fused kernel that writes context keys and values matches its reference and writes nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Case:
         self.generator = generator
 
     def compare(self, written: int) -> None:
-        """All pages but page 0, which is nobody's; `written` tokens are there."""
+        """All pages except page 0, which no sequence owns; `written` tokens are stored."""
         slack = TOLERANCE[self.kv.dtype]
         for ours, theirs in zip(self.ours, self.theirs, strict=True):
             ours, theirs = ours[:, 1:], theirs[:, 1:]
@@ -81,9 +81,9 @@ def test_padding_rows_write_to_page_0(device: torch.device) -> None:
 def test_fp8_cache(device: torch.device) -> None:
     case = Case(device, torch.bfloat16, 9, 2, 2, 64)
     positions = torch.arange(9, device=device)
-    eight = [torch.zeros(item.shape, dtype=torch.float8_e4m3fn, device=device) for item in case.ours]
+    quantized = [torch.zeros(item.shape, dtype=torch.float8_e4m3fn, device=device) for item in case.ours]
     write_context_kv(case.kv, case.heads, *case.ours, positions, positions + PAGE)
-    write_context_kv(case.kv, case.heads, *eight, positions, positions + PAGE)
-    for ours, wide in zip(eight, case.ours, strict=True):
-        there = ~wide.isnan()
-        assert torch.equal(ours.float()[there], wide.to(torch.float8_e4m3fn).float()[there])
+    write_context_kv(case.kv, case.heads, *quantized, positions, positions + PAGE)
+    for ours, full in zip(quantized, case.ours, strict=True):
+        there = ~full.isnan()
+        assert torch.equal(ours.float()[there], full.to(torch.float8_e4m3fn).float()[there])

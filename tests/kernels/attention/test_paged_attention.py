@@ -100,7 +100,7 @@ def test_tree_mask_of_64_nodes() -> None:
 
 
 class Paged:
-    """Keys and values of sequences in scattered pages; whatever belongs to nobody is huge."""
+    """Keys and values of sequences in scattered pages; unowned slots hold huge values."""
 
     def __init__(self, lengths: list[int], page_size: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(page_size * 1000 + kv_heads)
@@ -170,10 +170,10 @@ def test_paged_attention_of_a_tree(page_size: int, group: int) -> None:
 
 def test_paged_attention_accepts_strided_queries() -> None:
     cache = Paged([9, 7], 4, 2, 8, torch.float32)
-    wide = torch.randn(2, 3, 10, 8, generator=torch.Generator().manual_seed(0))
+    buffer = torch.randn(2, 3, 10, 8, generator=torch.Generator().manual_seed(0))
     mask = attention_mask(torch.tensor([6, 4]), 3, cache.table.shape[1] * 4)
-    sliced = cache.attend(wide[:, :, :6], mask)
-    whole = cache.attend(wide[:, :, :6].contiguous(), mask)
+    sliced = cache.attend(buffer[:, :, :6], mask)
+    whole = cache.attend(buffer[:, :, :6].contiguous(), mask)
     torch.testing.assert_close(sliced, whole)
 
 

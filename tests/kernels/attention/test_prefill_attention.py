@@ -1,4 +1,4 @@
-"""Prefill attention over pages against float64, for several spans at once."""
+"""Paged prefill attention of ragged batches matches float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
             slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
             for cache, x in ((k_cache.flatten(0, 1), k), (v_cache.flatten(0, 1), v)):
                 cache[slots[:end]] = x
-                cache[slots[end:]] = 300  # of another sequence, long ago
+                cache[slots[end:]] = 300  # stale, from another sequence
             self.keys.append(k)
             self.values.append(v)
         self.k_cache, self.v_cache = (cache.to(device, stored or dtype) for cache in (k_cache, v_cache))
@@ -55,10 +55,10 @@ class Case:
         for q, k, v, (start, end) in zip(queries, self.keys, self.values, self.spans, strict=True):
             k, v = (x.double().repeat_interleave(self.count // self.kv, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
-            behind = torch.arange(start, end)[:, None] - torch.arange(end)
-            hidden = behind < 0
+            distance = torch.arange(start, end)[:, None] - torch.arange(end)
+            hidden = distance < 0
             if window:
-                hidden |= behind >= window
+                hidden |= distance >= window
             parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
         return torch.cat(parts)
 
@@ -142,9 +142,9 @@ def test_short_chunk_after_long_prefix_uses_split_kv(device: torch.device, windo
 
 def test_strided_queries(device: torch.device) -> None:
     case = Case(device, torch.float16, [(0, 20)], (4, 2, 16))
-    wide = torch.full((20, 8, 16), torch.nan, dtype=torch.float16, device=device)
-    wide[:, :4] = case.q
-    case.check(prefill_attention(wide[:, :4], case.k_cache, case.v_cache, case.layout, tile=Tiling(32, 16, 4, 2)))
+    buffer = torch.full((20, 8, 16), torch.nan, dtype=torch.float16, device=device)
+    buffer[:, :4] = case.q
+    case.check(prefill_attention(buffer[:, :4], case.k_cache, case.v_cache, case.layout, tile=Tiling(32, 16, 4, 2)))
 
 
 def test_head_dim_256_and_long_prompts(device: torch.device) -> None:
@@ -159,21 +159,21 @@ def test_head_dim_256_and_long_prompts(device: torch.device) -> None:
 @pytest.mark.parametrize("heads", [(8, 2, 128), (8, 1, 256)])
 def test_fp8_kv_cache(device: torch.device, heads: tuple[int, int, int]) -> None:
     if device.type != "cuda":
-        pytest.skip("the interpreter has no float8 products")
+        pytest.skip("the interpreter has no FP8 matmul")
     case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], heads, stored=torch.float8_e4m3fn)
     case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_ragged_batch_at_fixed_addresses_is_reusable(device: torch.device, own: bool) -> None:
-    """At fixed addresses, whatever they held before; as many spans as there is room for, one, or some."""
+    """Whatever the buffers held before; with the maximum number of chunks, one, or some."""
     recorded: StaticRaggedBatch | None = None
     for spans in ([(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]):
         case = Case(device, torch.float32, spans, (4, 2, 32))
         total = case.layout.offsets[-1]
         if recorded is None:
             recorded = StaticRaggedBatch(48, 3, case.layout.page_table.new_zeros(8, 8), case.layout.page_size)
-            recorded.tiles(8)  # as a recording asks for them before the first pass is known
+            recorded.tiles(8)  # as at graph capture, before the first pass is known
         recorded.page_table.zero_()
         height, width = case.layout.page_table.shape
         recorded.page_table[:height, :width] = case.layout.page_table

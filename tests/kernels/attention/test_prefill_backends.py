@@ -1,4 +1,4 @@
-"""Which backend a name gives, what is refused, and that each hands its library the right arguments."""
+"""Prefill attention backends: selection by name, refusals, and the arguments passed to each library."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> No
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """One sequence whose last query stands at its last key; `window` -1 is none, 0 the key itself."""
+    """One sequence whose last query is aligned with its last key; `window` -1 is unlimited."""
     return prefill_attention_ref(q, k[None], v[None], torch.tensor([0]), len(k) - len(q), window + 1)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import first_quick, slow_but
+from trees import ancestor_masks, path_of
 
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.verify_attention import verify_attention_ref
@@ -67,7 +68,7 @@ class Case:
         error = (out[valid].double() - expected[valid].double()).norm() / expected[valid].double().norm()
         assert error < TOLERANCE[self.dtype], error
         assert out.isfinite().all()
-        # A mean of squares summed in another order can move a rounding; float32 products may be fused.
+        # A mean of squares summed in another order can change a rounding; float32 multiply-adds may be fused.
         near = 0.0 if self.heads.q_norm is None and self.dtype != torch.float32 else 4 * torch.finfo(self.dtype).eps
         for written, wish, before, slack in zip(caches, wanted, self.caches, (near, 0.0), strict=True):
             new = self.new[1:]
@@ -115,14 +116,10 @@ def test_keys_are_written_exactly_without_norm(device: torch.device) -> None:
 
 def tree(batch: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Random parents: ancestor words [batch, n] and depths [batch, n]."""
-    words, depths = torch.zeros(batch, n, dtype=torch.int64), torch.zeros(batch, n, dtype=torch.int64)
-    for row in range(batch):
-        for node in range(n):
-            own = -(2**63) if node == 63 else 1 << node
-            parent = int(torch.randint(node, ())) if node else None
-            words[row, node] = own if parent is None else int(words[row, parent]) | own
-            depths[row, node] = 0 if parent is None else depths[row, parent] + 1
-    return words.to(device), depths.to(device)
+    parents = [[int(torch.randint(node, ())) for node in range(1, n)] for _ in range(batch)]
+    depths = [[len(path_of(row, node)) - 1 for node in range(n)] for row in parents]
+    words = torch.tensor([ancestor_masks(row) for row in parents], device=device)
+    return words, torch.tensor(depths, device=device)
 
 
 @pytest.mark.parametrize("n", [2, 7, 64])
@@ -137,7 +134,7 @@ PASSES = [(7, 10, 3), (61, 3, 1), (1, 3, 1), (4, 3, 3), (63, 1, 3)]
 
 @pytest.mark.parametrize(("first", "n", "splits"), first_quick(2, PASSES))
 def test_tree_in_several_passes(device: torch.device, first: int, n: int, splits: int) -> None:
-    """Nodes of earlier passes lie in the cache, and some of them are not seen."""
+    """Nodes of earlier passes are in the cache, and the mask hides some of them."""
     case = Case(device, torch.float32, [first + 90, first, first + 17], n)
     words, depths = (item[:, first:] for item in tree(3, first + n, device))
     positions = (case.lengths[:, None] - first + depths).flatten()
@@ -159,11 +156,11 @@ def test_window(device: torch.device, window: int, causal: bool) -> None:
     Case(device, torch.float32, [0, 3, 90], 5).check(3, window=window, causal=causal)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"count": 8, "kv": 1, "dim": 256}], ids=["narrow", "wide"])
+@pytest.mark.parametrize("sizes", [{}, {"count": 8, "kv": 1, "dim": 256}], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp8_cache(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> None:
     case = Case(device, dtype, [40, 3], 4, cache=torch.float8_e4m3fn, norm=False, **sizes)
-    if device.type == "cpu":  # the interpreter rounds to float8 otherwise than torch: let nothing be rounded
+    if device.type == "cpu":  # the interpreter rounds to FP8 differently than torch: use values that need no rounding
         case.qkv = case.qkv.to(torch.float8_e4m3fn).to(dtype)
         case.heads.cos.fill_(1), case.heads.sin.fill_(0)
     case.check(2)
@@ -202,7 +199,7 @@ def test_edges_of_steps_and_splits(device: torch.device, keys: int) -> None:
 
 
 def test_dependent_launch_follows_own_wait() -> None:
-    """What verify attention reads before its wait rests on this: all but the kernel in front has ended by then."""
+    """Verify attention may read before its wait only because of this: all but the kernel in front has ended by then."""
     for path in Path(verify_attention.__code__.co_filename).parent.glob("*.py"):
         lines = [line.strip() for line in path.read_text().splitlines()]
         for before, line in pairwise(lines):

@@ -1,4 +1,4 @@
-"""Pairs between the passes of a draft head, against the torch references."""
+"""Inputs of draft heads and the feature buffer match the torch references."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTHS = [24, 1030]
 
 
 class Case:
-    """B sequences in a batch of device rows, two of them padding; each has its own count of features that wait."""
+    """B sequences in a batch of device rows, two of them padding; each buffers its own number of features."""
 
     def __init__(self, batch: int, most: int, width: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(batch * 100 + most)

@@ -1,4 +1,4 @@
-"""The lookup against a search in plain Python."""
+"""N-gram lookup matches a plain Python search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specbatch.kernels.drafting.ngram import lookup_ref, merge_into_tree
 
 
 def search(tokens: list[int], longest: int, shortest: int, count: int) -> list[int] | None:
-    """What followed the latest earlier occurrence of the longest suffix, read on as it is being written."""
+    """The tokens after the latest earlier occurrence of the longest suffix; a continuation may run into itself."""
     for length in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 2, length - 2, -1):
             if tokens[end - length + 1 : end + 1] == tokens[len(tokens) - length :]:
@@ -23,7 +23,7 @@ def search(tokens: list[int], longest: int, shortest: int, count: int) -> list[i
 
 
 def searches(tokens: list[int], longest: int, shortest: int, count: int, texts: int) -> list[list[int]]:
-    """What followed the best matches, longest and latest first, each continuation once."""
+    """The continuations of the best matches, longest and latest first, without duplicates."""
     found: list[list[int]] = []
     for length in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 2, length - 2, -1):
@@ -37,11 +37,11 @@ def searches(tokens: list[int], longest: int, shortest: int, count: int, texts: 
 
 
 def match(
-    rows: list[list[int]], longest: int, shortest: int, count: int, behind: list[int]
+    rows: list[list[int]], longest: int, shortest: int, count: int, garbage: list[int]
 ) -> tuple[list[list[int]], list[bool]]:
-    """All rows at once in one tensor; what lies behind a row's newest token is `behind`, repeated."""
-    width = max(map(len, rows)) + len(behind)
-    padded = [(row + (behind or [0]) * width)[:width] for row in rows]
+    """All rows in one tensor; the columns past a row's newest token hold `garbage`, repeated."""
+    width = max(map(len, rows)) + len(garbage)
+    padded = [(row + (garbage or [0]) * width)[:width] for row in rows]
     last = torch.tensor([len(row) - 1 for row in rows])
     drafts, found = (item.squeeze(1) for item in lookup_ref(torch.tensor(padded), last, longest, shortest, count))
     assert drafts.dtype == torch.int64
@@ -54,8 +54,8 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int, int, list[int]]:
     token = st.integers(0, draw(st.integers(0, 4)))
     rows = draw(st.lists(st.lists(token, min_size=1, max_size=24), min_size=1, max_size=4))
     shortest = draw(st.integers(1, 4))
-    behind = draw(st.lists(token | st.integers(-3, 50_000), max_size=6))
-    return rows, draw(st.integers(shortest, 16)), shortest, draw(st.integers(1, 9)), behind
+    garbage = draw(st.lists(token | st.integers(-3, 50_000), max_size=6))
+    return rows, draw(st.integers(shortest, 16)), shortest, draw(st.integers(1, 9)), garbage
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -63,8 +63,8 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int, int, list[int]]:
 def test_matches_plain_python_search(
     case: tuple[list[list[int]], int, int, int, list[int]],
 ) -> None:
-    rows, longest, shortest, count, behind = case
-    drafts, found = match(rows, longest, shortest, count, behind)
+    rows, longest, shortest, count, garbage = case
+    drafts, found = match(rows, longest, shortest, count, garbage)
     for index, row in enumerate(rows):
         expected = search(row, longest, shortest, count)
         assert found[index] == (expected is not None)
@@ -76,9 +76,9 @@ def test_matches_plain_python_search(
 def test_several_matches_are_the_best_distinct_continuations(
     case: tuple[list[list[int]], int, int, int, list[int]], texts: int
 ) -> None:
-    rows, longest, shortest, count, behind = case
-    width = max(map(len, rows)) + len(behind)
-    padded = torch.tensor([(row + (behind or [0]) * width)[:width] for row in rows])
+    rows, longest, shortest, count, garbage = case
+    width = max(map(len, rows)) + len(garbage)
+    padded = torch.tensor([(row + (garbage or [0]) * width)[:width] for row in rows])
     last = torch.tensor([len(row) - 1 for row in rows])
     drafts, found = lookup_ref(padded, last, longest, shortest, count, texts)
     assert drafts.shape == (len(rows), texts, count)
@@ -91,7 +91,7 @@ def test_several_matches_are_the_best_distinct_continuations(
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(data=st.data())
 def test_tree_merges_common_prefixes(data: st.DataObject) -> None:
-    """Every node is a beginning of some text, once; the first ones in the order of the texts are kept."""
+    """Every node is a distinct prefix of some text; the first ones in the order of the texts are kept."""
     kinds, depth = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     text = st.lists(st.integers(0, 2), min_size=depth, max_size=depth)
     rows = data.draw(st.lists(st.lists(text, min_size=kinds, max_size=kinds), min_size=1, max_size=3))
@@ -116,9 +116,9 @@ def test_tree_merges_common_prefixes(data: st.DataObject) -> None:
     ("row", "longest", "shortest", "expected"),
     [
         ([5, 1, 2, 7, 3, 2, 8, 1, 2], 4, 1, [7, 3, 2]),  # two tokens beat one that is nearer
-        ([1, 2, 7, 1, 2, 8, 1, 2], 4, 1, [8, 1, 2]),  # the latest of equals
+        ([1, 2, 7, 1, 2, 8, 1, 2], 4, 1, [8, 1, 2]),  # the latest of ties
         ([1, 2, 7, 1, 2, 8, 1, 2], 4, 3, None),
-        ([9, 1, 2, 7, 0, 1, 2, 8, 9, 1, 2], 2, 1, [8, 9, 1]),  # three would match, but two is the longest asked
+        ([9, 1, 2, 7, 0, 1, 2, 8, 9, 1, 2], 2, 1, [8, 9, 1]),  # three would match, but the maximum length is two
         ([9, 1, 2, 7, 0, 1, 2, 8, 9, 1, 2], 3, 1, [7, 0, 1]),
         ([4, 4], 4, 1, [4, 4, 4]),
         ([4, 4], 4, 2, None),  # the suffix itself is no earlier occurrence

@@ -1,4 +1,4 @@
-"""The lookup kernel against its reference."""
+"""The n-gram lookup kernel matches its reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *size
 
 @pytest.mark.parametrize("case", slow_but(range(10), range(24)))
 def test_kernel_matches_reference(case: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small alphabets and blocks: long runs, many equals, matches across blocks."""
+    """Small vocabularies and blocks: long runs, many ties, matches across blocks."""
     if case % 3:
         monkeypatch.setattr(ngram_triton, "_BLOCK", 16)
     draw = random.Random(case)

@@ -1,4 +1,4 @@
-"""Levels of a tree and what is kept of it: the kernels against the torch references, which tests/drafters judges."""
+"""Tree expansion and pruning kernels match the torch references, which tests/drafters checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [
 
 
 def children(batch: int, width: int, topk: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores in quarters, so that many texts are equally likely, and some that are worth nothing."""
+    """Scores in steps of a quarter, so that many are tied, and some of -inf."""
     generator = torch.Generator().manual_seed(seed)
     scores = -(torch.rand(batch, width, topk, generator=generator) * 8).round() / 4
     scores[torch.rand(scores.shape, generator=generator) < 0.1] = -torch.inf
@@ -44,7 +44,7 @@ def test_expand_and_prune_match_reference(shape: DraftShape, batch: int, device:
         new = children(batch, topk if depth else 1, topk, 10 * depth + batch, device)
         wanted = tree_draft.expand_ref(theirs, *new, level, start, first)
         found = tree_draft_triton.expand(ours, *new, level, start, first)
-        if depth < steps - 1:  # there is no word for nodes behind the last level
+        if depth < steps - 1:  # nodes after the last level have no mask
             for one, other in zip(found, wanted, strict=True):
                 assert torch.equal(one, other)
         level = wanted

@@ -1,4 +1,4 @@
-"""The kernels of many rows against their references."""
+"""Elementwise kernels match their references."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_silu_product(device: torch.device, dtype: torch.dtype, rows: int, width
 def test_relu_square(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
     skip_unless(device, dtype)
     x = torch.randn(rows, width, device=device).to(dtype) * 4
-    x[0, 7] = torch.nan  # goes on: a run must notice it
+    x[0, 7] = torch.nan  # must propagate
     expected = F.relu(x.double()).square().to(dtype)
     y = relu_squared(x)
     assert y.data_ptr() == x.data_ptr()
@@ -94,7 +94,7 @@ def test_split_qkv_rope(
 
 def test_split_qkv_rope_with_fp8_cache(device: torch.device) -> None:
     if device.type != "cuda":
-        pytest.skip("the interpreter's cast to float8 loses the carry of a rounding")
+        pytest.skip("the interpreter's cast to FP8 loses the carry when rounding")
     rows, count, kv, dim = 11, 4, 2, 64
     heads = make_heads(device, torch.float16, count, kv, dim, True)
     qkv = torch.randn(rows, (count + 2 * kv) * dim, device=device).half()

@@ -1,4 +1,4 @@
-"""Activations rounded to float8 against the nearest of all its values."""
+"""FP8 quantization of activations matches a search for the nearest FP8 value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRID = BITS[(BITS & 127) != 127].view(torch.float8_e4m3fn)  # all numbers, both 
 
 
 def nearest(x: torch.Tensor) -> torch.Tensor:
-    """Of float64 numbers up to 448, the even one where two are as near."""
+    """The nearest FP8 values of float64 numbers up to 448; ties round to even."""
     grid = GRID.double().unique()
     even = (grid.to(torch.float8_e4m3fn).view(torch.uint8) & 1) == 0
     apart = (x[..., None] - grid).abs()
@@ -38,7 +38,7 @@ def test_values_round_to_nearest(rows: int, width: int, dtype: torch.dtype) -> N
         assert torch.allclose(scale[:, 0], block.abs().amax(1) / 448, rtol=1e-6)
         largest = block.abs().amax(1).float()
         inverse = torch.full_like(largest, 448) / largest
-        wanted = block * inverse[:, None].double()  # rounded where it is in float32
+        wanted = block * inverse[:, None].double()  # rounded to float32 at the same point
         assert torch.equal(values[:, first : first + 128].double(), nearest(wanted.float().double()))
 
 
@@ -48,7 +48,7 @@ def test_ties_round_to_even() -> None:
 
 
 def exact(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Float8 numbers times a power of two for each block, whose largest is 448: nothing has to be rounded, which the
+    """FP8 values times a power of two per block, whose largest is 448: nothing has to be rounded, which the
     interpreter does wrongly."""
     blocks = GRID.float()[torch.randint(0, len(GRID), (rows, -(-width // 128), 128))]
     blocks[..., 0] = 448
@@ -66,7 +66,7 @@ def same(ours: FP8Activations, wanted: FP8Activations) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 128), (17, 300), (40, 136), (2, 1)])
 def test_kernel_matches_reference(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Rows apart, too."""
+    """Also for strided rows."""
     x = exact(rows, width, dtype) if device.type == "cpu" else torch.randn(rows, width).to(dtype) * 3
     apart = torch.full((rows, width + 9), torch.nan, dtype=dtype)
     apart[:, 5 : 5 + width] = x

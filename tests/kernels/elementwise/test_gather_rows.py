@@ -1,4 +1,4 @@
-"""Rows of tables by numbers on the device, against the torch references."""
+"""gather_rows and ring_push match the torch references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_gather_rows(one: tuple[int, ...], other: tuple[int, ...], device: torch
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 7), (128, 19)])
 def test_ring_push(shape: tuple[int, int], device: torch.device) -> None:
-    """A place may be larger than what is put there."""
+    """A ring slot may have more rows than are pushed."""
     theirs = torch.full((4, shape[0] + 2, shape[1]), -1, device=device)
     ours, turns = theirs.clone(), torch.tensor([[2], [2]], device=device)
     for _ in range(3):

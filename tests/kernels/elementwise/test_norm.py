@@ -17,8 +17,8 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def truth(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x over its root mean square, not yet multiplied by the weight."""
-    wide = x.double()
-    return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    x64 = x.double()
+    return x64 / (x64.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
 @pytest.mark.parametrize("width", [1, 7, 64, 576])

@@ -20,7 +20,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, inverse: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Channel i and channel i + dim / 2 are one complex number, turned by position * inverse[i]."""
+    """Channel i and channel i + dim / 2 form a complex number, rotated by position * inverse[i]."""
     first, second = x.double().chunk(2, -1)
     angle = positions.double()[:, None, None] * inverse.double()
     turned = torch.complex(first, second) * torch.polar(torch.full_like(angle, scale), angle)

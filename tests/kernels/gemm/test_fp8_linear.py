@@ -1,4 +1,4 @@
-"""Products with float8 weights in blocks against float64."""
+"""Linear layers with block-scaled FP8 weights match float64."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 
-# What a tensor core loses of a sum of 128 float8 products, some 2^-13 of the largest, is less than these of 16 bits.
+# A tensor core's error in a sum of 128 FP8 products, about 2^-13 of the largest, is below these FP16/BF16 bounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
 
 @pytest.fixture(params=TOLERANCE, ids=str)
 def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
     if request.param == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter's products of bfloat16 are wrong")
+        pytest.skip("the interpreter computes wrong bfloat16 matmuls")
     return request.param  # type: ignore[no-any-return]
 
 
 def random_weight(n: int, k: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
-    """A weight, and its values in float64, scale by scale."""
+    """A weight, and its values dequantized to float64."""
     values = (torch.randn(n, k) * 60).to(torch.float8_e4m3fn).to(device)
     scales = torch.rand(-(-n // 128), -(-k // 128), device=device) / 60 + 1e-3
-    wide = values.double()
+    dequantized = values.double()
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
-            wide[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[i, j].double()
-    return Weight(values, scales), wide
+            dequantized[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[i, j].double()
+    return Weight(values, scales), dequantized
 
 
 def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -48,10 +48,10 @@ def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     ("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (17, 70, 40), (40, 129, 136), (130, 16, 128)]
 )
 def test_fp8_linear_matches_reference(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    weight, wide = random_weight(n, k, device)
+    weight, dequantized = random_weight(n, k, device)
     x, bias = torch.randn(rows, k + 9).to(device, dtype)[:, 4 : 4 + k], torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
-    expected = x.double() @ wide.t()
+    expected = x.double() @ dequantized.t()
     check(fp8_linear_ref(x, weight), expected, dtype)
     check(fp8_linear(x, weight), expected, dtype)
     expected += bias.double() + residual.double()
@@ -61,7 +61,7 @@ def test_fp8_linear_matches_reference(rows: int, n: int, k: int, dtype: torch.dt
 
 @pytest.mark.parametrize("rows", [1, 40, 130])
 def test_every_fp8_value_is_exact(rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Subnormal ones and both zeros among them: each stands alone in its sum."""
+    """Including subnormals and both zeros: each is the only term of its sum."""
     bits = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127].repeat(128)[: 128 * 250]
     values = bits.view(250, 128).to(device).view(torch.float8_e4m3fn)
     weight = Weight(values, torch.ones(2, 1, device=device))
@@ -75,21 +75,21 @@ def test_fp8_linear_module_matches_reference(
     kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]
 ) -> None:
     force_kernels(kernels)
-    weight, wide = random_weight(140, 48, device)
-    product = FP8Linear(weight)
+    weight, dequantized = random_weight(140, 48, device)
+    layer = FP8Linear(weight)
     x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
     normal = F.rms_norm(x.double(), (48,), norm.weight.double(), norm.eps)
-    expected = normal @ wide.t()
-    assert product.shape == (140, 48)
-    check(product(x, norm=norm), expected, torch.float32)
-    check(product.gated(x, norm), F.silu(expected[:, :70]) * expected[:, 70:], torch.float32)
+    expected = normal @ dequantized.t()
+    assert layer.shape == (140, 48)
+    check(layer(x, norm=norm), expected, torch.float32)
+    check(layer.gated(x, norm), F.silu(expected[:, :70]) * expected[:, 70:], torch.float32)
     out, residual = torch.empty(3, 140, device=device), torch.randn(3, 140, device=device)
-    assert product(x, norm=norm, residual=residual, out=out) is out
+    assert layer(x, norm=norm, residual=residual, out=out) is out
     check(out, expected + residual.double(), torch.float32)
-    expected = normal @ wide.t()
-    check(product.squared(x, norm), expected.relu().square(), torch.float32)
+    expected = normal @ dequantized.t()
+    check(layer.squared(x, norm), expected.relu().square(), torch.float32)
     apart = torch.zeros(3, 150, device=device)
-    product(x, norm=norm, out=apart[:, 5:145])
+    layer(x, norm=norm, out=apart[:, 5:145])
     check(apart[:, 5:145], expected, torch.float32)
     assert not apart[:, :5].any()
     assert not apart[:, 145:].any()
@@ -100,27 +100,29 @@ def test_concat_linear_matches_reference(
     kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]
 ) -> None:
     force_kernels(kernels and device.type == "cuda")
-    weight, wide = random_weight(130, 48, device)
+    weight, dequantized = random_weight(130, 48, device)
     other = torch.randn(6, 48, device=device)
-    product = ConcatLinear(linear(weight), linear(Weight(other)))
-    assert product.shape == (136, 48)
+    layer = ConcatLinear(linear(weight), linear(Weight(other)))
+    assert layer.shape == (136, 48)
     x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
-    expected = F.rms_norm(x.double(), (48,), norm.weight.double(), norm.eps) @ torch.cat([wide, other.double()]).t()
-    check(product(x, norm=norm), expected, torch.float32)
+    expected = (
+        F.rms_norm(x.double(), (48,), norm.weight.double(), norm.eps) @ torch.cat([dequantized, other.double()]).t()
+    )
+    check(layer(x, norm=norm), expected, torch.float32)
     out, residual = torch.empty(3, 136, device=device), torch.randn(3, 136, device=device)
-    assert product(x, norm=norm, out=out) is out
+    assert layer(x, norm=norm, out=out) is out
     check(out, expected, torch.float32)
-    check(product(x, norm=norm, residual=residual), expected + residual.double(), torch.float32)
-    check(product.gated(x, norm), F.silu(expected[:, :68]) * expected[:, 68:], torch.float32)
+    check(layer(x, norm=norm, residual=residual), expected + residual.double(), torch.float32)
+    check(layer.gated(x, norm), F.silu(expected[:, :68]) * expected[:, 68:], torch.float32)
 
 
-# rounded activations
+# FP8 activations
 
 HALVES = [torch.float16, torch.bfloat16]
 
 
 def random_rows(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
-    """Whatever lies behind the rows there are is NaN."""
+    """The memory past the last row is NaN."""
     values, scales, _ = quantize_fp8_ref((torch.randn(rows + 3, k) * torch.rand(rows + 3, 1) * 9).to(dtype))
     values[rows:], scales[rows:] = torch.nan, torch.nan
     return FP8Activations(values.to(device)[:rows], scales.to(device)[:rows], dtype)
@@ -134,11 +136,11 @@ def test_fp8_linear_with_fp8_activations_matches_reference(
     rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     if dtype == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter has no bfloat16 to store")
-    weight, wide = random_weight(n, k, device)
+        pytest.skip("the interpreter cannot store bfloat16")
+    weight, dequantized = random_weight(n, k, device)
     x, bias = random_rows(rows, k, dtype, device), torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
-    expected = x.dequantize().double() @ wide.t()
+    expected = x.dequantize().double() @ dequantized.t()
     check(fp8_linear_ref(x, weight), expected, dtype)
     check(fp8_linear(x, weight), expected, dtype)
     half = Weight(weight.values, weight.scales.half())  # type: ignore[union-attr]
@@ -153,7 +155,7 @@ def test_fp8_linear_with_fp8_activations_matches_reference(
 
 
 def test_scales_apply_per_block(device: torch.device) -> None:
-    """In x and in the weight; a mean of them would be another number."""
+    """In x and in the weight; averaging scales would give another number."""
     values = torch.ones(3, 300).to(device, torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0, 4.0]] * 2 + [[0.0, 0.0, 8.0]], device=device)
     weight = Weight(torch.ones(130, 300).to(device, torch.float8_e4m3fn), torch.tensor([[1.0, 3, 5], [7, 11, 13]]))
@@ -168,9 +170,9 @@ def test_scales_apply_per_block(device: torch.device) -> None:
 def test_rows_do_not_depend_on_batch(
     dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
 ) -> None:
-    """Tiles of any width: a prompt's numbers do not depend on its chunks."""
+    """For every tile size, so that a prompt's results do not depend on its chunks."""
     if dtype == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter has no bfloat16 to store")
+        pytest.skip("the interpreter cannot store bfloat16")
     rows, n, k = (130, 140, 256) if device.type == "cpu" else (3000, 8600, 1100)
     weight, _ = random_weight(n, k, device)
     x = random_rows(rows, k, dtype, device)
@@ -181,14 +183,14 @@ def test_rows_do_not_depend_on_batch(
 
 
 def test_nan_and_inf_activations_propagate(device: torch.device) -> None:
-    """As NaN or, of an infinite scale, as what is no number either."""
+    """A NaN stays NaN; an infinite scale gives values that are not finite."""
     weight, _ = random_weight(130, 300, device)
     x = torch.randn(5, 300).half().to(device)
     clean = fp8_linear(quantize_fp8_ref(x), weight)
     for value in (torch.nan, torch.inf):
         x[3, 200] = value
-        for product in (fp8_linear, fp8_linear_ref):
-            y = product(quantize_fp8_ref(x), weight)[3]
+        for layer in (fp8_linear, fp8_linear_ref):
+            y = layer(quantize_fp8_ref(x), weight)[3]
             assert not y.isfinite().any()
             assert value == torch.inf or y.isnan().all()
         assert torch.equal(fp8_linear(quantize_fp8_ref(x), weight)[:3], clean[:3])
@@ -200,18 +202,18 @@ def test_fp8_activations_apply_within_context_only(
 ) -> None:
     force_kernels(kernels)
     if device.type == "cpu":
-        # The interpreter's cast is wrong.
+        # The interpreter's cast to FP8 is wrong.
         monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.quantize_fp8", quantize_fp8_ref)
     weight, _ = random_weight(140, 200, device)
-    product, norm = FP8Linear(weight), Norm(torch.rand(200, device=device) + 0.5, 1e-5)
+    layer, norm = FP8Linear(weight), Norm(torch.rand(200, device=device) + 0.5, 1e-5)
     x, residual = torch.randn(3, 200).to(device), torch.randn(3, 140).to(device)
     for dtype in (torch.float16, torch.float32):
         given = (x.to(dtype), Norm(norm.weight.to(dtype), norm.eps), residual.to(dtype))
-        plain = product(given[0], norm=given[1], residual=given[2])
+        plain = layer(given[0], norm=given[1], residual=given[2])
         with use_fp8_activations(True):
-            prompt = product(given[0], norm=given[1], residual=given[2])
+            prompt = layer(given[0], norm=given[1], residual=given[2])
         with use_fp8_activations(False):
-            assert torch.equal(product(given[0], norm=given[1], residual=given[2]), plain)
+            assert torch.equal(layer(given[0], norm=given[1], residual=given[2]), plain)
         normal = rms_norm_ref(given[0], *given[1])
         if dtype == torch.float32:
             assert torch.equal(prompt, plain)
@@ -223,4 +225,4 @@ def test_fp8_activations_apply_within_context_only(
                 dtype,
             )
             assert (prompt - plain).abs().max() > 0.01 * plain.abs().max()
-        assert torch.equal(product(given[0], norm=given[1], residual=given[2]), plain)
+        assert torch.equal(layer(given[0], norm=given[1], residual=given[2]), plain)

@@ -1,4 +1,4 @@
-"""Products with few and many rows against float64."""
+"""Linear layers with few and many rows match float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_linear_matches_reference(rows: int, biased: bool, dtype: torch.dtype) -
 @pytest.mark.parametrize("rows", ROWS)
 def test_strided_inputs(rows: int) -> None:
     weight, bias = numbers(53, 37, seed=1), numbers(53, seed=2)
-    check(numbers(37, rows, seed=rows).t(), weight, bias)  # what a product the other way round leaves
+    check(numbers(37, rows, seed=rows).t(), weight, bias)  # the layout of a transposed matmul
     check(numbers(rows, 90, seed=rows)[:, 20:57], weight, bias)  # a slice of a fused projection
     check(numbers(2 * rows, 37, seed=rows)[::2], weight, bias)
     check(numbers(rows, 37, seed=rows), numbers(80, 37, seed=1)[9:62], bias)  # rows of a fused weight
@@ -56,9 +56,9 @@ def test_small_matrices(rows: int, inner: int, outer: int) -> None:
 def test_relu_squared(rows: int, biased: bool) -> None:
     x, weight, bias = numbers(rows, 37, seed=3), numbers(53, 37, seed=4), numbers(53, seed=5) if biased else None
     norm = Norm(numbers(37, seed=6), 1e-3)
-    wide = x.double()
-    wide = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + norm.eps) * norm.weight.double()
-    h = wide @ weight.double().t() + (0 if bias is None else bias.double())
+    h64 = x.double()
+    h64 = h64 * torch.rsqrt(h64.square().mean(1, keepdim=True) + norm.eps) * norm.weight.double()
+    h = h64 @ weight.double().t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(Linear(weight, bias).squared(x, norm).double(), h.relu().square(), rtol=1e-5, atol=1e-4)
 
 
@@ -79,8 +79,8 @@ def test_blocked_layout_does_not_change_results(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rows_do_not_depend_on_batch() -> None:
-    """To rounding: equal tokens with and without drafts hang on it."""
-    product, x = Linear(numbers(200, 300, seed=1)), numbers(65, 300, seed=2)
-    alone = torch.cat([product(row[None]) for row in x])
+    """Up to rounding; lossless decoding depends on it."""
+    layer, x = Linear(numbers(200, 300, seed=1)), numbers(65, 300, seed=2)
+    alone = torch.cat([layer(row[None]) for row in x])
     for rows in (2, 5, 16, 33, 65):
-        torch.testing.assert_close(product(x[:rows]), alone[:rows], rtol=0, atol=5e-5)
+        torch.testing.assert_close(layer(x[:rows]), alone[:rows], rtol=0, atol=5e-5)

@@ -1,4 +1,4 @@
-"""Skinny products against float64."""
+"""Skinny GEMMs match float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPS = 1e-5
 @pytest.fixture(params=TOLERANCE, ids=str)
 def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
     if request.param == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter's products of bfloat16 are wrong")
+        pytest.skip("the interpreter computes wrong bfloat16 matmuls")
     return request.param  # type: ignore[no-any-return]
 
 
@@ -30,11 +30,11 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def normalised(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """The rows as float64, normalised and weighted where there is a weight."""
-    wide = x.double()
+    """The rows in float64, with RMSNorm if a weight is given."""
+    x64 = x.double()
     if weight is None:
-        return wide
-    return wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + EPS) * weight.double()
+        return x64
+    return x64 * torch.rsqrt(x64.square().mean(1, keepdim=True) + EPS) * weight.double()
 
 
 def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -80,7 +80,7 @@ def test_skinny_relu_squared_matches_reference(
 ) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(5, k, seed=1, **kind), numbers(n, k, seed=2, **kind) / k**0.5
-    x[3, 2] = torch.nan  # goes on: a run must notice it
+    x[3, 2] = torch.nan  # must propagate
     norm, bias, residual = (
         1 + numbers(k, seed=3, **kind),
         *(numbers(*size, seed=4, **kind) for size in ((n,), (5, n))),
@@ -95,7 +95,7 @@ def test_skinny_relu_squared_matches_reference(
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
 @pytest.mark.parametrize("gated", [False, True])
 def test_split_k_matches_reference(splits: int, gated: bool, device: torch.device) -> None:
-    """Every split of K gives the product, whatever the workspace held, and leaves the arrival counters at zero."""
+    """Every split of K gives the same result, whatever the workspace held, and leaves the arrival counters at zero."""
     kind = {"dtype": torch.float32, "device": device}
     x, weight, norm = (
         numbers(3, 328, seed=1, **kind),
@@ -110,23 +110,23 @@ def test_split_k_matches_reference(splits: int, gated: bool, device: torch.devic
     assert not counters.any()
 
 
-@pytest.mark.parametrize("product", [skinny_linear, skinny_gated])
+@pytest.mark.parametrize("gemm", [skinny_linear, skinny_gated])
 def test_large_activations_do_not_overflow(
-    product: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device
+    gemm: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Some models have single channels of thousands, which a norm makes small: float16 ends at 65504."""
+    """Some models have channels in the thousands before the norm; the largest float16 is 65504."""
     kind = {"dtype": dtype, "device": device}
     x, weight, norm = numbers(3, 64, seed=1, **kind), numbers(24, 64, seed=2, **kind) / 8, numbers(64, seed=3, **kind)
     x[1, 7], norm[7] = 2e4, 4.0
     h = normalised(x, norm) @ weight.double().t()
-    expected = F.silu(h[:, :12]) * h[:, 12:] if product is skinny_gated else h
-    check(product(x, weight, norm_weight=norm, eps=EPS), expected, dtype)
+    expected = F.silu(h[:, :12]) * h[:, 12:] if gemm is skinny_gated else h
+    check(gemm(x, weight, norm_weight=norm, eps=EPS), expected, dtype)
 
 
 def test_strided_inputs(dtype: torch.dtype, device: torch.device) -> None:
-    wide = numbers(4, 200, seed=1, dtype=dtype, device=device)
+    buffer = numbers(4, 200, seed=1, dtype=dtype, device=device)
     weight = numbers(24, 64, seed=2, dtype=dtype, device=device) / 8
-    x, residual = wide[:, 40:104], wide[:, 120:144]
+    x, residual = buffer[:, 40:104], buffer[:, 120:144]
     check(skinny_linear(x, weight, residual=residual), x.double() @ weight.double().t() + residual.double(), dtype)
 
 

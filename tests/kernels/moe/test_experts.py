@@ -1,4 +1,4 @@
-"""Mixtures of experts against float64, where every expert sees every token, and against transformers."""
+"""MoE expert GEMMs match float64, where every expert runs on every token, and transformers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # 
 @pytest.fixture(params=TOLERANCE, ids=str)
 def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
     if request.param == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter's products of bfloat16 are wrong")
+        pytest.skip("the interpreter computes wrong bfloat16 matmuls")
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody wrote holds NaN, or experts that do not exist."""
+    """Uninitialised memory holds NaN, or ids of experts that do not exist."""
     empty = torch.empty
 
     def poison(*args: Any, **settings: Any) -> torch.Tensor:
@@ -47,7 +47,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case:
-    """A mixture with random weights, and what it should give."""
+    """An MoE layer with random weights, and its expected output."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
 
 RULES = {
     "plain": Routing(6, 2),
-    "odd": Routing(11, 3, normalise=False),
+    "uneven": Routing(11, 3, normalise=False),
     "one": Routing(5, 1),
     "shared": Routing(7, 2, shared=2, gated=True),
     "sigmoid": Routing(6, 2, "sigmoid", scale=2.5, shared=1),
@@ -112,7 +112,7 @@ RULES = {
     first_quick(
         4,
         [
-            ("odd", 19, "swiglu"),
+            ("uneven", 19, "swiglu"),
             ("one", 1, "relu2"),
             ("shared", 21, "swiglu"),
             ("sigmoid", 7, "relu2"),
@@ -141,7 +141,7 @@ def test_experts_match_reference(
 def test_blocks_of_every_size(
     rows: int, hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """With sizes that are multiples of the tiles and such that are not."""
+    """With sizes that are multiples of the tiles and sizes that are not."""
     if device.type == "cuda":
         hidden, inner = hidden * 4, inner * 8
     case = Case(Routing(3, 2, shared=1), 40, device, dtype, hidden=hidden, inner=inner, activation=activation)
@@ -153,7 +153,7 @@ def test_blocks_of_every_size(
 
 @pytest.mark.parametrize("tokens", [1, 18, 35])
 def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
-    """The weights of experts that nobody chose are not read into anything."""
+    """Weights of experts that no token selects are not used."""
     logits = torch.zeros(tokens, 5)
     logits[:, 3] = 8
     case = Case(Routing(5, 1), tokens, device, logits=logits)
@@ -165,7 +165,7 @@ def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_nan_propagates(activation: Activation, device: torch.device) -> None:
-    """Of a token, or of a weight; a maximum with 0 would hide it."""
+    """Of a token or of a weight; max(x, 0) would hide it."""
     case = Case(Routing(4, 2), 6, device, activation=activation)
     case.x[3, 5] = torch.nan
     assert case.run().isnan().any(1).tolist() == [row == 3 for row in range(6)]
@@ -190,8 +190,8 @@ def test_rows_do_not_depend_on_batch(
 def test_strided_inputs(device: torch.device) -> None:
     case = Case(Routing(6, 2), 5, device)
     expected = case.dense() + case.residual.double()
-    wide = torch.full((5, 130), torch.inf, device=device)
-    case.x, case.residual = wide[:, 7:41].copy_(case.x), wide[:, 60:94].copy_(case.residual)
+    unquantized = torch.full((5, 130), torch.inf, device=device)
+    case.x, case.residual = unquantized[:, 7:41].copy_(case.x), unquantized[:, 60:94].copy_(case.residual)
     check(case.run(case.residual), expected, torch.float32)
 
 
@@ -202,7 +202,7 @@ def test_expert_outputs_are_summed_in_float32(device: torch.device) -> None:
     assert y.tolist() == [[1026.0] * 3]
 
 
-# float8 weights
+# FP8 weights
 
 
 def scaled(case: Case) -> tuple[Weight, Weight]:
@@ -226,19 +226,19 @@ def test_fp8_weights(tokens: int, activation: Activation, dtype: torch.dtype, de
 
 def test_scales_apply_per_block() -> None:
     values = torch.ones(200, 130).to(torch.float8_e4m3fn)
-    wide = Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).dequantize(torch.float32)
+    unquantized = Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).dequantize(torch.float32)
     rows, columns = torch.arange(200)[:, None] // 128, torch.arange(130) // 128
-    assert torch.equal(wide, 1.0 + 2 * rows + columns)
+    assert torch.equal(unquantized, 1.0 + 2 * rows + columns)
 
 
-# float8 weights and rounded activations
+# FP8 weights and FP8 activations
 
 HALVES = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture
 def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]) -> None:
-    """The interpreter's cast to float8 is wrong, and has tests of its own."""
+    """Replaces the cast to FP8, which is wrong in the interpreter and has its own tests."""
     if device.type == "cpu":
         monkeypatch.setattr(elementwise_triton, "quantize_fp8", quantize_fp8_ref)
     force_kernels(True)
@@ -262,7 +262,7 @@ def of_rounded(x: FP8Activations, weight: Weight, owner: torch.Tensor, activatio
 def test_fp8_activations_match_reference(
     hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Both, each of what the one before left: a number beside a tie would round to another one."""
+    """Both GEMMs, each from the kernel's own input: a value next to a tie could round the other way."""
     if dtype == torch.bfloat16 and device.type != "cuda":
         pytest.skip("the interpreter has no bfloat16 to store")
     tokens, rule = (9 if device.type == "cpu" else 500), Routing(3, 2, shared=1)
@@ -281,10 +281,10 @@ def test_fp8_activations_match_reference(
     y = fused_moe(case.x, case.logits, rule, up, down, activation, quantize=True)
     check(y, (expected.unflatten(0, (tokens, -1)) * weights[..., None].double()).sum(1), dtype)
     ours = experts_ref(case.x, case.weights, case.experts, up, down, activation, quantize=True)
-    # A hundredth of what is rounded between the products may go the other way, by an eighth.
+    # Of the values quantized between the GEMMs, 1% may round the other way, by an eighth.
     assert (y - ours).double().norm() <= 2e-2 * ours.double().norm()
-    wide = experts_ref(case.x, case.weights, case.experts, up, down, activation)
-    assert (ours - wide).double().norm() > 1e-2 * wide.double().norm()
+    unquantized = experts_ref(case.x, case.weights, case.experts, up, down, activation)
+    assert (ours - unquantized).double().norm() > 1e-2 * unquantized.double().norm()
 
 
 @pytest.mark.usefixtures("rounding")
@@ -315,22 +315,22 @@ def test_fp8_activations_apply_within_context_only(
 ) -> None:
     force_kernels(kernels)
     monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
-    if device.type == "cpu":  # few rows of a plain weight take kernels of their own
+    if device.type == "cpu":  # few rows of an unquantized weight use the skinny GEMM
         monkeypatch.setattr("specbatch.kernels.gemm.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
     case = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=128)
     up, down = scaled(case)
     router = torch.randn(3, 136).to(case.x)
-    block, wide = (
+    block, unquantized = (
         Experts(case.rule, router, up, down),
         Experts(case.rule, router, up, Weight(down.dequantize(torch.float16))),
     )
-    plain, unscaled = block(case.x), wide(case.x)
+    plain, unscaled = block(case.x), unquantized(case.x)
     with use_fp8_activations(True):
         prompt = block(case.x)
-        assert torch.equal(wide(case.x), unscaled)
+        assert torch.equal(unquantized(case.x), unscaled)
     assert torch.equal(block(case.x), plain)
     assert (prompt - plain).double().norm() > 1e-2 * plain.double().norm()
-    narrow = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=130)  # a scale of gate and up alike
+    narrow = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=130)  # gate and up share a scale block
     block = Experts(narrow.rule, router, *scaled(narrow))
     with use_fp8_activations(True):
         prompt_of_narrow = block(case.x)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to: the reference against plain arithmetic and transformers, the kernels against it."""
+"""MoE routing: the reference matches plain Python and transformers, the kernels match the reference."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def test_sigmoid_routing_matches_transformers() -> None:
 @pytest.mark.parametrize(("name", "tokens"), crossed(RULES, [1, 7, 16, 45]))
 def test_kernel_matches_reference(name: str, tokens: int, device: torch.device) -> None:
     rule = on(RULES[name], device)
-    wide = torch.full((tokens, rule.logits + 3), torch.inf, device=device)
-    logits = wide[:, 1 : 1 + rule.logits].copy_(torch.randn(tokens, rule.logits) * 3)
+    buffer = torch.full((tokens, rule.logits + 3), torch.inf, device=device)
+    logits = buffer[:, 1 : 1 + rule.logits].copy_(torch.randn(tokens, rule.logits) * 3)
     check(logits, rule, 16)
 
 
 def check(logits: torch.Tensor, rule: Routing, rows: int) -> None:
-    """Routing and plan of the kernels are those of the reference, twice the same bits."""
+    """Routing and block plan match the reference, and a second run is bit-identical."""
     tokens = len(logits)
     weights, experts, plan = route(logits, rule, rows)
     expected, chosen = route_ref(logits, rule)
@@ -135,7 +135,7 @@ def test_all_tokens_to_one_expert(tokens: int, rows: int, device: torch.device) 
 
 
 def test_block_count_reaches_its_bound(device: torch.device) -> None:
-    """One row more than blocks of 16 for every expert."""
+    """One row more than full blocks of 16 for every expert."""
     logits = torch.eye(3, device=device).repeat(17, 1) * 5
     assert int(route(logits, Routing(3, 1), 16)[2].used) == most_blocks(51, Routing(3, 1), 16) == 6
 
@@ -153,7 +153,7 @@ def test_ties_select_the_lower_expert_id(score: str, tokens: int, device: torch.
 
 
 def test_garbage_logits_select_valid_experts(device: torch.device) -> None:
-    """Rows of padding hold anything; what they choose is read from."""
+    """Padding rows hold arbitrary logits, and the experts that they select are read."""
     for rule in (Routing(6, 3), on(RULES["groups"], device)):
         logits = torch.tensor([torch.nan, torch.inf, -torch.inf], device=device)[:, None].repeat(1, rule.logits)
         _, experts, plan = route(logits, rule, 16)
@@ -166,7 +166,7 @@ def test_garbage_logits_select_valid_experts(device: torch.device) -> None:
 @pytest.mark.parametrize("tokens", [4, 20])
 @pytest.mark.parametrize("name", ["softmax", "groups", "sigmoid-plain"])
 def test_nan_logits_propagate(name: str, tokens: int, device: torch.device) -> None:
-    """One logit that is no number: its expert is chosen, from whatever group, and has no number for a weight."""
+    """One NaN logit: its expert is selected, from any group, with a NaN weight."""
     rule, logits = on(RULES[name], device), torch.randn(tokens, RULES[name].logits, device=device)
     broken = [(token, (5 * token + 3) % rule.experts) for token in range(0, tokens, 2)]
     for token, expert in broken:

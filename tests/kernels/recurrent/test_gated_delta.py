@@ -1,4 +1,4 @@
-"""The gated delta rule against the recurrence in float64, token by token, and against transformers."""
+"""Gated delta rule: matches a token-by-token recurrence in float64 and transformers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crossed import first_quick
+from trees import ancestor_masks, path_of
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import gated_delta, gated_delta_prefill_triton, gated_delta_triton
@@ -26,7 +27,7 @@ ROWS = 7  # device rows
 
 @dataclass
 class Inputs:
-    """Of some tokens: columns of wider products, and float64 of each."""
+    """Inputs of a number of tokens: strided columns of projections, and each in float64."""
 
     qkv: torch.Tensor
     z: torch.Tensor
@@ -41,7 +42,7 @@ class Inputs:
 
 
 class Case:
-    """Sequences on scattered device rows; `states` holds the state of each behind its accepted tokens, in float64."""
+    """Sequences on scattered device rows; `states` holds each state after its accepted tokens, in float64."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, twin: str, sizes: tuple[int, int, int, int],
@@ -58,7 +59,7 @@ class Case:
         norm = (torch.rand(value_dim) + 0.5).to(device, dtype)
         self.heads = DeltaHeads(keys, values, key_dim, value_dim, a_log - 1, dt_bias - 1, norm, 1e-5)
         shapes = (keys, key_dim), (values, value_dim), (values,)
-        # Of two layers, one behind the other for each device row.
+        # Of two layers, adjacent for each device row.
         self.state = torch.full((ROWS, 2, values, key_dim, value_dim), torch.nan, device=device, dtype=stored)[:, 1]
         self.pending = Pending(*(torch.full((ROWS, 2, held, *at), torch.nan, device=device)[:, 1] for at in shapes))
         for item in (self.state, *self.pending):
@@ -70,17 +71,20 @@ class Case:
 
     def inputs(self, count: int) -> Inputs:
         h = self.heads
-        wide = 2 * h.keys * h.key_dim + h.values * h.value_dim
-        product = torch.randn(count, wide + h.values * h.value_dim + 3).to(self.device, self.dtype)
+        conv_columns = 2 * h.keys * h.key_dim + h.values * h.value_dim
+        projection = torch.randn(count, conv_columns + h.values * h.value_dim + 3).to(self.device, self.dtype)
         gates = torch.randn(count, 2 * h.values + 1).to(self.device, self.dtype)
-        # Keys that are much alike: then a row's u depends on those of many before it.
-        product[:, h.keys * h.key_dim : 2 * h.keys * h.key_dim] += 1
+        # Similar keys, so that a row's u depends on many earlier rows.
+        projection[:, h.keys * h.key_dim : 2 * h.keys * h.key_dim] += 1
         return Inputs(
-            product[:, 1 : 1 + wide], product[:, 2 + wide : -1], gates[:, : h.values] + 1, gates[:, -h.values :]
+            projection[:, 1 : 1 + conv_columns],
+            projection[:, 2 + conv_columns : -1],
+            gates[:, : h.values] + 1,
+            gates[:, -h.values :],
         )
 
     def step(self, state: torch.Tensor, token: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The recurrence as it is written: the state behind a token and what the layer gives for it."""
+        """One step of the recurrence: the state after a token and the layer's output."""
         h = self.heads
         qkv, z, b, a = token
         q, k, v = qkv.split([h.keys * h.key_dim, h.keys * h.key_dim, h.values * h.value_dim])
@@ -131,7 +135,7 @@ class Case:
             parents = [parents_of(self.random, nodes, tree) for _ in rows]
             replay = StateReplay(
                 on_device(rows), self.count.to(self.device), self.kept.to(self.device) if tree else None,
-                on_device([words_of(item) for item in parents]) if tree else None,
+                on_device([ancestor_masks(item) for item in parents]) if tree else None,
             )  # fmt: skip
             inputs = self.inputs(len(rows) * nodes)
             y = self.verify(*inputs, self.heads, self.state, self.pending, replay)
@@ -160,15 +164,6 @@ class Case:
 
 def parents_of(randomness: random.Random, nodes: int, tree: bool) -> list[int]:
     return [randomness.randrange(max(0, node - 4), node) if tree else node - 1 for node in range(1, nodes)]
-
-
-def path_of(parents: list[int], node: int) -> list[int]:
-    return [0] if node == 0 else [*path_of(parents, parents[node - 1]), node]
-
-
-def words_of(parents: list[int]) -> list[int]:
-    words = [sum(1 << step for step in path_of(parents, node)) for node in range(len(parents) + 1)]
-    return [word - (1 << 64) if word >> 63 else word for word in words]
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -257,13 +252,13 @@ def test_equal_keys_without_decay(device: torch.device) -> None:
         case.heads.a_log.fill_(-30)
         plain = case.inputs
 
-        def alike(count: int, plain=plain) -> Inputs:
+        def equal_keys(count: int, plain=plain) -> Inputs:
             inputs = plain(count)
             inputs.qkv[:, 16:32] = 1
             inputs.b.fill_(9)
             return inputs
 
-        case.inputs = alike  # type: ignore[method-assign]
+        case.inputs = equal_keys  # type: ignore[method-assign]
         case.prompt([(4, 0, 130)])
         case.verifies(8, False, 2)
 

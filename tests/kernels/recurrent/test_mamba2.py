@@ -1,4 +1,4 @@
-"""The Mamba2 recurrence, reference and kernels, against one token after the other in float64, and transformers."""
+"""Mamba2: reference and kernels match a token-by-token recurrence in float64 and transformers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Layer:
         self.slack = max(TOLERANCE[dtype], TOLERANCE[held] if held != torch.float32 else 0)
         a_log, d, bias = (torch.rand(count, generator=self.generator).to(device) for _ in range(3))
         weight = (torch.rand(count * dim, generator=self.generator) + 0.5).to(device, dtype)
-        # With so large an eps the norm shows the size of what it normalises.
+        # With such a large eps the norm depends on the scale of its input.
         self.heads = SsdHeads(count, dim, groups, state, 3 * a_log - 2.5, d + 0.5, 2 * bias - 2, Norm(weight, 0.3))
         columns = sum(self.heads.columns)
         self.widths = [count * dim, columns, count]
@@ -66,7 +66,7 @@ class Layer:
         states[:, 0], pending[:, 0] = 1, 1  # padding may be anything finite
         self.memory = SsdMemory(states[1], pending[1])
         self.truth = torch.zeros(SLOTS, count, dim, state, dtype=torch.float64)
-        self.folded = self.truth.clone()  # the same before the last verify: what a slot holds
+        self.folded = self.truth.clone()  # the same before the last verify: the content of a slot
         self.count = torch.zeros(SLOTS, dtype=torch.int64, device=device)
 
     def inputs(self, tokens: int) -> list[torch.Tensor]:
@@ -75,7 +75,7 @@ class Layer:
         return list(rows.split(self.widths, 1))
 
     def token(self, h: torch.Tensor, inputs: list[torch.Tensor], at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The state behind row `at`, and its output."""
+        """The state after row `at`, and its output."""
         heads = self.heads
         z, xbc, dt = (part[at].cpu().double() for part in inputs)
         x, b, c = xbc.split(heads.columns)
@@ -90,7 +90,7 @@ class Layer:
         return h, u.flatten() * heads.norm.weight.cpu().double()
 
     def prefill(self, run: Callable[..., torch.Tensor], spans: list[tuple[int, int, int]], recorded: int = 0) -> None:
-        """RaggedBatch (slot, start, end) in one pass; `recorded`: from fixed addresses with room for so many spans."""
+        """Runs (slot, start, end) chunks in one pass; `recorded`: fixed addresses with room for that many."""
         slots, starts, ends = (list(part) for part in zip(*spans, strict=True))
         table = torch.zeros(SLOTS, 1, dtype=torch.int64, device=self.device)
         given = RaggedBatch(starts, ends, slots, table, 1)
@@ -126,13 +126,13 @@ class Layer:
         wanted = []
         states = []
         for place, slot in enumerate(slots):
-            behind: list[torch.Tensor] = []
+            node_states: list[torch.Tensor] = []
             for node in range(rows):
-                before = self.truth[slot] if node == 0 else behind[int(parents[place, node - 1])]
+                before = self.truth[slot] if node == 0 else node_states[int(parents[place, node - 1])]
                 h, y = self.token(before, inputs, place * rows + node)
-                behind.append(h)
+                node_states.append(h)
                 wanted.append(y)
-            states.append(behind)
+            states.append(node_states)
         y = run(xbc, dt, z, self.heads, self.memory, StateReplay(on, self.count, kept, words))
         live = [place for place, slot in enumerate(slots) if slot]
         self.close(y.unflatten(0, (-1, rows))[live], torch.stack(wanted).unflatten(0, (-1, rows))[live])
@@ -149,8 +149,8 @@ class Layer:
             if kept is not None:
                 kept[slot] = torch.randint(-9, 9999, (MOST,), generator=self.generator)
                 kept[slot, : len(path)] = torch.tensor(path)
-            gone = [node for node in range(self.memory.pending.shape[1]) if node not in path]
-            self.memory.pending[slot, gone] = torch.nan
+            rejected = [node for node in range(self.memory.pending.shape[1]) if node not in path]
+            self.memory.pending[slot, rejected] = torch.nan
 
     def close(self, ours: torch.Tensor, truth: torch.Tensor) -> None:
         torch.testing.assert_close(ours.cpu().double(), truth, rtol=self.slack, atol=self.slack)
@@ -165,7 +165,7 @@ def test_prompts_and_chains(
     layer.prefill(twin.prefill, [(4, 37, 38), (2, 1, 8)])
     for rows in (4, 1, MOST):
         layer.verify(twin.verify, [2, 4], rows, None)
-    layer.prefill(twin.prefill, [(2, 0, 5)])  # somebody else's
+    layer.prefill(twin.prefill, [(2, 0, 5)])  # another sequence's
     layer.verify(twin.verify, [4, 2], 2, None)
     layer.verify(twin.verify, [2], 2, None)
 
@@ -219,7 +219,7 @@ def test_padding_rows_share_row_0(device: torch.device, twin: Twin) -> None:
 
 
 def test_ragged_batch_at_fixed_addresses(device: torch.device) -> None:
-    """RaggedBatch that a pass does not fill touch nothing, row 0 neither."""
+    """Unused entries of a ragged batch write nothing, not even to row 0."""
     from specbatch.kernels.recurrent import mamba2_triton
 
     layer = Layer(device)

@@ -1,4 +1,4 @@
-"""The short convolution against sums in float64, over prompts in odd chunks and verifies of chains and trees."""
+"""Short convolution: matches sums in float64 over chunked prompts and verifies of chains and trees."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crossed import first_quick
+from trees import ancestor_masks, path_of
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import short_conv, short_conv_triton
@@ -39,7 +40,7 @@ class Case:
         self.weight = torch.randn(channels, taps).to(device, dtype)
         self.bias = torch.randn(channels).to(device, dtype) if bias else None
         self.activation = activation
-        # Of two layers, one behind the other for each device row.
+        # Of two layers, adjacent for each device row.
         self.window = torch.full((ROWS, 2, taps - 1, channels), torch.nan, device=device, dtype=dtype)[:, 1]
         self.window[0] = 0
         self.count = torch.zeros(ROWS, dtype=torch.int64)
@@ -50,14 +51,14 @@ class Case:
 
     def inputs(self, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         """x as columns of something wider, the gates, and u in float64."""
-        wide = torch.randn(count, 3 * self.channels + 5).to(self.device, self.dtype)
-        before, x, after = (wide[:, 2 + n * self.channels :][:, : self.channels] for n in range(3))
+        projection = torch.randn(count, 3 * self.channels + 5).to(self.device, self.dtype)
+        before, x, after = (projection[:, 2 + n * self.channels :][:, : self.channels] for n in range(3))
         gates = {"before": before, "after": after} if self.gates else {}
         self.after = after.double().cpu() if self.gates else torch.ones(count, 1, dtype=torch.float64)
         return x, gates, (before * x if self.gates else x).double().cpu()
 
     def expected(self, path: list[torch.Tensor]) -> torch.Tensor:
-        """Behind the last of all inputs of a sequence."""
+        """The window after all inputs of a sequence."""
         last = path[-self.taps :]
         y = sum(w * u for w, u in zip(self.weight.double().cpu().T.flip(0), reversed(last), strict=False))
         y = y if self.bias is None else y + self.bias.double().cpu()
@@ -68,7 +69,7 @@ class Case:
         torch.testing.assert_close(y.double().cpu(), torch.stack(expected) * self.after, rtol=slack, atol=4 * slack)
 
     def prompt(self, spans: list[tuple[int, int]], recorded: bool = False) -> None:
-        """(device row, tokens) each, behind what there is of it."""
+        """Runs (device row, tokens) chunks, each continuing its sequence."""
         rows = [row for row, _ in spans]
         starts = [len(self.seen.get(row, [])) for row in rows]
         ends = [start + count for start, (_, count) in zip(starts, spans, strict=True)]
@@ -103,7 +104,7 @@ class Case:
             replay = StateReplay(
                 torch.tensor(rows, device=self.device), self.count.to(self.device),
                 self.kept.to(self.device) if tree else None,
-                torch.tensor([words_of(item) for item in parents], device=self.device) if tree else None,
+                torch.tensor([ancestor_masks(item) for item in parents], device=self.device) if tree else None,
             )  # fmt: skip
             x, gates, u = self.inputs(len(rows) * nodes)
             taps = (self.weight, self.bias, self.window, self.pending)
@@ -127,15 +128,6 @@ class Case:
 
 def parents_of(randomness: random.Random, nodes: int, tree: bool) -> list[int]:
     return [randomness.randrange(max(0, node - 4), node) if tree else node - 1 for node in range(1, nodes)]
-
-
-def path_of(parents: list[int], node: int) -> list[int]:
-    return [0] if node == 0 else [*path_of(parents, parents[node - 1]), node]
-
-
-def words_of(parents: list[int]) -> list[int]:
-    words = [sum(1 << step for step in path_of(parents, node)) for node in range(len(parents) + 1)]
-    return [word - (1 << 64) if word >> 63 else word for word in words]
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -166,7 +158,7 @@ def test_prompts_and_verifies(device, dtype, twin, channels, taps, bias, activat
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_maximum_kernel_width(device: torch.device, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles in any order: those behind the first do not look into the window that it replaces."""
+    """Tiles may run in any order: later tiles do not read the window that the first one replaces."""
     tiles = RaggedBatch.tiles
     monkeypatch.setattr(RaggedBatch, "tiles", lambda spans, tokens: tiles(spans, tokens).flip(0))
     case = Case(device, torch.float32, twin, 20, MOST_TAPS, False, True, False)

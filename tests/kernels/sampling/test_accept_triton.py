@@ -1,4 +1,4 @@
-"""Greedy accept, commit and stage against verification and the plain lines of an iteration."""
+"""Greedy acceptance, commit and staging kernels match the references."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def greedy(seeds: torch.Tensor) -> Sampling:
 
 
 class Case:
-    """B sequences at random lengths in a batch of R rows; two of them are padding. Drafts agree more or less."""
+    """B sequences of random lengths in a batch of R rows, two of them padding. Drafts agree to varying degrees."""
 
     def __init__(self, batch: int, n: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> None:
         cpu = torch.Generator().manual_seed(batch * 1000 + n)
@@ -131,7 +131,7 @@ def argmax(logits: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("rows", [1, 700, 3000])
 def test_argmax_does_not_depend_on_chunk_size(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows: many chunks; many rows: several blocks to a program."""
+    """Few rows give many chunks; many rows give several blocks per program."""
     if device.type == "cpu":
         monkeypatch.setattr("specbatch.kernels.sampling.accept_triton._PROGRAMS", max(1, 2048 * 2 // rows))
         monkeypatch.setattr("specbatch.kernels.sampling.accept_triton._FEW", 256 if rows == 1 else 0)

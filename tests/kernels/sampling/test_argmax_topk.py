@@ -1,4 +1,4 @@
-"""The likeliest token and the likeliest children, against the torch references."""
+"""Argmax and top-k children match the torch references."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specbatch.kernels.sampling import argmax_topk, argmax_topk_triton
 
 
 def random(*shape: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Numbers with ties everywhere."""
+    """Logits with many ties."""
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return ((noise * 4).round() / 2).to(device)
 
@@ -39,7 +39,7 @@ def test_argmax_matches_reference(rows: int, vocabulary: int, mapped: bool, devi
 
 
 def test_argmax_of_strided_rows(device: torch.device) -> None:
-    """The first of each block is left out, as a view; and columns that stand for nothing."""
+    """A view without the first column of each block, and with padding columns."""
     logits = random(3, 5, 4100, seed=7, device=device)[:, 1:, :4099]
     logits[..., 4098] = -9
     logits[1, 2, 4098] = 9
@@ -78,7 +78,7 @@ def test_topk_children_match_reference(shape: tuple[int, ...], topk: int, device
 
 
 def test_ties_select_the_lower_token_ids(device: torch.device) -> None:
-    """The reference too, against a stable sort."""
+    """The reference matches a stable sort, too."""
     logits = random(4, 2100, seed=3, device=device)
     logits[0, 5], logits[1] = -0.0, 0
     order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :9]

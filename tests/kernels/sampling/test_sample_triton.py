@@ -1,4 +1,4 @@
-"""Laws, draws and rejection without sorting against the references that sort."""
+"""Sort-free filtering, sampling and rejection sampling match the references that sort."""
 
 from __future__ import annotations
 
@@ -102,15 +102,15 @@ def test_samples_match_reference(kind: str, n: int, truncated: bool, device: tor
     positions = torch.randint(0, 1000, (batch, n), generator=generator).to(device)
     tokens, finite = sample(filter_logits(logits, *settings, truncated=truncated), seeds, positions, TARGET)
     cut = [item.repeat_interleave(n) for item in (settings if truncated else settings[:1])]
-    coins = uniform_ref(seeds[:, None], positions, TARGET)
-    expected = sample_ref(probabilities_ref(logits, *cut).view(batch, n, -1), coins)
+    uniform = uniform_ref(seeds[:, None], positions, TARGET)
+    expected = sample_ref(probabilities_ref(logits, *cut).view(batch, n, -1), uniform)
     assert torch.equal(tokens, expected)
     assert finite.all()
 
 
 @pytest.mark.parametrize(("kind", "drafted"), slow_but([("flat", 1)], [("peaked", None), ("flat", 1)]))
 def test_rejection_sampling_matches_reference(kind: str, drafted: int | None, device: torch.device) -> None:
-    """The first draft's law is the target's own, so that p - q is nothing."""
+    """The first draft's distribution is the target's own, so that p - q is zero."""
     batch, n, vocabulary = 7, 3, 100
     logits = logits_of(kind, batch * n, vocabulary, torch.float16, device)
     settings = settings_of(batch, device)
@@ -127,10 +127,10 @@ def test_rejection_sampling_matches_reference(kind: str, drafted: int | None, de
     limit = torch.full((batch,), n - 1 if drafted is None else drafted, device=device)
     p = sampling.probabilities(logits.view(batch, n, -1))
     expected = acceptance._rejection_sample(p, Proposal(drafts, limit, q), positions, sampling)
-    law = filter_logits(logits, *settings, truncated=True)
-    # Bit for bit the same law where it is the same, as a draft's would be that these kernels wrote.
-    q[:, 0] = probabilities(law).view(batch, n, -1)[:, 0]
-    tokens, accepted, finite = rejection_sample(law, drafts, limit, q, seeds, positions)
+    filtered = filter_logits(logits, *settings, truncated=True)
+    # Bit-identical to the target's where equal, like a draft distribution that these kernels wrote.
+    q[:, 0] = probabilities(filtered).view(batch, n, -1)[:, 0]
+    tokens, accepted, finite = rejection_sample(filtered, drafts, limit, q, seeds, positions)
     assert torch.equal(accepted, expected[1])
     emitted = torch.arange(n, device=device) <= accepted[:, None]
     assert torch.equal(tokens[emitted], expected[0][emitted])
@@ -150,25 +150,25 @@ def test_non_finite_logits_are_flagged(bad: float, temperature: float, device: t
         tokens, finite = sample(filter_logits(logits, *settings, truncated=truncated), two, positions, TARGET)
         assert finite.tolist() == [[True, True], [False, True]]
         assert ((tokens >= 0) & (tokens < 90)).all()
-        law = filter_logits(logits, *settings, truncated=truncated)
+        filtered = filter_logits(logits, *settings, truncated=truncated)
         q = torch.full((2, 1, 90), 1 / 90, device=device)
-        tokens, _, finite = rejection_sample(law, tokens[:, :1].contiguous(), two + 1, q, two, positions)
+        tokens, _, finite = rejection_sample(filtered, tokens[:, :1].contiguous(), two + 1, q, two, positions)
         assert finite.tolist() == [[True, True], [False, True]]
         assert ((tokens >= 0) & (tokens < 90)).all()
 
 
 @pytest.mark.parametrize("kind", slow_but(["flat"], ["peaked", "flat"]))
 def test_production_block_sizes(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole rows on a GPU; what is near a cut may fall on either side of it."""
+    """Whole rows on a GPU; tokens near a cutoff may fall on either side of it."""
     monkeypatch.setattr(law_module, "_BLOCK", 8192)
     monkeypatch.setattr(law_module, "_WARPS", 16)
     rows, vocabulary = len(SETTINGS), 151_936 if device.type == "cuda" else 9_001
     logits = logits_of(kind, rows, vocabulary, torch.bfloat16 if device.type == "cuda" else torch.float16, device)
     settings = settings_of(rows, device)
-    law = filter_logits(logits, *settings, truncated=True)
-    ours, expected = probabilities(law), probabilities_ref(logits, *settings)
+    filtered = filter_logits(logits, *settings, truncated=True)
+    ours, expected = probabilities(filtered), probabilities_ref(logits, *settings)
     assert ((ours - expected).abs().sum(1) < 1e-4).all()
     positions, seeds = torch.arange(rows, device=device)[:, None], torch.arange(rows, device=device)
-    tokens, _ = sample(law, seeds, positions, TARGET)
-    # Our draw from our own law.
+    tokens, _ = sample(filtered, seeds, positions, TARGET)
+    # Our sample from our own distribution.
     assert torch.equal(tokens, sample_ref(ours, uniform_ref(seeds, positions[:, 0], TARGET))[:, None])

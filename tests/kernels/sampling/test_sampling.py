@@ -1,4 +1,4 @@
-"""Coins against splitmix64 in plain integers; laws and draws against float64 and exact fractions."""
+"""Random numbers match splitmix64 in plain integers; filtering and sampling match float64 and exact fractions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specbatch.kernels.sampling.sample import sample_ref
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 STREAMS = (TARGET, ACCEPT, RESIDUAL, DRAFT)
-LARGEST_COIN = 1 - 2.0**-53
+LARGEST = 1 - 2.0**-53
 P_VALUE = 1e-4
 STEADY = settings(deadline=None, derandomize=True)
 
@@ -34,7 +34,7 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def coin(seed: int, position: int, stream: int) -> float:
+def number(seed: int, position: int, stream: int) -> float:
     key = mix(seed + GOLDEN * (stream + 1))
     return (mix(key + GOLDEN * position) >> 11) / 2**53
 
@@ -51,14 +51,14 @@ def test_python_reference_is_splitmix64() -> None:
     position=st.integers(0, (1 << 63) - 1) | st.integers(0, 100),
 )
 def test_random_numbers_are_splitmix64(stream: int, seed: int, position: int) -> None:
-    assert uniform_ref(torch.tensor(seed), torch.tensor(position), stream).item() == coin(seed, position, stream)
+    assert uniform_ref(torch.tensor(seed), torch.tensor(position), stream).item() == number(seed, position, stream)
 
 
 def test_streams_are_distinct() -> None:
     assert len(set(STREAMS)) == len(STREAMS)
     seeds = torch.arange(100)
-    coins = torch.cat([uniform_ref(seeds, torch.tensor(7), stream) for stream in STREAMS])
-    assert len(coins.unique()) == 400
+    numbers = torch.cat([uniform_ref(seeds, torch.tensor(7), stream) for stream in STREAMS])
+    assert len(numbers.unique()) == 400
 
 
 def test_random_numbers_depend_on_seed_position_and_stream_only() -> None:
@@ -73,12 +73,12 @@ def test_random_numbers_depend_on_seed_position_and_stream_only() -> None:
     assert torch.equal(grid[:, ::2], uniform_ref(seeds[:, None].expand(-1, 15)[:, ::2], positions[::2], ACCEPT))
 
 
-def p_value(*coins: torch.Tensor, bins: int) -> float:
-    """Chi-square of the joint cells of coins against independent uniform ones."""
-    cells = torch.zeros_like(coins[0], dtype=torch.int64)
-    for item in coins:
+def p_value(*numbers: torch.Tensor, bins: int) -> float:
+    """Chi-square test of the joint bins against independent uniform numbers."""
+    cells = torch.zeros_like(numbers[0], dtype=torch.int64)
+    for item in numbers:
         cells = cells * bins + (item * bins).long()
-    counts = torch.bincount(cells.flatten(), minlength=bins ** len(coins)).numpy()
+    counts = torch.bincount(cells.flatten(), minlength=bins ** len(numbers)).numpy()
     return float(stats.chisquare(counts).pvalue)
 
 
@@ -86,33 +86,35 @@ def p_value(*coins: torch.Tensor, bins: int) -> float:
 def test_random_numbers_are_uniform(stream: int) -> None:
     by_seed = uniform_ref(torch.arange(200_000), torch.tensor(31), stream)
     by_position = uniform_ref(torch.tensor(0), torch.arange(200_000), stream)
-    for coins in (by_seed, by_position):
-        assert coins.min() >= 0
-        assert coins.max() < 1
-        assert stats.kstest(coins.numpy(), "uniform").pvalue > P_VALUE
-        assert p_value(coins, bins=1024) > P_VALUE
-        low_bits = (coins * 2.0**40) % 1  # a draw among many tokens looks at every bit
+    for numbers in (by_seed, by_position):
+        assert numbers.min() >= 0
+        assert numbers.max() < 1
+        assert stats.kstest(numbers.numpy(), "uniform").pvalue > P_VALUE
+        assert p_value(numbers, bins=1024) > P_VALUE
+        low_bits = (numbers * 2.0**40) % 1  # sampling among many tokens uses every bit
         assert p_value(low_bits, bins=256) > P_VALUE
 
 
 @pytest.mark.parametrize("stream", slow_but([ACCEPT], STREAMS))
 def test_neighbouring_random_numbers_are_independent(stream: int) -> None:
     seeds, positions = torch.arange(2000)[:, None], torch.arange(150)
-    coins = uniform_ref(seeds, positions, stream)
-    assert p_value(coins[1:], coins[:-1], bins=32) > P_VALUE, "seed and seed + 1"
-    assert p_value(coins[:, 1:], coins[:, :-1], bins=32) > P_VALUE, "position and position + 1"
-    assert p_value(coins[1:, :-1], coins[:-1, 1:], bins=32) > P_VALUE, "seed + 1 and position + 1"
-    assert p_value(coins[:, 2:], coins[:, 1:-1], coins[:, :-2], bins=12) > P_VALUE, "three in a row"
+    numbers = uniform_ref(seeds, positions, stream)
+    assert p_value(numbers[1:], numbers[:-1], bins=32) > P_VALUE, "seed and seed + 1"
+    assert p_value(numbers[:, 1:], numbers[:, :-1], bins=32) > P_VALUE, "position and position + 1"
+    assert p_value(numbers[1:, :-1], numbers[:-1, 1:], bins=32) > P_VALUE, "seed + 1 and position + 1"
+    assert p_value(numbers[:, 2:], numbers[:, 1:-1], numbers[:, :-2], bins=12) > P_VALUE, "three in a row"
     for other in STREAMS:
         if other != stream:
-            assert p_value(coins, uniform_ref(seeds, positions, other), bins=32) > P_VALUE, "streams"
+            assert p_value(numbers, uniform_ref(seeds, positions, other), bins=32) > P_VALUE, "streams"
 
 
 # -- probabilities_ref ----------------------------------------------------------------------------------------
 
 
-def law(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, float]:
-    """The law in float64, and how near the nearest top-p or min-p decision was to falling the other way."""
+def filtered_distribution(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, float]:
+    """The filtered distribution in float64, and the margin of the closest top-p or min-p decision."""
     z = np.array(logits, dtype=np.float64)
     if temperature == 0:
         return np.eye(len(z))[z.argmax()], 1.0
@@ -155,7 +157,7 @@ def of(temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[torc
 @given(row=ROW)
 def test_filtered_distribution_matches_float64(row: tuple[list[float], float, int, float, float]) -> None:
     logits, *parameters = row
-    expected, margin = law(logits, *parameters)
+    expected, margin = filtered_distribution(logits, *parameters)
     assume(margin > 1e-5)
     ours = probabilities_ref(torch.tensor([logits]), *of(*parameters))
     assert ours.dtype == torch.float32
@@ -167,7 +169,7 @@ def test_filtered_distribution_matches_float64(row: tuple[list[float], float, in
 def test_no_truncation_keeps_all_tokens(row: tuple[list[float], float, int, float, float]) -> None:
     logits, temperature, *_ = row
     ours = probabilities_ref(torch.tensor([logits]), torch.tensor([temperature]))
-    expected, _ = law(logits, temperature, 0, 1.0, 0.0)
+    expected, _ = filtered_distribution(logits, temperature, 0, 1.0, 0.0)
     np.testing.assert_allclose(ours[0].numpy(), expected, rtol=3e-5, atol=1e-37)
     off = probabilities_ref(torch.tensor([logits]), *of(temperature, 0, 1.0, 0.0))
     assert torch.equal(ours, off)
@@ -191,7 +193,7 @@ def test_no_truncation_keeps_all_tokens(row: tuple[list[float], float, int, floa
 def test_filters_apply_in_order_temperature_top_k_top_p_min_p(
     parameters: tuple[float, int, float, float], kept: list[int]
 ) -> None:
-    """Five tokens, each e times likelier than the next."""
+    """Five tokens, each e times more likely than the next."""
     p = probabilities_ref(torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]]), *of(*parameters))[0]
     assert p.nonzero().flatten().tolist() == kept
     expected = (torch.arange(5.0) / -parameters[0]).exp() * (p > 0)
@@ -281,13 +283,13 @@ def test_rows_do_not_depend_on_batch() -> None:
 @STEADY
 @given(
     weights=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
-    coin=st.integers(0, 63).map(lambda value: Fraction(value, 64)),
+    number=st.integers(0, 63).map(lambda value: Fraction(value, 64)),
     scale=st.sampled_from([1.0, 2.0**-40, 2.0**20]),
 )
-def test_sample_inverts_the_cdf_exactly(weights: list[int], coin: Fraction, scale: float) -> None:
+def test_sample_inverts_the_cdf_exactly(weights: list[int], number: Fraction, scale: float) -> None:
     total, partial = sum(weights), 0
-    expected = next(index for index, w in enumerate(weights) if (partial := partial + w) > coin * total)
-    drawn = sample_ref(torch.tensor([weights]) * scale, torch.tensor([float(coin)], dtype=torch.float64))
+    expected = next(index for index, w in enumerate(weights) if (partial := partial + w) > number * total)
+    drawn = sample_ref(torch.tensor([weights]) * scale, torch.tensor([float(number)], dtype=torch.float64))
     assert drawn.dtype == torch.int64
     assert drawn.tolist() == [expected]
 
@@ -297,30 +299,32 @@ def test_sample_inverts_the_cdf_exactly(weights: list[int], coin: Fraction, scal
     weights=st.lists(
         st.just(0.0) | st.floats(2.0**-100, 2.0**100, width=32) | st.floats(0, 1, width=32), min_size=1, max_size=30
     ).filter(any),
-    coin=st.sampled_from([0.0, 2.0**-53, 0.5, LARGEST_COIN]) | st.floats(0, LARGEST_COIN),
+    number=st.sampled_from([0.0, 2.0**-53, 0.5, LARGEST]) | st.floats(0, LARGEST),
 )
-def test_zero_probability_tokens_are_never_sampled(weights: list[float], coin: float) -> None:
-    drawn = sample_ref(torch.tensor([weights]), torch.tensor([coin], dtype=torch.float64))
+def test_zero_probability_tokens_are_never_sampled(weights: list[float], number: float) -> None:
+    drawn = sample_ref(torch.tensor([weights]), torch.tensor([number], dtype=torch.float64))
     assert weights[int(drawn)] > 0
 
 
 def test_extreme_random_numbers_sample_first_and_last_token() -> None:
     weights = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.7, 0.2, 0.0]).expand(2, 7)
-    assert sample_ref(weights, torch.tensor([0.0, LARGEST_COIN], dtype=torch.float64)).tolist() == [2, 5]
+    assert sample_ref(weights, torch.tensor([0.0, LARGEST], dtype=torch.float64)).tolist() == [2, 5]
 
 
 def test_cdf_resolves_rare_tokens_after_a_likely_one() -> None:
-    weights = torch.tensor([1.0] + [1e-8] * 1000)  # in float32 the sums would stand still for ten tokens each
+    weights = torch.tensor(
+        [1.0] + [1e-8] * 1000
+    )  # in float32 the cumulative sums would not change for ten tokens at a time
     wanted = torch.tensor([1, 7, 500, 1000])
     sums = weights.double().cumsum(0)
-    coins = (sums[wanted] - 0.5e-8) / sums[-1]
-    assert sample_ref(weights.expand(4, -1), coins).tolist() == wanted.tolist()
+    numbers = (sums[wanted] - 0.5e-8) / sums[-1]
+    assert sample_ref(weights.expand(4, -1), numbers).tolist() == wanted.tolist()
 
 
 def test_sample_frequencies_match_weights() -> None:
     weights = torch.tensor([3.0, 0.0, 1.0, 0.5, 0.0, 5.5])
-    coins = uniform_ref(torch.arange(100_000)[:, None], torch.arange(3), TARGET)
-    drawn = sample_ref(weights.expand(100_000, 3, 6), coins)
+    numbers = uniform_ref(torch.arange(100_000)[:, None], torch.arange(3), TARGET)
+    drawn = sample_ref(weights.expand(100_000, 3, 6), numbers)
     assert drawn.shape == (100_000, 3)
     counts = torch.bincount(drawn.flatten(), minlength=6).numpy()
     assert counts[[1, 4]].tolist() == [0, 0]

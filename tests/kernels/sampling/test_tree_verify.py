@@ -1,4 +1,4 @@
-"""Walks over trees and what they leave behind, against plain Python; the kernels against their references."""
+"""Tree verification and commit match plain Python; the kernels match their references."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from trees import ancestor_masks, path_of
 
 from specbatch.kernels.sampling.accept_triton import argmax_partials, verify_inputs
 from specbatch.kernels.sampling.rng import simulated_accept_ref
@@ -33,17 +34,6 @@ def random_tree(randomness: random.Random, count: int) -> list[int]:
     return [0 if kind == "flat" else randomness.randint(lowest[kind](node), node) for node in range(count - 1)]
 
 
-def words_of(parents: list[int]) -> list[int]:
-    words = [1]
-    for node, parent in enumerate(parents, 1):
-        words.append(words[parent] | 1 << node)
-    return [word - (1 << 64) if word >= 1 << 63 else word for word in words]
-
-
-def depth_of(parents: list[int], node: int) -> int:
-    return 0 if node == 0 else 1 + depth_of(parents, parents[node - 1])
-
-
 def walk(parents: list[int], drafts: list[int], drafted: int, chosen: list[int]) -> list[int]:
     """The root and the accepted nodes."""
     path = [0]
@@ -59,7 +49,7 @@ def walk(parents: list[int], drafts: list[int], drafted: int, chosen: list[int])
 
 
 class Case:
-    """Trees of one size, whose siblings differ, with what was chosen behind each node: mostly a child's token."""
+    """Trees of one size with distinct siblings, and the token chosen after each node: mostly a child's."""
 
     def __init__(self, seed: int, batch: int, count: int, device: torch.device) -> None:
         randomness = random.Random(seed)
@@ -79,7 +69,7 @@ class Case:
             self.chosen.append(chosen)
             self.drafted.append(randomness.choice([count - 1, randomness.randint(0, count - 1)]))
         own = {"dtype": torch.int64, "device": device}
-        self.words = torch.tensor([words_of(parents) for parents in self.parents], **own)
+        self.words = torch.tensor([ancestor_masks(parents) for parents in self.parents], **own)
         self.inputs = (
             torch.tensor(self.chosen, **own).view(batch, count),
             torch.tensor(self.drafts, **own).view(batch, count - 1),
@@ -94,7 +84,7 @@ class Case:
 def test_depths_and_ancestor_masks_follow_from_parents(count: int) -> None:
     case = Case(count, 6, count, torch.device("cpu"))
     parents = torch.tensor(case.parents, dtype=torch.int64).view(6, count - 1)
-    depths = [[depth_of(own, node) for node in range(count)] for own in case.parents]
+    depths = [[len(path_of(own, node)) - 1 for node in range(count)] for own in case.parents]
     assert tree_depths(case.words).tolist() == depths
     assert torch.equal(ancestor_words(parents, max(map(max, depths))), case.words)
 
@@ -114,7 +104,7 @@ def test_tree_walk_follows_the_chosen_children(count: int) -> None:
 
 
 def test_equal_siblings_yield_one_path() -> None:
-    words = torch.tensor([words_of([0, 0, 0, 2])])  # three children of the root, the second has a child
+    words = torch.tensor([ancestor_masks([0, 0, 0, 2])])  # three children of the root, the second has a child
     for second, count, expected in ((5, 2, [0, 2, 4, 1, 3]), (6, 1, [0, 1, 2, 3, 4])):
         accepted, path = walk_tree_ref(
             torch.tensor([[4, 9, 5, 9, 9]]), torch.tensor([[4, 4, 4, second]]), torch.tensor([4]), words
@@ -126,7 +116,7 @@ def test_equal_siblings_yield_one_path() -> None:
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("drawn", [False, True])
 def test_tree_commit_matches_reference(device: torch.device, count: int, drawn: bool) -> None:
-    """Tokens in the order of the path, lengths of all but padding rows, and what the host is told."""
+    """Tokens in path order, lengths of all rows except padding, and the result copied to the host."""
     batch, vocabulary = 5, 200
     case = Case(count + drawn, batch, count, device)
     chosen, drafts, drafted = case.inputs

@@ -1,5 +1,5 @@
-"""Parity of recurrent and expert targets with transformers on tiny random checkpoints: prefill, chunked prefill, step
-by step in a padded batch with rejected drafts, and trees."""
+"""Parity of every family with transformers on tiny random checkpoints: prefill, chunked prefill, padded batches with
+rejected drafts, and trees."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 
+Close = Callable[[torch.Tensor, torch.Tensor], None]
 PAGE, PAGES, SLOTS, ROWS, VOCABULARY = 4, 60, 5, 6, 131
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -67,7 +68,34 @@ SIGMOID = {
 }
 LFM = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3, "norm_eps": 1e-5}
 NO_EPS = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
-FAMILIES: dict[str, Callable[[], Any]] = {
+DENSE_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 72,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+DENSE: dict[str, Callable[[], Any]] = {
+    "llama": lambda: llama(head_dim=16, tie_word_embeddings=True),
+    "llama-biases": lambda: llama(head_dim=8, attention_bias=True, mlp_bias=True),
+    "llama-llama3": lambda: llama(head_dim=16, rope_parameters=LLAMA3),
+    "qwen2": lambda: qwen2(),
+    "qwen2-yarn": lambda: qwen2(rope_parameters=YARN),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DENSE_SIZES, head_dim=24, tie_word_embeddings=False)),
+}
+FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
     "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True, mlp_only_layers=[2])
     ),
@@ -86,6 +114,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
+def llama(**changes: Any) -> Any:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**DENSE_SIZES, **changes))
+
+
+def qwen2(**changes: Any) -> Any:
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**DENSE_SIZES | {"num_attention_heads": 4}, **changes))
+
+
 def nemotron(**sizes: Any) -> Any:
     plain = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "num_hidden_layers")}
     return hf.NemotronHForCausalLM(hf.NemotronHConfig(**plain, **sizes))
@@ -93,7 +129,7 @@ def nemotron(**sizes: Any) -> Any:
 
 @pytest.fixture(params=FAMILIES, scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Decoder]:
-    """A transformers model, and ours from the files that it writes. All weights are random, so that they matter."""
+    """A transformers model, and ours from its files. All weights are random, so that each matters."""
     from specbatch.weights import open_checkpoint
 
     torch.manual_seed(5)
@@ -112,7 +148,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def memory_of(ours: Decoder) -> KVCache:
-    """Everything in it is NaN at first where that is allowed: what a slot held before is nobody's business."""
+    """Filled with NaN where possible: the previous content of a slot must not matter."""
     config: ModelConfig = ours.config
     states = None
     if ours.recurrent_layers:
@@ -131,7 +167,7 @@ def sequences(*lengths: int) -> list[torch.Tensor]:
 
 
 def page_table(width: int) -> torch.Tensor:
-    """Scattered pages for each device row but row 0."""
+    """Scattered pages for each device row except row 0."""
     pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)) + 1
     width = -(-width // PAGE)
     table = torch.zeros(SLOTS + 1, width, dtype=torch.int64)
@@ -145,9 +181,15 @@ def expected(theirs: Any, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    error = (ours - theirs).abs().max() / theirs.abs().max()
-    assert error < 3e-4, f"relative error {error:.2e}"
+@pytest.fixture
+def close(request: pytest.FixtureRequest) -> Close:
+    bound = 1e-5 if request.node.callspec.params["pair"] in DENSE else 3e-4
+
+    def check(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        error = (ours - theirs).abs().max() / theirs.abs().max()
+        assert error < bound, f"relative error {error:.2e}"
+
+    return check
 
 
 def prompt(
@@ -158,7 +200,7 @@ def prompt(
     return ours.logits(ours.forward(tokens, metadata.positions, metadata.bind(cache)).last)
 
 
-def test_prefill_of_a_ragged_batch(pair: tuple[Any, Decoder]) -> None:
+def test_prefill_of_a_ragged_batch(pair: tuple[Any, Decoder], close: Close) -> None:
     theirs, ours = pair
     batch = sequences(41, 1, 9)
     spans = [PromptChunk(slot, 0, len(item)) for slot, item in zip((3, 1, 5), batch, strict=True)]
@@ -167,8 +209,8 @@ def test_prefill_of_a_ragged_batch(pair: tuple[Any, Decoder]) -> None:
         close(part, expected(theirs, item))
 
 
-def test_features_match_hidden_states_of_transformers(pair: tuple[Any, Decoder]) -> None:
-    """Draft heads count layers as transformers does, those without a mixer too."""
+def test_features_match_hidden_states_of_transformers(pair: tuple[Any, Decoder], close: Close) -> None:
+    """Draft heads count layers like transformers, including those without a mixer."""
     theirs, ours = pair
     (tokens,) = sequences(9)
     depth = ours.config.depth
@@ -182,8 +224,44 @@ def test_features_match_hidden_states_of_transformers(pair: tuple[Any, Decoder])
         close(part, item[0])
 
 
-@pytest.mark.parametrize("chunk", first_quick(1, [3, 1, 7]))
-def test_chunked_prefill(pair: tuple[Any, Decoder], chunk: int) -> None:
+def test_features_with_selected_rows(pair: tuple[Any, Decoder], close: Close) -> None:
+    """Rows select hidden states, not features; features keep the order in which they are requested."""
+    theirs, ours = pair
+    (tokens,) = sequences(9)
+
+    def forward(model: Decoder, *rows: torch.Tensor) -> Any:
+        return model.forward(tokens, torch.arange(9), UncachedContext(model, 1, 9), *rows)
+
+    with torch.no_grad():
+        states = theirs(tokens[None], use_cache=False, output_hidden_states=True).hidden_states
+    assert forward(ours).aux is None
+    last, aux = forward(ours.with_aux((1, 0)))
+    close(last, states[-1][0])  # both after the final norm
+    close(aux, torch.cat([states[2][0], states[1][0]], -1))
+    some = forward(ours.with_aux((1, 0)), torch.tensor([8, 3]))
+    close(some.last, last[[8, 3]])
+    close(some.aux, aux)
+    with pytest.raises(AssertionError, match="of all tokens"):
+        forward(ours.with_aux((0, ours.config.depth - 1)), torch.tensor([8]))
+
+
+@pytest.mark.parametrize("pair", DENSE, indirect=True)
+def test_skipped_layers_share_weights(pair: tuple[Any, Decoder], close: Close) -> None:
+    theirs, ours = pair
+    view = ours.without({1})
+    assert view.layers == (ours.layers[0], ours.layers[2])
+    (tokens,) = sequences(9)
+    logits = prompt(view, memory_of(view), page_table(9), [PromptChunk(1, 0, 9)], tokens)
+    layers = theirs.model.layers
+    theirs.model.layers = torch.nn.ModuleList([layers[0], layers[2]])
+    try:
+        close(logits, expected(theirs, tokens))
+    finally:
+        theirs.model.layers = layers
+
+
+@pytest.mark.parametrize("chunk", first_quick(1, [3, 1, 4, 7]))
+def test_chunked_prefill(pair: tuple[Any, Decoder], close: Close, chunk: int) -> None:
     theirs, ours = pair
     (tokens,) = sequences(22)
     table, cache, parts = page_table(22), memory_of(ours), []
@@ -194,8 +272,8 @@ def test_chunked_prefill(pair: tuple[Any, Decoder], chunk: int) -> None:
 
 
 @pytest.mark.parametrize("rows", first_quick(1, [4, 1, 6]))
-def test_verify_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> None:
-    """Each sequence accepts another number of its drafts every time; those that it rejects were wrong."""
+def test_verify_of_a_padded_batch(pair: tuple[Any, Decoder], close: Close, rows: int) -> None:
+    """Each sequence accepts a varying number of its drafts; rejected drafts were wrong."""
     theirs, ours = pair
     batch = sequences(40, 33, 25)
     table, cache, slots = page_table(40 + ROWS), memory_of(ours), torch.tensor([4, 1, 2, 0])
@@ -223,8 +301,8 @@ def test_verify_of_a_padded_batch(pair: tuple[Any, Decoder], rows: int) -> None:
             break
 
 
-def test_tree_verify(pair: tuple[Any, Decoder]) -> None:
-    """Every row of a tree says what the text of its ancestors says, and the accepted path goes on."""
+def test_tree_verify(pair: tuple[Any, Decoder], close: Close) -> None:
+    """Every node of a tree has the logits of its ancestors' text, and decoding continues from the accepted path."""
     theirs, ours = pair
     (text,) = sequences(8)
     table, cache, slots = page_table(40), memory_of(ours), torch.tensor([3])
