@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
-Diagnosis = Callable[[Sequence[Completion]], str]
+Diagnosis = Callable[[Sequence[Completion]], str | None]
 
 
 class Drafter(Protocol):
@@ -28,11 +28,8 @@ class Drafter(Protocol):
     the results of the previous one are known.
 
     features: the target's hidden states, of B * N tokens after a verify. In prefill those of all T tokens if
-    `DraftPlan.needs_all_hidden` is set, else of the tokens that end a prompt. diagnose: examines the completions of a
-    run in which hardly any first draft was accepted, with nothing in flight; None: there is no such check.
+    `DraftPlan.needs_all_hidden` is set, else of the tokens that end a prompt.
     """
-
-    diagnose: Diagnosis | None
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         """Update the draft state for prompt tokens, batch.tokens[metadata.slots, metadata.positions]."""
@@ -53,6 +50,10 @@ class Drafter(Protocol):
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         """Update the draft state for tokens that steps without drafts committed (see `DraftPlan.idle_at_zero`)."""
+
+    def diagnose(self, completions: Sequence[Completion]) -> str | None:
+        """Examine the completions of a run in which hardly any first draft was accepted, with nothing in flight.
+        Returns a line for the log; None: there is no such check."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,6 @@ class DraftPlan:
 class NoDraft:
     """The baseline, no speculation: a verify of the root alone."""
 
-    diagnose: Diagnosis | None = None
-
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         pass
 
@@ -108,6 +107,9 @@ class NoDraft:
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         pass
+
+    def diagnose(self, completions: Sequence[Completion]) -> str | None:
+        return None
 
 
 def no_drafts(step: StepInput) -> Proposal:

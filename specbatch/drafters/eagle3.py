@@ -50,10 +50,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     def build(model: Decoder, loader: Loader) -> FeatureChain:
         read = Reader(layer, files.tensor, model.dtype, model.device, of_draft=True)
         head = Eagle3(layer, described, len(aux), read, files.shapes, model, loader.max_positions, d2t)
-        drafter = feature_chain(head, loader, config, target.config.vocab_size)
-        if config.load_format != "dummy":
-            drafter.diagnose = partial(compare_layer_offsets, model, head)
-        return drafter
+        diagnosis = None if config.load_format == "dummy" else partial(compare_layer_offsets, model, head)
+        return feature_chain(head, loader, config, target.config.vocab_size, diagnosis)
 
     layers = tuple(boundary - 1 for boundary in aux)  # a boundary is the input of its layer
     needs_all_hidden = target.config.ends_in(layers)

@@ -10,7 +10,7 @@ costs at most a little acceptance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +18,11 @@ import torch
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.embedded_prompt import EmbeddingOverrides
+from specbatch.core.request import Completion
 from specbatch.core.sampling import Sampling
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
+from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.tree import Beams, expand
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.common.kv_slots import kv_slots
@@ -115,9 +116,9 @@ class HeadPrefillGraphs(HeadPrefill):
 
 
 class FeatureChain(NoDraft):
-    """Drafts a chain of up to `count` tokens per step, one pass each. The first pass also writes the buffered pairs.
+    """Drafts a chain of up to `shape.steps` tokens, one pass each. The first pass also writes the buffered pairs.
 
-    Per device row it buffers up to count + 1 projected features, those of a verify, and the number `ready` of them that
+    Per device row it buffers up to steps + 1 projected features, those of a verify, and the number `ready` of them that
     belong to committed tokens. These precede the root, so their positions are lengths - ready, lengths - ready + 1, ...
 
     A step consumes as many buffered pairs as its own verify can produce. Before a step with fewer drafts than the one
@@ -125,15 +126,24 @@ class FeatureChain(NoDraft):
     """
 
     def __init__(
-        self, head: DraftHead, cache: KVCache, prefill: HeadPrefill, count: int, slots: int, vocabulary: int
+        self,
+        head: DraftHead,
+        cache: KVCache,
+        prefill: HeadPrefill,
+        shape: DraftShape,
+        slots: int,
+        vocabulary: int,
+        diagnosis: Diagnosis | None = None,
     ) -> None:
-        """slots: device rows without the padding row; vocabulary: the target's."""
-        like = head.embedding
+        """slots: device rows without the padding row; vocabulary: the target's; diagnosis: see `Drafter.diagnose`."""
+        like, room, hidden = head.embedding, shape.steps + 1, head.config.hidden_size
         self._head = head
         self._cache = cache
         self._prefill = prefill
+        self._shape = shape
         self._vocabulary = vocabulary
-        self._waiting = torch.zeros(slots + 1, count + 1, head.config.hidden_size, dtype=like.dtype, device=like.device)
+        self._diagnosis = diagnosis
+        self._waiting = torch.zeros(slots + 1, room, hidden, dtype=like.dtype, device=like.device)
         self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
@@ -143,6 +153,9 @@ class FeatureChain(NoDraft):
         rows = metadata.slots[metadata.last]
         self._waiting[rows, 0] = self._head.project(taken[metadata.last])
         self._ready.index_fill_(0, rows, 1)  # assigning a number by index would synchronize with the device
+
+    def diagnose(self, completions: Sequence[Completion]) -> str | None:
+        return None if self._diagnosis is None else self._diagnosis(completions)
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
@@ -230,12 +243,6 @@ class FeatureChain(NoDraft):
 class FeatureTree(FeatureChain):
     """Drafts a tree by best-first expansion. The pair whose token is the root is the root of the tree."""
 
-    def __init__(
-        self, head: DraftHead, cache: KVCache, prefill: HeadPrefill, shape: DraftShape, slots: int, vocabulary: int
-    ) -> None:
-        super().__init__(head, cache, prefill, shape.steps, slots, vocabulary)
-        self._shape = shape
-
     def propose(self, step: StepInput) -> Proposal:
         head = self._head
         newest, places = self._newest(step)
@@ -281,14 +288,15 @@ def head_plan(
     )
 
 
-def feature_chain(head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int) -> FeatureChain:
-    """Build the drafter of an engine and register its prefill with the loader."""
+def feature_chain(
+    head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int, diagnosis: Diagnosis | None = None
+) -> FeatureChain:
+    """Build the drafter of an engine and register its prefill with the loader. diagnosis: see `Drafter.diagnose`."""
     cache = loader.cache(head.config, 1, "draft")
     prefill = HeadPrefill(head, cache)
     if loader.recorder is not None:
         prefill = HeadPrefillGraphs(head, cache, loader.recorder, loader.chunk)
     loader.forwards["draft"] = prefill
     shape, slots = config.speculation.shape, config.max_running
-    if shape.topk > 1:
-        return FeatureTree(head, cache, prefill, shape, slots, vocabulary)
-    return FeatureChain(head, cache, prefill, shape.tokens, slots, vocabulary)
+    drafter = FeatureTree if shape.topk > 1 else FeatureChain
+    return drafter(head, cache, prefill, shape, slots, vocabulary, diagnosis)

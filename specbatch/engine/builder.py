@@ -13,7 +13,7 @@ from specbatch import weights
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.drafters.base import Drafter, DraftPlan
+from specbatch.drafters.base import Diagnosis, DraftPlan
 from specbatch.engine.device_worker import DeviceWorker
 from specbatch.engine.draft_length import DraftLength, announced
 from specbatch.engine.prefill import PrefillStep
@@ -43,8 +43,8 @@ from specbatch.weights import Checkpoint, Log
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of. config: as asked for, with what the draft and the memory decide; caps: what it can
-    hold at most, for the record."""
+    """What an engine is made of. config: as asked for, with what the draft and the memory decide; diagnose: see
+    `Drafter.diagnose`; caps: what it can hold at most, for the record."""
 
     config: EngineConfig
     device: torch.device
@@ -55,7 +55,7 @@ class EngineParts:
     worker: DeviceWorker
     draft_length: DraftLength
     draft: DraftPlan
-    drafter: Drafter
+    diagnose: Diagnosis
     caps: dict[str, Any]
 
 
@@ -215,8 +215,6 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
     needs_all_hidden = draft.needs_all_hidden
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
     drafter = draft.build(model, loader)
-    if drafter.diagnose is not None:
-        drafter.diagnose = use_fp8_activations(float8)(drafter.diagnose)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "float8": float8}
     worker = DeviceWorker(
         batch,
@@ -260,7 +258,7 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
         worker=worker,
         draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
         draft=draft,
-        drafter=drafter,
+        diagnose=use_fp8_activations(float8)(drafter.diagnose),
         caps=caps,
     )
 

@@ -103,7 +103,7 @@ class Engine:
         speculation = config.speculation
         judged = speculation.drafted and speculation.simulate_accept_length is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
-        self._watch = LowAcceptanceWarning(causes, log, parts.drafter.diagnose) if judged else None
+        self._watch = LowAcceptanceWarning(causes, log, parts.diagnose) if judged else None
         self._end_tokens = frozenset(self.tokenizer.eos_ids)
         self.reset_record()
 

@@ -10,7 +10,7 @@ from specbatch.core.request import Completion
 LOW_SHARE = 0.2  # of the first drafts accepted
 MIN_VERIFIES = 200  # with a draft, before a warning
 
-Diagnose = Callable[[Sequence[Completion]], str]
+Diagnose = Callable[[Sequence[Completion]], str | None]
 
 
 class LowAcceptanceWarning:
@@ -39,7 +39,9 @@ class LowAcceptanceWarning:
         """Diagnose once, after a run, with nothing in flight."""
         if self._warned and self._diagnose is not None:
             diagnose, self._diagnose = self._diagnose, None
-            self._log(f"  {diagnose(completions)}")
+            found = diagnose(completions)
+            if found is not None:
+                self._log(f"  {found}")
 
 
 def is_low(drafted: int, accepted: int) -> bool:
