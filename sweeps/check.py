@@ -134,12 +134,12 @@ class CheckReport:
         record, parted = self.record, [item for item in self.findings if item.verdict != "equal"]
         lines = run_on([record]) | {
             "checked": f"{Speculation(**record.config['speculation'])}, {Graphs(**record.config['graphs'])}",
-            "against": "plain decoding, schedule v1, eager",
+            "against": "baseline, schedule v1, eager",
             "prompts": self._prompts(),
         }
         parts = [heading(lines), self._answer()]
         if parted:
-            headers = ["prompt", "equal tokens", "then plain", "then checked", "margin", "gap", "verdict"]
+            headers = ["prompt", "equal tokens", "then baseline", "then checked", "margin", "gap", "verdict"]
             numbers = ("equal", "plain", "checked", "margin", "gap", "verdict")
             body = [[_name(item), *(_shown(getattr(item, name)) for name in numbers)] for item in parted]
             parts.append(tabulate(body, headers=headers, tablefmt="github", disable_numparse=True))
@@ -162,9 +162,9 @@ class CheckReport:
 
     def _answer(self) -> str:
         found = self.counts()
-        text = f"{found['equal']} of {found['prompts']} prompts have plain decoding's tokens"
+        text = f"{found['equal']} of {found['prompts']} prompts have the baseline's tokens"
         more = {
-            f"part at a near tie (gap of {self.options.margin:g} logits at most)": found["near_ties"],
+            f"diverge at a near tie (gap of {self.options.margin:g} logits at most)": found["near_ties"],
             "DIFFER": found["differing"],
         }
         return ", ".join([text, *(f"{count} {what}" for what, count in more.items() if count)]) + "."
@@ -173,11 +173,11 @@ class CheckReport:
         record, notes = self.record, []
         if any(item.verdict != "equal" for item in self.findings):
             notes.append(
-                "Margin: the plain model's likeliest token over its second. Gap: the likeliest over the lower of the "
-                "two that were chosen; it decides what a near tie is."
+                "Margin: the baseline's logit of its most likely token minus that of the second. Gap: the logit of the "
+                "most likely token minus the lower one of the two chosen tokens; it decides what a near tie is."
             )
         if record.caps["dtype"] == "float32" and self.count("near tie"):
-            notes.append("NEAR TIES IN FLOAT32, where none are expected; --margin 0 takes them for differences.")
+            notes.append("NEAR TIES IN FLOAT32, where none are expected; --margin 0 counts them as differences.")
         if notes and record.caps["float8_activations"] == "on":
             notes.append(
                 "Activations were rounded to float8: where a verify, chunks or graphs move the last bit of one, that "
@@ -198,7 +198,7 @@ def run_check(
     log: Callable[[str], None] | None = None,
     report: Report | None = None,
 ) -> CheckReport:
-    """Compare the engine of `config` with plain decoding, and write what was found into `folder`, which exists.
+    """Compare the engine of `config` with the baseline, and write what was found into `folder`, which exists.
 
     Refused: a simulated accept length, whose text is no model's.
     """
@@ -219,7 +219,7 @@ def run_check(
         plain, checked = _both(base)
         check_draft([checked], log)
         first, second = MemoryShare(0, 2), MemoryShare(1, 2)
-        reference = stack.enter_context(load_engine("plain", plain, log, weights_of=None, share=first))
+        reference = stack.enter_context(load_engine("baseline", plain, log, weights_of=None, share=first))
         engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference, share=second))
         margin = options.margin
         if margin is None:

@@ -1,9 +1,9 @@
 """`specbatch compare A B`: the difference of every metric between two runs, with an interval and a verdict.
 
-* delta: after - before. gain: delta / before, in percent. The verdict is "regression" if the interval of delta excludes
-  zero on the worse side, "no difference shown" if it contains zero, "not judged" if there is no interval. Times of runs
-  that were not interleaved (one run per side, or all of one side first) are "better" or "worse, not interleaved". Each
-  number is the mean over repeats.
+* The change (`delta`) is after - before; the relative change (`gain`) is delta / before, in percent. The verdict is
+  "regression" if the interval of delta excludes zero on the worse side, "no difference shown" if it contains zero, "not
+  judged" if there is no interval. Times of runs that were not interleaved (one run per side, or all of one side first)
+  are "better" or "worse, not interleaved". Each number is the mean over repeats.
 * Answers of `generate` are paired by prompt. A job that was interrupted and resumed is judged by the metrics that
   follow from its prompts, not by its times.
 * Intervals: see `specbatch.records.intervals`; of accuracy, see `specbatch.records.mcnemar`.
@@ -97,7 +97,8 @@ class Comparison:
         places = [name for name in ("section", "configuration", "size") if any(getattr(row, name) for row in self.rows)]
         titles = ["concurrency" if name == "size" and "section" not in places else name for name in places]
         body = [[*(getattr(row, name) for name in places), *_cells(row)] for row in self.rows]
-        headers = [*titles, "metric", "before", "after", "delta", "gain", f"{CONFIDENCE:.0%} interval of delta", "over"]
+        interval = f"{CONFIDENCE:.0%} interval of change"
+        headers = [*titles, "metric", "before", "after", "change", "relative change", interval, "interval over"]
         shown = tabulate(body, headers, tablefmt="github", disable_numparse=True)
         lines = [f"before: {self.before}", f"after: {self.after}", f"model: {self.model}"]
         lines += [f"differs: {name}: {'; '.join(texts)}" for name, texts in self.differs.items()]

@@ -83,11 +83,11 @@ class Policy(_Rules):
             if name not in BOUNDED:
                 near = get_close_matches(name, BOUNDED, n=5)
                 meant = f"did you mean {', '.join(near)}?" if near else f"use some of {', '.join(BOUNDED)}"
-                raise ValueError(f"no metric is called {name}; {meant}")
+                raise ValueError(f"no such metric: {name}; {meant}")
             higher = METRICS[name].better == "higher"
             if (bound.at_most if higher else bound.at_least) is not None:
                 wrong, right = ("at_most", "at_least") if higher else ("at_least", "at_most")
-                raise ValueError(f"of {name} {METRICS[name].better} is better; use {right} in place of {wrong}")
+                raise ValueError(f"{name}: {METRICS[name].better} is better; use {right} instead of {wrong}")
         return bounds
 
     @model_validator(mode="after")

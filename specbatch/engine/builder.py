@@ -123,7 +123,7 @@ def build(
     if config.prefix_cache and plan.states and not plan.cached_states:
         log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
         prepared = prepared._replace(config=replace(config, prefix_cache=False))
-    log(f"speculation: {config.speculation}")
+    log(f"decoding: {config.speculation}")
     if config.speculation.is_auto:
         log(announced(config.speculation.lengths))
     for line in plan.lines():

@@ -112,7 +112,8 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
     else:
         found = [item for item in find_records(setting, path) if item[1].workload.get("section") != "machine"]
     if not found:
-        raise refuse(setting, str(path), "holds no record.json; name what eval, sweep, bench or generate wrote")
+        works = "holds no record.json" if path.exists() else "no such file or folder"
+        raise refuse(setting, str(path), f"{works}; name what eval, sweep, bench, check or generate wrote")
     points: dict[PointKey, Replicates] = {}
     for folder, record in sorted(found, key=lambda item: _order(item[1])):
         point = points.setdefault(_key(record), Replicates([], []))

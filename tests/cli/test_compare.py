@@ -32,7 +32,7 @@ def test_errors_are_one_line(run, swept, tmp_path):
     other = tmp_path / "other"
     longer = (*SMALL_SWEEP, "--input-len", 7)
     run("sweep", "--concurrency", "1", "--configs", "v1", "--output", other, *longer)
-    for words, said in (((swept, other), "input_len 6 and 7"), ((swept, tmp_path / "x"), "holds no record.json")):
+    for words, said in (((swept, other), "input_len 6 and 7"), ((swept, tmp_path / "x"), "no such file or folder")):
         result = run("compare", *words)
         assert (result.exit_code, result.stdout) == (2, "")
         assert said in result.stderr

@@ -55,11 +55,11 @@ def test_exit_status(run, swept, tmp_path, least, status):
 @pytest.mark.parametrize(
     ("text", "more", "said"),
     [
-        ("[bounds]\nspeed = {at_least = 1}", (), "no metric is called speed"),
+        ("[bounds]\nspeed = {at_least = 1}", (), "no such metric: speed"),
         ("[accuracy]", ("--baseline", "out/v2"), "holds no answers of specbatch eval"),
         ("[accuracy]", (), "name its record with --baseline"),
         ("[bounds]\naccept_length = {at_least = 1}", ("--baseline", "out/v2"), "leave it out"),
-        ("[bounds]\naccept_length = {worsens_at_most = 0}", ("--baseline", "nowhere"), "holds no record.json"),
+        ("[bounds]\naccept_length = {worsens_at_most = 0}", ("--baseline", "nowhere"), "no such file or folder"),
     ],
 )
 def test_without_a_verdict_the_exit_status_is_2_and_nothing_is_written(run, swept, tmp_path, text, more, said):

@@ -1,4 +1,4 @@
-"""`specbatch check`: every algorithm is plain decoding token for token; what is not is found, placed and measured."""
+"""`specbatch check`: every algorithm equals the baseline token for token; what is not is found, placed and measured."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_algorithm_is_equal_under_both_schedules(toy: Any, check: Any, nam
     wanted = [toy.greedy(prompt)[:30] for prompt in toy.prompts()[:12]]
     lengths = [text.index(toy.eos) + 1 if toy.eos in text else 30 for text in wanted]
     assert [item.equal for item in report.findings] == lengths
-    assert "12 of 12 prompts have plain decoding's tokens." in report.markdown()
+    assert "12 of 12 prompts have the baseline's tokens." in report.markdown()
     assert bool(report.record.metrics["drafted_tokens"]) == (name != "none")
     assert report.record.config["speculation"]["schedule"] == schedule
 
@@ -133,7 +133,7 @@ def test_a_wrong_acceptance_is_found_placed_and_measured(
     text = report.markdown()
     assert "DIFFER." in text
     assert "| p0 " in text
-    assert "Margin: the plain model's" in text
+    assert "Margin: the baseline's" in text
 
 
 def test_the_margin_decides_what_a_near_tie_is(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_the_record_holds_what_was_asked_and_found(check: Any, tmp_path: Path) -
 
 
 def test_a_simulated_text_is_refused(check: Any) -> None:
-    with pytest.raises(SpecbatchError, match=r"simulate_accept_length=2\.0: such a text"):
+    with pytest.raises(SpecbatchError, match=r"simulate_accept_length=2\.0: the text is not"):
         check(Speculation("ngram", simulate_accept_length=2.0))
 
 
@@ -238,7 +238,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
 def test_equal_exits_with_0(run: Any, words: tuple[str, ...]) -> None:
     result = run("--prompts", 5, "--output", "out", *words)
     assert result.exit_code == 0, result.output
-    assert "5 of 5 prompts have plain decoding's tokens." in result.stdout
+    assert "5 of 5 prompts have the baseline's tokens." in result.stdout
     assert {path.name for path in Path("out").iterdir()} == {
         *("record.json", "requests.jsonl", "prompts.jsonl", "summary.md")
     }

@@ -21,9 +21,9 @@ from specbatch.evals.gate.policy import load_policy
         ("[accuracy]\nat_least = true", r"accuracy\.at_least: Input should be a valid number"),
         ("[accuracy]\nalpha = 0", r"accuracy\.alpha: Input should be greater than 0"),
         ("[accuracy]\nmay_fall = true\ndetects = 0.1", "which may_fall = true skips"),
-        ("[bounds]\nttft_s = {at_most = 1}", r"no metric is called ttft_s; did you mean .*mean_ttft_s"),
-        ("[bounds]\nmean_ttft_s = {at_least = 1}", "of mean_ttft_s lower is better; use at_most in place of at_least"),
-        ("[bounds]\naccept_length = {at_most = 1}", "of accept_length higher is better; use at_least"),
+        ("[bounds]\nttft_s = {at_most = 1}", r"no such metric: ttft_s; did you mean .*mean_ttft_s"),
+        ("[bounds]\nmean_ttft_s = {at_least = 1}", "mean_ttft_s: lower is better; use at_most instead of at_least"),
+        ("[bounds]\naccept_length = {at_most = 1}", "accept_length: higher is better; use at_least"),
         ("accuracy = 0.5", "accuracy: write a table of filter, metric, at_least, "),
         ("[bounds]\naccept_length = 2", r"bounds\.accept_length: write a table of at_least, at_most, worsens_at_most$"),
         (
