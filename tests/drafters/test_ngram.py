@@ -7,22 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ngram_search import continuations
 
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import NoDraft
 from specbatch.drafters.ngram import NGram
-
-
-def lookup(text: list[int], longest: int, shortest: int, count: int) -> list[int]:
-    """The tokens after the latest earlier occurrence of the longest suffix, possibly overlapping itself; [] if none."""
-    for length in range(longest, shortest - 1, -1):
-        for start in range(len(text) - length - 1, -1, -1):
-            if text[start : start + length] == text[len(text) - length :]:
-                longer = list(text)
-                for place in range(start + length, start + length + count):
-                    longer.append(longer[place])
-                return longer[len(text) :]
-    return []
 
 
 @pytest.mark.parametrize(
@@ -42,7 +31,7 @@ def test_drafts_match_plain_search_as_the_batch_changes(bench: Any, count: int, 
         assert proposal.probabilities is None
         assert proposal.tokens.shape == (5, count)
         for index, text in enumerate(here.texts):
-            expected = lookup(text, longest, shortest, count)
+            expected = next(iter(continuations(text, longest, shortest, count)), [])
             assert proposal.drafted[index] == len(expected)
             assert proposal.tokens[index].tolist() == (expected or [text[-1]] * count)
             found, missed = found + bool(expected), missed + (not expected)

@@ -22,14 +22,14 @@ if not torch.cuda.is_available():
 
 
 def _hasten_the_interpreter() -> None:
-    """Half of its time goes into putting the language's names in place again at each call of a function, and into
+    """Half of its time goes into patching the names of `triton.language` again at each function call, and into
     overflow checks, which it reports in its debug mode only."""
     from triton.runtime import interpreter
 
     plain, met = interpreter.InterpretedFunction.__call__, set()
 
     def call(function: Any, *arguments: Any, **settings: Any) -> Any:
-        if function.fn in met:  # its names are in place: of the kernel around it, or for good
+        if function.fn in met:  # already patched by the calling kernel or permanently
             return function.rewrite()(*arguments, **settings)
         met.add(function.fn)
         return plain(function, *arguments, **settings)
@@ -54,6 +54,13 @@ def _hasten_the_interpreter() -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    if request.param == torch.bfloat16 and device.type != "cuda":
+        pytest.skip("the interpreter computes wrong bfloat16 matmuls")
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture

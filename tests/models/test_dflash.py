@@ -242,6 +242,14 @@ SMALL = {
     "block_size": 4,
     "dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 2]},
 }
+OUTER = ("dflash_config", "num_target_layers", "layer_types")
+SMALL_SPECULATORS = {
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": {key: value for key, value in SMALL.items() if key not in OUTER},
+    "block_size": 4,
+    "mask_token_id": 9,
+    "aux_hidden_state_layer_ids": [1, 3],
+}
 
 
 def test_folder_is_read_and_checked(tmp_path: Path) -> None:
@@ -262,19 +270,7 @@ def test_folder_is_read_and_checked(tmp_path: Path) -> None:
     write(extra)
     with pytest.raises(SpecbatchError, match=r"describes no tensor embed_tokens\.weight"):
         open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
-    own = {
-        key: value for key, value in SMALL.items() if key not in ("dflash_config", "num_target_layers", "layer_types")
-    }
-    write(
-        extra,
-        {
-            "speculators_model_type": "dflash",
-            "transformer_layer_config": own,
-            "block_size": 4,
-            "mask_token_id": 9,
-            "aux_hidden_state_layer_ids": [1, 3],
-        },
-    )
+    write(extra, SMALL_SPECULATORS)
     copied = open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
     assert sorted(copied.names()) == sorted(tensors)
     assert copied.config.draft_vocab is None  # type: ignore[attr-defined]
@@ -284,17 +280,7 @@ def test_folder_is_read_and_checked(tmp_path: Path) -> None:
 
 
 def test_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:
-    own = {
-        key: value for key, value in SMALL.items() if key not in ("dflash_config", "num_target_layers", "layer_types")
-    }
-    described = {
-        "speculators_model_type": "dflash",
-        "transformer_layer_config": own,
-        "block_size": 4,
-        "mask_token_id": 9,
-        "aux_hidden_state_layer_ids": [1, 3],
-        "draft_vocab_size": 50,
-    }
+    described = SMALL_SPECULATORS | {"draft_vocab_size": 50}
     (tmp_path / "config.json").write_text(json.dumps(described))
     config = DFlashConfig.from_dict(described)
     tensors = {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}

@@ -1,4 +1,4 @@
-"""Rope as config.json spells it, in two ways, against the frequencies of transformers."""
+"""RoPE settings in both config.json spellings give the frequencies of transformers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_yarn_extends_the_context_and_defaults_its_original_length() -> None:
     assert without.rope.original_max_position == 16384
 
 
-def test_llama3_frequency_factors() -> None:
+def test_gguf_frequency_divisors() -> None:
     plain = Rope(theta=5e5, rotary_dim=8)
     divided = Rope(theta=5e5, rotary_dim=8, kind="divisors", divisors=(1.0, 1.0, 2.0, 8.0), source="gguf")
     ratio = plain.inverse_frequencies() / divided.inverse_frequencies()

@@ -12,7 +12,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.weights import hub, open_checkpoint
 
 
-def test_missing_hub_package_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*arguments: Any, **options: Any) -> str:
         raise LocalEntryNotFoundError("Cannot reach the hub.\nMore words on a second line.")
 

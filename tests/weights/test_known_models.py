@@ -212,7 +212,7 @@ def test_wrong_file_is_refused_and_not_stored(tiny: KnownModel, cache: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
-def test_missing_hub_package_names_alternatives(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_names_alternatives(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*arguments: Any, **options: Any) -> str:
         raise OSError("Cannot reach the hub")
 

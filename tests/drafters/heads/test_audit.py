@@ -161,7 +161,7 @@ def test_log_describes_the_head(kit: Any, write: Any, plan: Plan) -> None:
     assert "drafts 9 of the target's 13 tokens" in lines[3]
 
 
-def test_head_with_short_context_is_limited_to_it(kit: Any, write: Any) -> None:
+def test_context_of_a_head_extends_to_the_targets(kit: Any, write: Any) -> None:
     config = EngineConfig(model="target", speculation=Speculation("eagle", draft=write(kit.llama(), kit.eagle())))
     stub = kit.TargetStub(2)
     stub.config = ModelConfig(**{**stub.config.__dict__, "max_position": 4096})

@@ -6,47 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ngram_search import continuations
 
 from specbatch.kernels.drafting.ngram import lookup_ref, merge_into_tree
-
-
-def search(tokens: list[int], longest: int, shortest: int, count: int) -> list[int] | None:
-    """The tokens after the latest earlier occurrence of the longest suffix; a continuation may run into itself."""
-    for length in range(longest, shortest - 1, -1):
-        for end in range(len(tokens) - 2, length - 2, -1):
-            if tokens[end - length + 1 : end + 1] == tokens[len(tokens) - length :]:
-                text = list(tokens)
-                for place in range(end + 1, end + 1 + count):
-                    text.append(text[place])
-                return text[len(tokens) :]
-    return None
-
-
-def searches(tokens: list[int], longest: int, shortest: int, count: int, texts: int) -> list[list[int]]:
-    """The continuations of the best matches, longest and latest first, without duplicates."""
-    found: list[list[int]] = []
-    for length in range(longest, shortest - 1, -1):
-        for end in range(len(tokens) - 2, length - 2, -1):
-            if tokens[end - length + 1 : end + 1] == tokens[len(tokens) - length :]:
-                text = list(tokens)
-                for place in range(end + 1, end + 1 + count):
-                    text.append(text[place])
-                if text[len(tokens) :] not in found:
-                    found.append(text[len(tokens) :])
-    return found[:texts]
-
-
-def match(
-    rows: list[list[int]], longest: int, shortest: int, count: int, garbage: list[int]
-) -> tuple[list[list[int]], list[bool]]:
-    """All rows in one tensor; the columns past a row's newest token hold `garbage`, repeated."""
-    width = max(map(len, rows)) + len(garbage)
-    padded = [(row + (garbage or [0]) * width)[:width] for row in rows]
-    last = torch.tensor([len(row) - 1 for row in rows])
-    drafts, found = (item.squeeze(1) for item in lookup_ref(torch.tensor(padded), last, longest, shortest, count))
-    assert drafts.dtype == torch.int64
-    assert found.dtype == torch.bool
-    return drafts.tolist(), found.tolist()
 
 
 @st.composite
@@ -58,32 +20,18 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int, int, list[int]]:
     return rows, draw(st.integers(shortest, 16)), shortest, draw(st.integers(1, 9)), garbage
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
-@given(case=cases())
-def test_matches_plain_python_search(
-    case: tuple[list[list[int]], int, int, int, list[int]],
-) -> None:
-    rows, longest, shortest, count, garbage = case
-    drafts, found = match(rows, longest, shortest, count, garbage)
-    for index, row in enumerate(rows):
-        expected = search(row, longest, shortest, count)
-        assert found[index] == (expected is not None)
-        assert drafts[index] == (expected or [row[-1]] * count)
-
-
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=250)
 @given(case=cases(), texts=st.integers(1, 5))
-def test_several_matches_are_the_best_distinct_continuations(
-    case: tuple[list[list[int]], int, int, int, list[int]], texts: int
-) -> None:
+def test_matches_plain_python_search(case: tuple[list[list[int]], int, int, int, list[int]], texts: int) -> None:
     rows, longest, shortest, count, garbage = case
-    width = max(map(len, rows)) + len(garbage)
+    width = max(map(len, rows)) + len(garbage)  # the columns past a row's newest token hold `garbage`
     padded = torch.tensor([(row + (garbage or [0]) * width)[:width] for row in rows])
     last = torch.tensor([len(row) - 1 for row in rows])
     drafts, found = lookup_ref(padded, last, longest, shortest, count, texts)
     assert drafts.shape == (len(rows), texts, count)
+    assert (drafts.dtype, found.dtype) == (torch.int64, torch.bool)
     for index, row in enumerate(rows):
-        expected = searches(row, longest, shortest, count, texts)
+        expected = continuations(row, longest, shortest, count)[:texts]
         assert found[index].tolist() == [place < len(expected) for place in range(texts)]
         assert drafts[index].tolist() == expected + [[row[-1]] * count] * (texts - len(expected))
 
@@ -132,26 +80,7 @@ def test_tree_merges_common_prefixes(data: st.DataObject) -> None:
 def test_longest_then_latest_match_wins(
     row: list[int], longest: int, shortest: int, expected: list[int] | None
 ) -> None:
-    assert search(row, longest, shortest, 3) == expected
-    drafts, found = match([row], longest, shortest, 3, [])
-    assert found == [expected is not None]
-    assert drafts == [expected or [row[-1]] * 3]
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 16])
-def test_suffix_may_exceed_the_row(width: int) -> None:
-    tokens = torch.arange(width)[None]
-    drafts, found = lookup_ref(tokens, torch.tensor([width - 1]), 16, 1, 2)
-    assert found.tolist() == [[False]]
-    assert drafts.tolist() == [[[width - 1] * 2]]
-
-
-def test_tokens_past_the_newest_are_ignored() -> None:
-    tokens = torch.tensor([[1, 2, 3, 1, 2, 1, 2, 9, 1, 2, 3, 1, 2]])
-    expected = lookup_ref(tokens[:, :5], torch.tensor([4]), 4, 1, 6)
-    garbage = lookup_ref(tokens, torch.tensor([4]), 4, 1, 6)
-    assert (
-        [item.tolist() for item in garbage]
-        == [item.tolist() for item in expected]
-        == [[[[3, 1, 2, 3, 1, 2]]], [[True]]]
-    )
+    assert next(iter(continuations(row, longest, shortest, 3)), None) == expected
+    drafts, found = lookup_ref(torch.tensor([row]), torch.tensor([len(row) - 1]), longest, shortest, 3)
+    assert found.tolist() == [[expected is not None]]
+    assert drafts.tolist() == [[expected or [row[-1]] * 3]]

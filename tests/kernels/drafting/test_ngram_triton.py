@@ -47,13 +47,6 @@ def test_row_and_block_boundaries(last: int, device: torch.device, monkeypatch: 
     check(tokens, torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([last], device=device), 4, 1, 5, 3)
 
 
-def test_tokens_past_the_newest_are_ignored(device: torch.device) -> None:
-    tokens = torch.tensor([[1, 2, 3, 1, 2, 1, 2, 9, 1, 2, 3, 1, 2]], device=device)
-    drafts, found = ngram_match(tokens, torch.tensor([0], device=device), torch.tensor([4], device=device), 4, 1, 6)
-    assert found.tolist() == [[True]]
-    assert drafts.tolist() == [[[3, 1, 2, 3, 1, 2]]]
-
-
 def test_long_rows(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 20_000, (4, 40_000), generator=generator).to(device)

@@ -20,13 +20,6 @@ from specbatch.kernels.gemm.weight import Weight
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
 
-@pytest.fixture(params=TOLERANCE, ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    if request.param == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter computes wrong bfloat16 matmuls")
-    return request.param  # type: ignore[no-any-return]
-
-
 def random_weight(n: int, k: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
     """A weight, and its values dequantized to float64."""
     values = (torch.randn(n, k) * 60).to(torch.float8_e4m3fn).to(device)

@@ -18,13 +18,6 @@ SHAPES = [(131, 72), (8, 8), (64, 256), (72, 1096), (200, 512)]  # N, K
 EPS = 1e-5
 
 
-@pytest.fixture(params=TOLERANCE, ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    if request.param == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter computes wrong bfloat16 matmuls")
-    return request.param  # type: ignore[no-any-return]
-
-
 def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 

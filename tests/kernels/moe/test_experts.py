@@ -27,13 +27,6 @@ from specbatch.kernels.moe.routing_triton import route
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
 
-@pytest.fixture(params=TOLERANCE, ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    if request.param == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter computes wrong bfloat16 matmuls")
-    return request.param  # type: ignore[no-any-return]
-
-
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory holds NaN, or ids of experts that do not exist."""
