@@ -7,7 +7,7 @@ an engine uses the algorithm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 NO_SPECULATION = "none"  # the baseline
@@ -30,6 +30,7 @@ class Algorithm:
     draft           what the setting `draft` must name; None if the algorithm takes no draft
     settings        settings that only some algorithms take
     loads_draft     whether weights beside the target's are loaded, so that they must fit the target
+    training        the module whose `untrained_head` makes a draft head to train; None: no training
     low_acceptance  likely causes of a low acceptance rate, for the warning
     """
 
@@ -39,6 +40,7 @@ class Algorithm:
     draft: str | None = None
     settings: tuple[str, ...] = ()
     loads_draft: bool = True
+    training: str | None = None
     low_acceptance: str = _LOW_ACCEPTANCE_OF_TRAINED_DRAFTS
 
     def candidates(self, steps: int, topk: int) -> int:
@@ -81,14 +83,16 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=3,
         draft="an EAGLE-3 head (folder or hub id)",
         settings=("aux_layers", "draft_rope_theta"),
+        training="specbatch.training.eagle3",
     ),
-    "mtp": _MTP,
+    "mtp": replace(_MTP, training="specbatch.training.mtp"),
     "nextn": _MTP,  # SGLang's name for it
     "dflash": Algorithm(
         "specbatch.drafters.dflash",
         default_tokens=15,
         tree=None,
         draft="a draft that was made for the model (folder or hub id)",
+        training="specbatch.training.dflash",
     ),
 }
 

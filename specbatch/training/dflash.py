@@ -10,6 +10,7 @@ before it are accepted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.training.data import Batch
+from specbatch.errors import refuse
+from specbatch.training.data import Batch, Example
 from specbatch.training.eagle3 import layer_keys, plain_rope
 from specbatch.training.head import Guess, Head, Layer, Scores
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
+from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
+ANCHORS = 16  # blocks per example and update
 
 
 class DFlashHead(Head):
@@ -120,6 +124,35 @@ class DFlashHead(Head):
             "block_size": self.drafts + 1,
             "dflash_config": {"mask_token_id": self._mask_token, "target_layer_ids": list(self.aux)},
         }
+
+
+def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> DFlashHead:
+    """A draft whose mask token does not occur in `train`; see `trainer.make_head`."""
+    assert recipe.draft_layers is not None
+    assert recipe.block_size is not None
+    if target.config.depth < 2:
+        raise refuse("algorithm", "dflash", f"{target.name} has one layer and DFLASH reads one below the last; use mtp")
+    return DFlashHead(
+        target,
+        layers=recipe.draft_layers,
+        block=recipe.block_size,
+        anchors=ANCHORS,
+        mask_token=_mask_token(train, target.config.vocab_size, spare_tokens),
+        max_len=recipe.max_len,
+        seed=recipe.seed,
+    )
+
+
+def _mask_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
+    """A token id that never occurs in a text: one that the tokenizer does not use, else the last one in no answer."""
+    if spare < vocabulary:
+        return spare
+    seen = {token for example in train for token in example.tokens}
+    unseen = (token for token in reversed(range(vocabulary)) if token not in seen)
+    token = next(unseen, None)
+    if token is None:
+        raise refuse("algorithm", "dflash", "every token of the target occurs in the data, and none is left for a mask")
+    return token
 
 
 def feature_layers(depth: int, layers: int) -> tuple[int, ...]:

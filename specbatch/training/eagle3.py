@@ -7,6 +7,7 @@ target's, `t2d` which of the target's tokens are known. The embedding is the tar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import nn
 from specbatch.models.config import ModelConfig
 from specbatch.models.rope import DEFAULT_THETA, Rope
 from specbatch.training.chain import ChainHead, Memory
+from specbatch.training.data import Example, frequent
 from specbatch.training.head import Layer
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
+from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -87,6 +90,14 @@ class Eagle3Head(ChainHead):
         known = torch.zeros(self._sizes.vocab_size, dtype=torch.bool)
         known[kept] = True
         return super().tensors() | {"d2t": kept - torch.arange(len(kept)), "t2d": known}
+
+
+def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Eagle3Head:
+    """A head whose draft vocabulary is the most frequent tokens of `train`; see `trainer.make_head`."""
+    assert recipe.unroll is not None
+    total = target.config.vocab_size
+    kept = frequent(train, recipe.vocabulary(total), total)
+    return Eagle3Head(target, kept, steps=recipe.unroll, max_len=recipe.max_len, seed=recipe.seed)
 
 
 def usual_boundaries(layers: int) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ multiply by 1 + weight. Embedding and output matrix are the target's and do not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbatch.training.chain import ChainHead, Memory
+from specbatch.training.data import Example
 from specbatch.training.head import Layer
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
+from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
 PREFIX = "mtp."
@@ -68,3 +71,9 @@ class MtpHead(ChainHead):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f"{PREFIX}{name}": tensor for name, tensor in super().tensors().items()}
+
+
+def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> MtpHead:
+    """See `trainer.make_head`; the texts do not matter."""
+    assert recipe.unroll is not None
+    return MtpHead(target, steps=recipe.unroll, max_len=recipe.max_len, seed=recipe.seed)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specbatch.algorithms import ALGORITHMS
 from specbatch.errors import at_least, refuse
 
-HEADS = ("eagle3", "dflash", "mtp")
+HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
 _OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
     "eagle3": {"unroll": 5, "vocab": None},
     "mtp": {"unroll": 5},

@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from specbatch.algorithms import ALGORITHMS
 from specbatch.errors import refuse
 from specbatch.progress import Report
-from specbatch.training.data import Batch, Example, endless, frequent, groups
-from specbatch.training.dflash import DFlashHead
-from specbatch.training.eagle3 import Eagle3Head
+from specbatch.training.data import Batch, Example, endless, groups
 from specbatch.training.head import Head
-from specbatch.training.mtp import MtpHead
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
@@ -26,7 +25,6 @@ FLOOR = 0.1  # final learning rate relative to the peak
 CLIP = 1.0  # maximum gradient norm
 WEIGHT_DECAY = 0.01
 BETAS = (0.9, 0.95)
-ANCHORS = 16  # DFLASH: blocks per example and update
 LINES = 10  # evaluations per run, not counting the one before the first update
 
 
@@ -76,23 +74,10 @@ class History:
 
 def make_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Head:
     """An untrained head. spare_tokens: ids from this one on are not used by the tokenizer."""
-    shared = {"max_len": recipe.max_len, "seed": recipe.seed}
-    if recipe.algorithm == "eagle3":
-        assert recipe.unroll is not None
-        total = target.config.vocab_size
-        kept = frequent(train, recipe.vocabulary(total), total)
-        return Eagle3Head(target, kept, steps=recipe.unroll, **shared)
-    if recipe.algorithm == "mtp":
-        assert recipe.unroll is not None
-        return MtpHead(target, steps=recipe.unroll, **shared)
-    assert recipe.draft_layers is not None
-    assert recipe.block_size is not None
-    if target.config.depth < 2:
-        raise refuse("algorithm", "dflash", f"{target.name} has one layer and DFLASH reads one below the last; use mtp")
-    mask = _mask_token(train, target.config.vocab_size, spare_tokens)
-    return DFlashHead(
-        target, layers=recipe.draft_layers, block=recipe.block_size, anchors=ANCHORS, mask_token=mask, **shared
-    )
+    module = ALGORITHMS[recipe.algorithm].training
+    assert module is not None
+    head: Head = import_module(module).untrained_head(recipe, target, train, spare_tokens)
+    return head
 
 
 def train(
@@ -173,18 +158,6 @@ def _note(
     found = history.measured[history.steps] = measure(head, target, held_out, recipe)
     trained = history.losses.get(history.steps)
     log(f"step {history.steps}: {'' if trained is None else f'training loss {trained:.3f}; '}held out: {found}")
-
-
-def _mask_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
-    """A token id that never occurs in a text: one that the tokenizer does not use, else the last one in no answer."""
-    if spare < vocabulary:
-        return spare
-    seen = {token for example in train for token in example.tokens}
-    unseen = (token for token in reversed(range(vocabulary)) if token not in seen)
-    token = next(unseen, None)
-    if token is None:
-        raise refuse("algorithm", "dflash", "every token of the target occurs in the data, and none is left for a mask")
-    return token
 
 
 @contextmanager

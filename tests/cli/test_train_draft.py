@@ -17,7 +17,7 @@ TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu")
 TRAINED = ("--steps", "4", "--max-len", "48", "--batch-tokens", "100", "--held-out", "2")
 SMALL = (*TRAINED, "--max-new-tokens", "12")
 REFUSED = [
-    ("--algorithm magic --data {in}", "algorithm='magic': heads that can be trained are eagle3, dflash, mtp"),
+    ("--algorithm magic --data {in}", "algorithm='magic': heads that can be trained are eagle3, mtp, dflash"),
     ("--algorithm eagle3", "data=None: give either --data (prompts) or --answers"),
     ("--algorithm eagle3 --data {in} --answers {in}", "give either --data (prompts) or --answers"),
     ("--algorithm eagle3 --data {tmp}/none.jsonl", "No such file"),
