@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
 
@@ -173,7 +174,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     ({"kv_pages": 20, "max_model_len": 79}, "max_model_len=79", "use at most that, or kv_pages=21"),
     ({"kv_pages": 10**12}, "kv_pages=1000000000000", "use at most"),
     ({"memory_fraction": 1e-9}, "memory_fraction=1e-09", "a higher memory_fraction"),
-    ({"device": "cuda:7777"}, "device='cuda:7777'", "cpu or auto"),
+    ({"device": "cuda:7777"}, "device='cuda:7777'", "count from 0" if torch.cuda.is_available() else "cpu or auto"),
     ({"graphs": Graphs(decode="whole")}, "decode_graph='whole'", "needs a CUDA device"),
     ({"graphs": Graphs(prefill="piecewise")}, "prefill_graph='piecewise'", "needs a CUDA device"),
     *(

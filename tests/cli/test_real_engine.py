@@ -233,7 +233,7 @@ def test_the_process_of_a_model_ends_when_the_command_is_interrupted(two_models)
     assert not psutil.wait_procs(children, timeout=20)[1]
     said, kept = Path("said").read_text(), len(list(Path("out/toy-1").rglob("record.json")))
     assert f"kept {kept} finished points and their summary in out/toy-1; " in said
-    assert "interrupted; what is finished is kept in out; the same command goes on" in said
+    assert "interrupted; finished points are kept in out; the same command continues" in said
     assert "Traceback" not in said
     assert "| baseline " in Path("out/toy-1/summary.md").read_text()
     assert not Path("out/toy-2").exists()

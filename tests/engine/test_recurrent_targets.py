@@ -57,7 +57,9 @@ def test_routing_and_decay_weights_must_be_finite(
 @pytest.mark.parametrize("draft", ["self:skip=1", "lfm2"])
 def test_recurrent_draft_models_are_refused(targets: Targets, draft: str) -> None:
     target = "qwen3-moe" if draft == "lfm2" else "qwen3.5"
-    with pytest.raises(SpecbatchError, match=f"draft='{draft}': it has 3 recurrent layers.* use a draft of attention"):
+    with pytest.raises(
+        SpecbatchError, match=f"draft='{draft}': it has 3 recurrent layers.* use a draft with attention"
+    ):
         targets.engine(target, "model-tree", more={"draft": draft})
 
 

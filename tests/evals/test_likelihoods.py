@@ -391,5 +391,5 @@ def test_runs_pair_by_question(make_engine: Any, folder: Path, tmp_path: Path, p
         "accuracy none acc has not fallen": True,
     }
     wrong = policy('[accuracy]\nmetric = "bits_per_byte"\nmay_fall = true\nat_least = 0.5\n')
-    with pytest.raises(SpecbatchError, match="metric='bits_per_byte': is the lower the better"):
+    with pytest.raises(SpecbatchError, match="metric='bits_per_byte': lower is better"):
         run_gate(wrong, tmp_path / "b-texts")

@@ -151,7 +151,7 @@ def _check_record(case: Case, engine: Engine) -> None:
         assert metrics["drafted_tokens"]
     if case.is_auto:
         steps = record.counters["draft_lengths"]
-        assert len({length for row in steps.values() for length in row}) > 2
+        assert len({length for row in steps.values() for length in row}) > 1
         assert sum(count for row in steps.values() for count in row.values()) == record.counters["iterations"]
     if engine.device.type == "cuda":
         assert metrics["host_waits_per_step"] == 1.0 if case.schedule == "v1" else record.counters["overlapped"] > 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 import pytest
-import torch
 
 from specbatch.training.recipe import Recipe
 from specbatch.training.trainer import FLOOR, rate
@@ -42,7 +42,7 @@ def test_record_holds_training_settings(trained, answers_file):
     assert written["data"]["answers"] == str(answers_file)
     assert written["data"]["answers_used"] == 70
     assert len(written["data"]["answers_sha256"]) == 64
-    assert written["versions"]["torch"] == torch.__version__
+    assert written["versions"]["torch"] == version("torch")
     assert written["history"]["steps"] == 60
     assert not written["history"]["interrupted"]
     assert list(map(int, written["history"]["measured"])) == list(range(0, 61, 6))
