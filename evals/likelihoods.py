@@ -1,4 +1,4 @@
-"""The log-likelihoods of one question as a JSON row, with choices by their text instead of their index."""
+"""The log-likelihoods of one question as a JSON row, with choices as text, not as indices."""
 
 from __future__ import annotations
 

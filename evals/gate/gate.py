@@ -109,7 +109,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     pairs: Pairs | None = None
     if policy.needs_baseline:
         if baseline is None:
-            raise refuse("baseline", None, "the policy compares with one; name its record with --baseline")
+            raise refuse("baseline", None, "the policy compares with a baseline; name its run with --baseline")
         before = load_run("baseline", baseline, read_output)
         pairs = match(before, after)
         if pairs.only_after:
@@ -117,7 +117,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
             raise refuse("baseline", str(baseline), f"lacks {places}; measure it there too")
         _refuse_other_device(policy, pairs)
     elif baseline is not None:
-        raise refuse("baseline", str(baseline), "no rule of the policy compares with one; leave it out")
+        raise refuse("baseline", str(baseline), "no rule of the policy compares with a baseline; leave it out")
     checks: list[Check] = []
     tests: list[AccuracyTest] = []
     points = after.points if pairs is None else {place: point for place, (_, point) in pairs.both.items()}

@@ -1,4 +1,4 @@
-"""Host to device without waiting."""
+"""Non-blocking copies from host to device."""
 
 from __future__ import annotations
 

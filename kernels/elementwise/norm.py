@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""RMSNorm: root-mean-square normalization."""
 
 from __future__ import annotations
 

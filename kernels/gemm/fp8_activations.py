@@ -1,4 +1,4 @@
-"""Whether GEMMs with FP8 weights quantize their activations to FP8, too (W8A8 instead of W8A16)."""
+"""Chooses W8A8 or W8A16 for GEMMs with FP8 weights: whether activations are quantized to FP8, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rule (Qwen3-Next, Qwen3.5): from the convolved [q | k | v] to the normalised and gated heads.
+"""The gated delta rule (Qwen3-Next, Qwen3.5): from the convolved [q | k | v] to the normalized and gated heads.
 
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024). For each value head, with keys of length one:
 

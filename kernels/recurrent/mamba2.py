@@ -1,4 +1,4 @@
-"""The Mamba2 recurrence of Nemotron-H: from the convolved columns to what the output projection reads.
+"""The Mamba2 recurrence of Nemotron-H: from the output of the convolution to the input of the output projection.
 
 Every head has a state h [dim, n], which a token fades and adds to, with a step dt and a decay A < 0 of the head:
 

@@ -1,4 +1,4 @@
-"""Markdown and text that several commands print of a run: the acceptance table, the drafted lengths."""
+"""Markdown of a run that several commands print: the table of acceptance, the notes on draft lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices and types by their names in the configuration."""
+"""Finds torch devices and dtypes by their names in the configuration."""
 
 from __future__ import annotations
 

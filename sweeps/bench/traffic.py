@@ -1,4 +1,4 @@
-"""Bytes that a step must move at least: weights, states, and keys and values."""
+"""Minimum memory traffic of a step in bytes: weights, states, and keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the table of a sweep in words: how much faster than the baseline is each configuration."""
+"""Summarizes a sweep in sentences: how much faster than the baseline each configuration is."""
 
 from __future__ import annotations
 

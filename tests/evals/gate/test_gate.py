@@ -102,7 +102,7 @@ def test_without_a_test_no_baseline_is_needed(put, policy):
     assert run_gate(rules, new).tests == []
     with pytest.raises(SpecbatchError, match="no rule of the policy compares"):
         run_gate(rules, new, new)
-    with pytest.raises(SpecbatchError, match="baseline=None: the policy compares with one"):
+    with pytest.raises(SpecbatchError, match="baseline=None: the policy compares with a baseline"):
         run_gate(policy(RULES), new)
 
 

@@ -186,7 +186,7 @@ def test_nan_logits_propagate(name: str, tokens: int, device: torch.device) -> N
         ({"top_k": 0}, "num_experts_per_tok=0: use 1 to 12"),
         ({"top_k": 5, "score": "sigmoid", "groups": 3}, "num_experts_per_tok=5: use 1 to 4"),
         ({"groups": 5, "score": "sigmoid"}, "n_group=5: use a divisor of the 12"),
-        ({"groups": 3}, "n_group=3: groups are for sigmoid"),
+        ({"groups": 3}, "n_group=3: groups need sigmoid"),
         ({"groups": 3, "top_groups": 4, "score": "sigmoid"}, "topk_group=4: use 1 to 3"),
     ],
 )

@@ -155,10 +155,10 @@ def test_errors_are_counted_by_message_and_lose_no_completion(serve):
             1: {"status": 503, "message": "overloaded,\n try later"},
             3: {"status": 503, "message": "overloaded,\n try later"},
             4: {"after": 3},
-            5: {"after": 2, "says": 'data: {"error": {"message": "out of pages"}}\n\n'},
-            6: {"after": 1, "says": "data: {nonsense\n\n"},
-            7: {"after": 1, "says": 'data: {"choices": ["?"]}\n\n'},
-            8: {"after": 1, "says": 'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n\n'},
+            5: {"after": 2, "body": 'data: {"error": {"message": "out of pages"}}\n\n'},
+            6: {"after": 1, "body": "data: {nonsense\n\n"},
+            7: {"after": 1, "body": 'data: {"choices": ["?"]}\n\n'},
+            8: {"after": 1, "body": 'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n\n'},
         }.get(number)
     )
     seen = []

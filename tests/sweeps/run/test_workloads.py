@@ -145,8 +145,8 @@ def test_groups_have_system_prompts_of_random_lengths():
         ({"burst": 4}, "burst=4: give --request-rate"),
         ({"burst": -1}, "burst=-1: use a whole number"),
         ({"burst": 0, "request_rate": 5.0}, "request_rate=5.0: all prompts arrive at once"),
-        ({"chat_template": True}, "chat_template=True: random prompts are no text"),
-        ({"dataset": "gsp", "thinking": False}, "thinking=False: gsp prompts are no text"),
+        ({"chat_template": True}, "chat_template=True: random prompts are not text"),
+        ({"dataset": "gsp", "thinking": False}, "thinking=False: gsp prompts are not text"),
     ],
 )
 def test_impossible_settings_are_refused(settings, said):
