@@ -15,6 +15,10 @@ PAGES, PLACES, SIZE = 14, 3, 2
 Prefix = tuple[int, ...]
 
 
+# Zeros with at most one 1: few enough that many prompts share a prefix.
+PROMPTS = st.builds(lambda count, one: [int(at == one) for at in range(count)], st.integers(1, 11), st.integers(0, 11))
+
+
 class Owner:
     """Models a request."""
 
@@ -55,7 +59,7 @@ class StateCacheMachine(RuleBasedStateMachine):
         del self.place_of[prefix]
         self.counted.evicted += 1
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=11))
+    @rule(tokens=PROMPTS)
     def admit(self, tokens: list[int]) -> None:
         """The state that a prompt starts from was computed for the same prefix by an earlier pass."""
         known = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
