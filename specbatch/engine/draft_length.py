@@ -149,4 +149,4 @@ class DraftLength:
 
 
 def announced(lengths: tuple[int, ...]) -> str:
-    return f"draft tokens: {AUTO}, of {', '.join(map(str, lengths))}"
+    return f"draft tokens: {AUTO}, one of {', '.join(map(str, lengths))}"

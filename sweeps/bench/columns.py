@@ -167,7 +167,7 @@ _ASKED = "from --configs; default: all that the device supports"
 SHOWN: dict[str, Section] = {
     "decode": Section(
         "Decode step", "batch", "step_ms", "v1", _STEP,
-        f"{_ASKED}; v2+piecewise, which decodes like v2, only without v1 and v2", ("step_ms",),
+        f"{_ASKED}; v2+piecewise decodes like v2, so it is left out next to v1 or v2", ("step_ms",),
     ),
     "closed": Section(
         "Closed loop", "concurrency", "output_tok_s", "v1", ("mean_tpot_ms", "mean_ttft_ms", *_COUNTERS), _ASKED,

@@ -322,7 +322,7 @@ def test_it_shows_at_load_and_takes_a_recording_of_each_length(toy_engine: Calla
         log=lines.append,
         report=lambda *at: seen.append(at),
     )
-    assert "draft tokens: auto, of 0, 1, 2, 4" in lines  # the draft's blocks are of 5
+    assert "draft tokens: auto, one of 0, 1, 2, 4" in lines  # the draft's blocks are of 5
     assert any("up to 4 drafted" in line for line in lines)
     assert seen[-1] == (12, 12)
     assert engine._worker.graphs is not None

@@ -28,7 +28,7 @@ def test_steps_are_recorded(toy: Any, toy_engine: Callable[..., Any], tmp_path: 
     names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
     assert any("linear" in str(name) or "mm" in str(name) for name in names)
     assert text(result).startswith(
-        f"batch 2; ngram, 2 drafted, schedule {schedule}, eager\n{result['steps']} steps of 2.0 rows, "
+        f"batch 2; ngram, 2 drafted, schedule {schedule}, eager\n{result['steps']} steps of 2.0 requests, "
     )
     assert "Where the host waited:\n\nnot known: no CUDA device" in text(result)
     assert result["metrics"]["duration_s"] > 0

@@ -220,5 +220,5 @@ def test_unreachable_hub_names_alternatives(name: str, cache: Path, monkeypatch:
     monkeypatch.setattr(known_models, "staging", lambda needed: contextlib.nullcontext(cache))
     file = known_models.KNOWN_MODELS[name].file
     expected = rf"'specbatch models pull {name}' where .* or 'specbatch models pull {name} --from FILE' .* {file}"
-    with pytest.raises(SpecbatchError, match=expected):
+    with pytest.raises(SpecbatchError, match=f"model='{name}': it could not be downloaded.*{expected}"):
         open_checkpoint(name)
