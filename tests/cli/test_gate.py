@@ -57,7 +57,7 @@ def test_exit_status(run, swept, tmp_path, least, status):
     [
         ("[bounds]\nspeed = {at_least = 1}", (), "no such metric: speed"),
         ("[accuracy]", ("--baseline", "out/v2"), "holds no answers of specbatch eval"),
-        ("[accuracy]", (), "name its record with --baseline"),
+        ("[accuracy]", (), "name its run with --baseline"),
         ("[bounds]\naccept_length = {at_least = 1}", ("--baseline", "out/v2"), "leave it out"),
         ("[bounds]\naccept_length = {worsens_at_most = 0}", ("--baseline", "nowhere"), "no such file or folder"),
     ],
