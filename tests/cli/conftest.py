@@ -214,7 +214,7 @@ def resumed(run: Callable[..., Result], engine: type[StubEngine], jsonl: Callabl
     prompts = [{"prompt_token_ids": [number]} for number in range(12)]
 
     def generate(name: str, *words: object) -> Result:
-        drafts = ("--spec", "v1", "--temperature", 1)
+        drafts = ("--device", "cpu", "--spec", "v1", "--temperature", 1)
         return run("generate", jsonl(*prompts), "-o", tmp_path / name, "--max-new-tokens", 5, *words, *drafts)
 
     assert generate("a.jsonl").exit_code == 0

@@ -38,7 +38,7 @@ def test_sampled_tokens_follow_the_target_distribution(targets: Targets, target:
     done = engine.generate([prompt] * REQUESTS, params)
     if drafter in ("model", "mtp", "model-tree", "eagle", "eagle-tree"):
         metrics = engine.record().metrics
-        assert 0.05 < metrics["accepted_tokens"] / metrics["drafted_tokens"] < 0.95, "both outcomes must occur"
+        assert 0.05 < metrics["accepted_tokens"] / metrics["drafted_tokens"] < 0.99, "both outcomes must occur"
 
     expected = distribution(targets, target, prompt)
     counts = dict.fromkeys(expected, 0)
