@@ -1,171 +1,113 @@
-"""What cannot be run is refused in one line that names the setting, its value and what works."""
+"""Errors of Python objects: one line that names the setting, its value and what works."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
+from specbatch.training.recipe import Recipe
 
 LONG = [3] * 117  # the toy engine takes 120 tokens
 SHORT = SamplingParams(max_new_tokens=1)
 
 
-def speculation(**settings: Any) -> Callable[[], Any]:
-    return lambda: Speculation(**settings)
+def spec(algorithm: str, **settings: Any) -> Callable[..., Any]:
+    draft = {"standalone": "self:skip=1", "eagle": "x", "eagle3": "x", "dflash": "x"}.get(algorithm)
+    return partial(Speculation, algorithm, **{"draft": draft} | settings)
 
 
-def standalone(**settings: Any) -> Callable[[], Any]:
-    return lambda: Speculation("standalone", draft="self:skip=1", **settings)
-
-
-def config(**settings: Any) -> Callable[[], Any]:
-    return lambda: EngineConfig(**settings)
-
-
-def sampling(**settings: Any) -> Callable[[], Any]:
-    return lambda: SamplingParams(**settings)
-
-
-# What is asked, the setting with its value, and a part of what works.
-VALUES: list[tuple[Callable[[], Any], str, str]] = [
-    (speculation(algorithm="eagle9"), "algorithm='eagle9'", "none, ngram, standalone"),
-    (speculation(algorithm=""), "algorithm=''", "none, ngram"),
-    (speculation(schedule="v3"), "schedule='v3'", "v1, v2"),
-    (speculation(draft_tokens=0), "draft_tokens=0", "at least 1"),
-    (speculation(draft_tokens=-1), "draft_tokens=-1", "at least 1"),
-    (speculation(draft_tokens=64), "draft_tokens=64", "at most 63"),
-    (speculation(draft_tokens=2.5), "draft_tokens=2.5", "whole number"),
-    (speculation(draft_tokens="4"), "draft_tokens='4'", "whole number"),
-    (speculation(draft_tokens=True), "draft_tokens=True", "whole number"),
-    (speculation(algorithm="eagle"), "draft=None", "'eagle' needs an EAGLE head"),
-    (speculation(algorithm="eagle3"), "draft=None", "'eagle3' needs an EAGLE-3 head"),
-    (speculation(algorithm="mtp", draft="x"), "draft='x'", "'standalone', 'eagle', 'eagle3'"),
-    (speculation(algorithm="eagle", draft="x", aux_layers=(2,)), "aux_layers=(2,)", "only 'eagle3'"),
-    (speculation(aux_layers=(2,)), "aux_layers=(2,)", "only 'eagle3'"),
-    (speculation(algorithm="eagle3", draft="x", aux_layers=()), "aux_layers=()", "tuple of layers"),
-    (speculation(algorithm="eagle3", draft="x", aux_layers="2,3"), "aux_layers='2,3'", "tuple of layers"),
-    (speculation(algorithm="eagle3", draft="x", aux_layers=(0, 2)), "aux_layers=0", "at least 1"),
-    (speculation(algorithm="mtp", draft_rope_theta=1e4), "draft_rope_theta=10000.0", "only 'eagle', 'eagle3'"),
-    (speculation(algorithm="eagle", draft="x", draft_rope_theta=0.0), "draft_rope_theta=0.0", "positive"),
-    (speculation(algorithm="eagle", draft="x", draft_rope_theta=True), "draft_rope_theta=True", "positive"),
-    (speculation(algorithm="dflash"), "draft=None", "made for the model"),
-    (speculation(algorithm="dflash", draft="x", draft_tokens=5, draft_steps=2), "draft_steps=2", "draft_tokens=5"),
-    (speculation(algorithm="dflash", draft="x", simulate_accept_length=0.5), "simulate_accept_length=0.5", "1 to 16"),
-    (speculation(algorithm="dflash", draft="x", draft_topk=2), "draft_topk=2", "chains"),
-    (speculation(draft_steps=0), "draft_steps=0", "at least 1"),
-    (speculation(draft_steps=64), "draft_steps=64", "at most 63"),
-    (speculation(algorithm="ngram", draft_steps=64, draft_topk=2), "draft_steps=64", "at most 63"),
-    (standalone(draft_steps=63, draft_topk=2), "draft_topk=2", "use draft_steps="),
-    (speculation(draft_topk=0), "draft_topk=0", "at least 1"),
-    (speculation(draft_topk=True), "draft_topk=True", "whole number"),
-    (
-        speculation(draft_steps=3, draft_tokens=4),
-        "draft_steps=3",
-        "as many steps (the root is not counted); use draft_steps=3, draft_topk=1, draft_tokens=3",
-    ),
-    (
-        speculation(draft_steps=5, draft_topk=2, draft_tokens=3),
-        "draft_steps=5",
-        "use draft_steps=5, draft_topk=2, draft_tokens=5",
-    ),
-    (
-        standalone(draft_steps=3, draft_topk=2, draft_tokens=11),
-        "draft_tokens=11",
-        "10 candidates (the root is not counted); use draft_steps=3, draft_topk=2, draft_tokens=10",
-    ),
-    (
-        speculation(algorithm="ngram", draft_steps=3, draft_topk=2, draft_tokens=7),
-        "draft_tokens=7",
-        "use draft_steps=3, draft_topk=2, draft_tokens=6",
-    ),
-    (
-        standalone(draft_steps=8, draft_topk=10, draft_tokens=60),
-        "draft_topk=10",
-        "draft_steps=7, draft_topk=10, draft_tokens=60",
-    ),
-    (speculation(algorithm="standalone"), "draft=None", "self:skip="),
-    (speculation(algorithm="standalone", draft=""), "draft=''", "self:skip="),
-    (speculation(algorithm="ngram", draft="x"), "draft='x'", "'standalone'"),
-    (speculation(draft="self:skip=1"), "draft='self:skip=1'", "'standalone'"),
-    (speculation(algorithm="ngram", ngram_min=0), "ngram_min=0", "at least 1"),
-    (speculation(algorithm="ngram", ngram_max=0), "ngram_max=0", "at least 1"),
-    (speculation(algorithm="ngram", ngram_min=5), "ngram_max=4", "ngram_min=5 to 16"),
-    (speculation(algorithm="ngram", ngram_max=17), "ngram_max=17", "ngram_min=2 to 16"),
-    (speculation(algorithm="ngram", ngram_min=20, ngram_max=20), "ngram_min=20", "at most 16"),
-    (speculation(algorithm="ngram", ngram_max=None), "ngram_max=None", "whole number"),
-    (speculation(algorithm="ngram", draft_tokens="auto", draft_topk=2), "draft_topk=2", "drafts chains only; use 1"),
-    (lambda: Graphs(decode="on"), "graphs.decode='on'", "off, whole"),
-    (lambda: Graphs(prefill="whole"), "graphs.prefill='whole'", "off, piecewise"),
-    (lambda: EngineConfig(kv_dtype="int4"), "kv_dtype='int4'", "auto, fp8"),
-    (lambda: EngineConfig(attention_backend="x"), "attention_backend='x'", "auto, triton, torch, flashinfer"),
-    (speculation(simulate_accept_length=2.0), "simulate_accept_length=2.0", "drafts nothing"),
-    (speculation(algorithm="ngram", simulate_accept_length=0.9), "simulate_accept_length=0.9", "1 to 5"),
-    (speculation(algorithm="ngram", simulate_accept_length=5.1), "simulate_accept_length=5.1", "1 to 5"),
-    (speculation(algorithm="ngram", simulate_accept_length=math.nan), "simulate_accept_length=nan", "1 to 5"),
-    (speculation(algorithm="ngram", simulate_accept_length="2"), "simulate_accept_length='2'", "1 to 5"),
-    (standalone(draft_steps=5, draft_topk=3, simulate_accept_length=6.5), "simulate_accept_length=6.5", "1 to 6"),
-    (config(model=""), "model=''", "smollm2-135m"),
-    (config(model=5), "model=5", "smollm2-135m"),
-    (config(speculation={"algorithm": "ngram"}), "speculation={'algorithm': 'ngram'}", "Speculation("),
-    (config(device="tpu"), "device='tpu'", "auto, cpu, cuda or cuda:N"),
-    (config(device="cuda:"), "device='cuda:'", "cuda:N"),
-    (config(device="cuda:-1"), "device='cuda:-1'", "cuda:N"),
-    (config(device=0), "device=0", "cuda:N"),
-    (config(dtype="int8"), "dtype='int8'", "auto, float32, bfloat16, float16"),
-    (config(load_format="pickle"), "load_format='pickle'", "auto, safetensors, gguf, dummy"),
-    (config(max_running=0), "max_running=0", "at least 1"),
-    (config(max_running=1.5), "max_running=1.5", "whole number"),
-    (config(max_running=None), "max_running=None", "whole number"),
-    (config(max_model_len=1), "max_model_len=1", "at least 2"),
-    (config(page_size=0), "page_size=0", "at least 1"),
-    (config(kv_pages=1), "kv_pages=1", "at least 2"),
-    (config(kv_pages="many"), "kv_pages='many'", "whole number"),
-    (config(prefill_chunk=0), "prefill_chunk=0", "at least 1"),
-    (config(memory_fraction=0.0), "memory_fraction=0.0", "above 0 and up to 1"),
-    (config(memory_fraction=True), "memory_fraction=True", "above 0 and up to 1"),
-    (config(graphs="whole"), "graphs='whole'", "Graphs("),
-    (config(draft_attention_backend="triton"), "draft_attention_backend='triton'", "no draft model is used"),
-    (config(memory_fraction=1.1), "memory_fraction=1.1", "above 0 and up to 1"),
-    (config(memory_fraction=math.nan), "memory_fraction=nan", "above 0 and up to 1"),
-    (config(memory_fraction="half"), "memory_fraction='half'", "above 0 and up to 1"),
-    (config(seed=-1), "seed=-1", "at least 0"),
-    (config(seed=0.5), "seed=0.5", "whole number"),
-    (config(seed=None), "seed=None", "whole number"),
-    (config(prefix_cache="no"), "prefix_cache='no'", "True or False"),
-    (sampling(temperature=-0.1), "temperature=-0.1", "0 (greedy) or a positive number"),
-    (sampling(temperature=math.nan), "temperature=nan", "positive number"),
-    (sampling(temperature=math.inf), "temperature=inf", "positive number"),
-    (sampling(temperature="hot"), "temperature='hot'", "positive number"),
-    (sampling(temperature=None), "temperature=None", "positive number"),
-    (sampling(top_p=0), "top_p=0", "above 0 and up to 1"),
-    (sampling(top_p=1.01), "top_p=1.01", "above 0 and up to 1"),
-    (sampling(top_p=math.nan), "top_p=nan", "above 0 and up to 1"),
-    (sampling(top_p="0.9"), "top_p='0.9'", "above 0 and up to 1"),
-    (sampling(top_k=-1), "top_k=-1", "0 (off)"),
-    (sampling(top_k=1.5), "top_k=1.5", "whole number"),
-    (sampling(min_p=-0.1), "min_p=-0.1", "0 (off) to 1"),
-    (sampling(min_p=2), "min_p=2", "0 (off) to 1"),
-    (sampling(min_p=math.nan), "min_p=nan", "0 (off) to 1"),
-    (sampling(max_new_tokens=0), "max_new_tokens=0", "at least 1"),
-    (sampling(max_new_tokens=-5), "max_new_tokens=-5", "at least 1"),
-    (sampling(max_new_tokens=1.5), "max_new_tokens=1.5", "whole number"),
-    (sampling(max_new_tokens="9"), "max_new_tokens='9'", "whole number"),
-    (sampling(max_new_tokens=None), "max_new_tokens=None", "whole number"),
-    (sampling(stop=""), "stop=('',)", "not be empty"),
-    (sampling(stop=["a", ""]), "stop=('a', '')", "not be empty"),
-    (sampling(stop=5), "stop=5", "list of texts"),
-    (sampling(stop=[5]), "stop=(5,)", "list of texts"),
-    (sampling(stop_token_ids=7), "stop_token_ids=7", "list of token ids"),
-    (sampling(stop_token_ids=["a"]), "stop_token_ids=('a',)", "list of token ids"),
-    (sampling(stop_token_ids=[-1]), "stop_token_ids=(-1,)", "list of token ids"),
-    (sampling(seed="x"), "seed='x'", "whole number"),
-    (sampling(seed=1.5), "seed=1.5", "whole number"),
+# Where a value is given, the setting, its values, and a part of what works.
+VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
+    (Speculation, "algorithm", ["eagle9", ""], "none, ngram, standalone"),
+    (Speculation, "schedule", ["v3"], "v1, v2"),
+    (Speculation, "draft_tokens", [0, -1], "at least 1"),
+    (Speculation, "draft_tokens", [64], "at most 63"),
+    (Speculation, "draft_tokens", [2.5, "4", True], "whole number"),
+    (partial(Speculation, "eagle"), "draft", [None], "'eagle' needs an EAGLE head"),
+    (partial(Speculation, "eagle3"), "draft", [None], "'eagle3' needs an EAGLE-3 head"),
+    (partial(Speculation, "dflash"), "draft", [None], "made for the model"),
+    (partial(Speculation, "standalone"), "draft", [None, ""], "self:skip="),
+    (partial(Speculation, "mtp"), "draft", ["x"], "'standalone', 'eagle', 'eagle3'"),
+    (partial(Speculation, "ngram"), "draft", ["x"], "'standalone'"),
+    (Speculation, "draft", ["self:skip=1"], "'standalone'"),
+    (spec("eagle"), "aux_layers", [(2,)], "only 'eagle3'"),
+    (Speculation, "aux_layers", [(2,)], "only 'eagle3'"),
+    (spec("eagle3"), "aux_layers", [(), "2,3"], "tuple of layers"),
+    (spec("mtp"), "draft_rope_theta", [1e4], "only 'eagle', 'eagle3'"),
+    (spec("eagle"), "draft_rope_theta", [0.0, True], "positive"),
+    (spec("dflash", draft_tokens=5), "draft_steps", [2], "draft_tokens=5"),
+    (spec("dflash"), "simulate_accept_length", [0.5], "1 to 16"),
+    (spec("dflash"), "draft_topk", [2], "chains"),
+    (Speculation, "draft_steps", [0], "at least 1"),
+    (Speculation, "draft_steps", [64], "at most 63"),
+    (spec("ngram", draft_topk=2), "draft_steps", [64], "at most 63"),
+    (spec("standalone", draft_steps=63), "draft_topk", [2], "use draft_steps="),
+    (Speculation, "draft_topk", [0], "at least 1"),
+    (Speculation, "draft_topk", [True], "whole number"),
+    (partial(Speculation, draft_tokens=4), "draft_steps", [3], "use draft_steps=3, draft_topk=1, draft_tokens=3"),
+    (partial(Speculation, draft_topk=2, draft_tokens=3), "draft_steps", [5], "draft_topk=2, draft_tokens=5"),
+    (spec("standalone", draft_steps=3, draft_topk=2), "draft_tokens", [11], "10 candidates (the root is not counted)"),
+    (spec("ngram", draft_steps=3, draft_topk=2), "draft_tokens", [7], "draft_topk=2, draft_tokens=6"),
+    (spec("standalone", draft_steps=8, draft_tokens=60), "draft_topk", [10], "draft_steps=7, draft_topk=10"),
+    (spec("ngram"), "ngram_min", [0], "at least 1"),
+    (spec("ngram"), "ngram_max", [0], "at least 1"),
+    (spec("ngram"), "ngram_max", [17], "ngram_min=2 to 16"),
+    (spec("ngram"), "ngram_max", [None], "whole number"),
+    (spec("ngram", ngram_min=5), "ngram_max", [4], "ngram_min=5 to 16"),
+    (spec("ngram", ngram_max=20), "ngram_min", [20], "at most 16"),
+    (spec("ngram", draft_tokens="auto"), "draft_topk", [2], "drafts chains only; use 1"),
+    (Speculation, "simulate_accept_length", [2.0], "drafts nothing"),
+    (spec("ngram"), "simulate_accept_length", [0.9, 5.1, math.nan, "2"], "1 to 5"),
+    (spec("standalone", draft_steps=5, draft_topk=3), "simulate_accept_length", [6.5], "1 to 6"),
+    (EngineConfig, "kv_dtype", ["int4"], "auto, fp8"),
+    (EngineConfig, "attention_backend", ["x"], "auto, triton, torch, flashinfer"),
+    (EngineConfig, "draft_attention_backend", ["triton"], "no draft model is used"),
+    (EngineConfig, "model", ["", 5], "smollm2-135m"),
+    (EngineConfig, "speculation", [{"algorithm": "ngram"}], "Speculation("),
+    (EngineConfig, "graphs", ["whole"], "Graphs("),
+    (EngineConfig, "device", ["tpu", "cuda:", "cuda:-1", 0], "auto, cpu, cuda or cuda:N"),
+    (EngineConfig, "dtype", ["int8"], "auto, float32, bfloat16, float16"),
+    (EngineConfig, "load_format", ["pickle"], "auto, safetensors, gguf, dummy"),
+    (EngineConfig, "max_running", [0], "at least 1"),
+    (EngineConfig, "max_running", [1.5, None], "whole number"),
+    (EngineConfig, "max_model_len", [1], "at least 2"),
+    (EngineConfig, "page_size", [0], "at least 1"),
+    (EngineConfig, "kv_pages", [1], "at least 2"),
+    (EngineConfig, "kv_pages", ["many"], "whole number"),
+    (EngineConfig, "prefill_chunk", [0], "at least 1"),
+    (EngineConfig, "memory_fraction", [0.0, 1.1, True, math.nan, "half"], "above 0 and up to 1"),
+    (EngineConfig, "seed", [-1], "at least 0"),
+    (EngineConfig, "seed", [0.5, None], "whole number"),
+    (EngineConfig, "prefix_cache", ["no"], "True or False"),
+    (SamplingParams, "temperature", [-0.1, math.nan, math.inf, "hot", None], "0 (greedy) or a positive number"),
+    (SamplingParams, "top_p", [0, 1.01, math.nan, "0.9"], "above 0 and up to 1"),
+    (SamplingParams, "top_k", [-1], "0 (off)"),
+    (SamplingParams, "top_k", [1.5], "whole number"),
+    (SamplingParams, "min_p", [-0.1, 2, math.nan], "0 (off) to 1"),
+    (SamplingParams, "max_new_tokens", [0, -5], "at least 1"),
+    (SamplingParams, "max_new_tokens", [1.5, "9", None], "whole number"),
+    (SamplingParams, "stop", [("",), ("a", "")], "not be empty"),
+    (SamplingParams, "stop", [5, (5,)], "list of texts"),
+    (SamplingParams, "stop_token_ids", [7, ("a",), (-1,)], "list of token ids"),
+    (SamplingParams, "seed", ["x", 1.5], "whole number"),
+    (Recipe, "algorithm", ["magic"], "heads that can be trained are eagle3, mtp, dflash"),
+    (partial(Recipe, "eagle3"), "block_size", [8], "algorithm 'eagle3' has no such setting; it belongs to dflash"),
+    (partial(Recipe, "dflash"), "vocab", [8], "it belongs to eagle3"),
+    (partial(Recipe, "dflash"), "block_size", [1], "use 2 to 64"),
+    (partial(Recipe, "dflash"), "draft_layers", [0], "use 1 to 64"),
+    (partial(Recipe, "eagle3"), "unroll", [17], "use 1 to 16"),
+    (partial(Recipe, "eagle3"), "vocab", [0], "at least 1"),
+    (partial(Recipe, "eagle3"), "steps", [0], "at least 1"),
+    (partial(Recipe, "eagle3"), "lr", [0, 3], "above 0 and below 1"),
+    (partial(Recipe, "eagle3"), "batch_tokens", [100], "use at least max_len=1024"),
 ]
+CASES = [(make, name, value, works) for make, name, values, works in VALUES for value in values]
 
 # Settings of an engine over the toy model (4 layers, 37 tokens, 512 positions), refused when it is built.
 ENGINES: list[tuple[dict[str, Any], str, str]] = [
@@ -225,15 +167,30 @@ def one_line(caught: pytest.ExceptionInfo[SpecbatchError], named: str, works: st
     assert len(message) < 300
 
 
-@pytest.mark.parametrize(("make", "named", "works"), VALUES, ids=[row[1] for row in VALUES])
-def test_a_bad_value_is_refused_where_it_is_given(make: Callable[[], Any], named: str, works: str) -> None:
+@pytest.mark.parametrize(("make", "name", "value", "works"), CASES, ids=[f"{row[1]}={row[2]!r}" for row in CASES])
+def test_invalid_value_is_refused(make: Callable[..., Any], name: str, value: Any, works: str) -> None:
+    with pytest.raises(SpecbatchError) as caught:
+        make(**{name: value})
+    one_line(caught, f"{name}={value!r}", works)
+
+
+@pytest.mark.parametrize(
+    ("make", "named", "works"),
+    [
+        (partial(Graphs, decode="on"), "graphs.decode='on'", "off, whole"),
+        (partial(Graphs, prefill="whole"), "graphs.prefill='whole'", "off, piecewise"),
+        (spec("eagle3", aux_layers=(0, 2)), "aux_layers=0", "at least 1"),
+        (partial(SamplingParams, stop=""), "stop=('',)", "not be empty"),
+    ],
+)
+def test_invalid_part_of_a_value_is_refused(make: Callable[..., Any], named: str, works: str) -> None:
     with pytest.raises(SpecbatchError) as caught:
         make()
     one_line(caught, named, works)
 
 
 @pytest.mark.parametrize(("settings", "named", "works"), ENGINES, ids=[row[1] for row in ENGINES])
-def test_an_engine_that_cannot_be_is_refused_when_it_is_built(
+def test_impossible_engine_is_refused_at_construction(
     toy_engine: Callable[..., Engine], settings: dict[str, Any], named: str, works: str
 ) -> None:
     with pytest.raises(SpecbatchError) as caught:
@@ -247,7 +204,7 @@ def engine(toy_engine: Callable[..., Engine]) -> Engine:
 
 
 @pytest.mark.parametrize(("prompts", "params", "options", "named", "works"), CALLS, ids=[row[3] for row in CALLS])
-def test_a_bad_call_is_refused_before_any_work(
+def test_invalid_call_is_refused_before_any_work(
     engine: Engine, prompts: Any, params: Any, options: dict[str, Any], named: str, works: str
 ) -> None:
     ended: list[Any] = []
@@ -258,13 +215,13 @@ def test_a_bad_call_is_refused_before_any_work(
     assert engine.generate([LONG], SamplingParams(max_new_tokens=3, ignore_eos=True))[0].finish_reason == "length"
 
 
-def test_numbers_of_other_libraries_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     import numpy as np
 
     SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), max_new_tokens=np.int32(4))  # type: ignore[arg-type]
 
 
-def test_token_ids_of_other_libraries_are_token_ids(engine: Engine) -> None:
+def test_numpy_token_ids_are_accepted(engine: Engine) -> None:
     import numpy as np
 
     params = SamplingParams(max_new_tokens=2, temperature=1.0, seed=np.int64(7))  # type: ignore[arg-type]

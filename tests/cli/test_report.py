@@ -22,10 +22,3 @@ def test_a_sweep_and_its_report(run, tmp_path):
     found = json.loads(line)
     assert found["report"] == str(tmp_path / "new/report.html")
     assert set(found["files"]) == {str(path) for path in (tmp_path / "new").rglob("*") if path.is_file()}
-
-
-def test_a_folder_without_a_sweep_is_refused(run, tmp_path):
-    result = run("report", tmp_path)
-    assert result.exit_code == 2
-    assert "holds no records of a sweep" in result.stderr
-    assert list(tmp_path.iterdir()) == []

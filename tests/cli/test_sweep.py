@@ -239,12 +239,6 @@ def test_a_sweep_of_shared_prefixes_without_a_cache(run, engine, tmp_path):
     assert "prefix cache: off" in (tmp_path / "out/summary.md").read_text()
 
 
-def test_an_invalid_request_rate_is_an_error(run, tmp_path):
-    result = run("sweep", "--request-rate", 0, "--output", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "request_rate=0" in result.stderr
-
-
 def test_no_model_runs_if_one_cannot(run, tmp_path, monkeypatch):
     def prepare(config, say):
         if config.model == "toy-of-nobody":
