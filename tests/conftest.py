@@ -6,9 +6,9 @@ import os
 
 # One thread per process, child processes included, unless the user chose otherwise: toy models gain nothing from
 # threads, and the pools of several pytest workers wait for each other. BLAS libraries read these when they are loaded.
-_THREADS = os.environ.get("OMP_NUM_THREADS") or "1"
-for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ[_name] = os.environ.get(_name) or _THREADS
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+os.environ["MKL_NUM_THREADS"] = os.environ.get("MKL_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
 
 import gc
 import math
@@ -27,7 +27,7 @@ from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
 from specbatch.models.dflash import DFlashConfig
 
-torch.set_num_threads(int(_THREADS.split(",")[0]))  # where a plugin imported torch earlier
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 
 settings.register_profile(
     "specbatch",
