@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from uncached import run_texts
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.device_batch import DeviceBatch
@@ -71,20 +72,23 @@ class Bench:
         return self.cache_of(model.config, len(model.layers))
 
     def cache_of(self, config: ModelConfig, layers: int) -> KVCache:
-        return KVCache(
-            config,
-            layers,
-            self.pages,
-            PAGE,
-            torch.float32,
-            CPU,
-            prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
-        )
+        attention = prefill_backend("torch", CPU, torch.float32, 16)
+        return KVCache(config, layers, self.pages, PAGE, torch.float32, CPU, attention)
 
-    def way_of(self, model: Decoder) -> tuple[EagerForward, KVCache]:
-        """Its prefill forward pass, and its cache."""
+    def forward_of(self, model: Decoder) -> tuple[EagerForward, KVCache]:
+        """The model's prefill forward pass, and its cache."""
         cache = self.cache_for(model)
         return EagerForward(model, cache), cache
+
+    def check_keys(self, model: Decoder, cache: KVCache, missing: int = 0) -> None:
+        """Checks that the cached KV matches the texts, except for the `missing` newest positions."""
+        _, fresh = run_texts(model, self.texts)
+        for index, (row, text) in enumerate(zip(self.rows.tolist(), self.texts, strict=True), 1):
+            positions = torch.arange(max(len(text) - missing, 0))
+            pages = self.batch.page_table[row, positions // PAGE]
+            for ours, theirs in zip(cache.k + cache.v, fresh.k + fresh.v, strict=True):
+                expected = theirs[index, : len(positions)]
+                torch.testing.assert_close(ours[pages, positions % PAGE], expected, rtol=1e-4, atol=1e-5)
 
     def prefill(self, drafter: Drafter, chunk: int = 1000, target: tuple[Decoder, KVCache] | None = None) -> None:
         """All positions before the root, in chunks; through the target, too, if it is there."""

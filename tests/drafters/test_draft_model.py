@@ -8,25 +8,24 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
-from scipy import stats
-from uncached import run_text
+from uncached import run_texts
 
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder
-from specbatch.runtime.prefill_forward import EagerForward
 
 VOCABULARY = 13
 LENGTHS = (2, 3, 5, 6, 13, 21)
 
 
-def greedy_chain(model: Decoder, text: list[int], count: int) -> list[int]:
-    longer = list(text)
+def greedy_chains(model: Decoder, texts: list[list[int]], count: int) -> list[list[int]]:
+    longer = [list(text) for text in texts]
     for _ in range(count):
-        longer.append(int(run_text(model, longer)[0].argmax()))
-    return longer[len(text) :]
+        for text, token in zip(longer, run_texts(model, longer)[0].argmax(-1).tolist(), strict=True):
+            text.append(token)
+    return [text[-count:] for text in longer]
 
 
 def prompts(randomness: random.Random) -> list[list[int]]:
@@ -37,13 +36,13 @@ def prompts(randomness: random.Random) -> list[list[int]]:
 def test_greedy_chain_matches_uncached_model(bench: Any, tiny: Any, count: int, chunk: int) -> None:
     randomness = random.Random(count)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
     here.prefill(drafter, chunk)
     for turn, accepted in enumerate(here.acceptances(count, randomness)):
         proposal = drafter.propose(here.step(count, spare=(0, 6)[turn % 2]))
         assert proposal.probabilities is None
         assert proposal.drafted.tolist() == [count] * len(LENGTHS)
-        assert proposal.tokens.tolist() == [greedy_chain(model, text, count) for text in here.texts]
+        assert proposal.tokens.tolist() == greedy_chains(model, here.texts, count)
         here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
 
 
@@ -51,28 +50,23 @@ def test_cached_keys_match_uncached_model(bench: Any, tiny: Any) -> None:
     """Including the last draft after full acceptance: an argmax would not show a small error in it."""
     randomness = random.Random(7)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    cache = here.cache_for(model)
-    drafter = DraftModelChain(model, EagerForward(model, cache), cache, VOCABULARY)
+    forward, cache = here.forward_of(model)
+    drafter = DraftModelChain(model, forward, cache, VOCABULARY)
     here.prefill(drafter)
     for accepted in here.acceptances(3, randomness):
         proposal = drafter.propose(here.step(3))
-        for row, text in zip(here.rows.tolist(), here.texts, strict=True):
-            _, fresh = run_text(model, text)
-            places = torch.arange(len(text))
-            pages = here.batch.page_table[row, places // 4]
-            for ours, theirs in zip(cache.k + cache.v, fresh.k + fresh.v, strict=True):
-                torch.testing.assert_close(ours[pages, places % 4], theirs[1], rtol=1e-4, atol=1e-5)
+        here.check_keys(model, cache)
         here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
 
 
 def test_batch_may_shrink_and_reorder(bench: Any, tiny: Any) -> None:
     randomness = random.Random(3)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
     here.prefill(drafter)
     while len(here.texts) > 1:
         proposal = drafter.propose(here.step(2))
-        assert proposal.tokens.tolist() == [greedy_chain(model, text, 2) for text in here.texts]
+        assert proposal.tokens.tolist() == greedy_chains(model, here.texts, 2)
         here.commit(proposal.tokens, [randomness.randint(0, 2) for _ in here.texts], [1] * len(here.texts))
         order = randomness.sample(range(len(here.texts)), len(here.texts) - 1)
         here.rows = here.rows[order]
@@ -93,7 +87,7 @@ def test_sampled_drafts_follow_the_reported_distribution(bench: Any, tiny: Any, 
     from it with the random number of its own position."""
     randomness = random.Random(11)
     count, model, here = 3, tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
     here.prefill(drafter)
     setting = SAMPLING if truncated else {"temperature": SAMPLING["temperature"]}
     for accepted in here.acceptances(count, randomness):
@@ -103,50 +97,27 @@ def test_sampled_drafts_follow_the_reported_distribution(bench: Any, tiny: Any, 
         assert q is not None
         assert q.shape == (len(LENGTHS), count, VOCABULARY)
         assert q.dtype == torch.float32
-        for index, text in enumerate(here.texts):
-            for place in range(count):
-                logits = run_text(model, text + proposal.tokens[index, :place].tolist())[0]
-                parameters = [item[index : index + 1] for item in setting.values()]
-                expected = probabilities_ref(logits[None], *parameters)[0]
-                torch.testing.assert_close(q[index, place], expected, rtol=0, atol=1e-5)
-                number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+        for place in range(count):
+            longer = [text + drafts[:place] for text, drafts in zip(here.texts, proposal.tokens.tolist(), strict=True)]
+            expected = probabilities_ref(run_texts(model, longer)[0], *setting.values())
+            torch.testing.assert_close(q[:, place], expected, rtol=0, atol=1e-5)
+            for index, text in enumerate(longer):
+                number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text)), DRAFT)
                 assert proposal.tokens[index, place] == sample_ref(q[index, place], number)
-        greedy = [1, 4]
-        assert proposal.tokens[greedy].tolist() == [greedy_chain(model, here.texts[index], count) for index in greedy]
+        greedy = [here.texts[1], here.texts[4]]
+        assert proposal.tokens[[1, 4]].tolist() == greedy_chains(model, greedy, count)
         here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
 
 
-def test_sampled_draft_frequencies_match_the_distribution(bench: Any, tiny: Any) -> None:
-    rows, model = 6000, tiny(VOCABULARY, layers=1)
-    here = bench([[5, 2, 7]] * rows, width=12)
-    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
-    here.prefill(drafter)
-    proposal = drafter.propose(here.step(2, temperature=1.0))
-    assert proposal.probabilities is not None
-    first, second = proposal.probabilities.double().unbind(1)
-    assert torch.allclose(first, first[:1].expand_as(first), atol=1e-6)
-    joint = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
-    for token in range(VOCABULARY):
-        joint[token] = run_text(model, [5, 2, 7, token])[0].double().softmax(-1)
-    expected = (first[0][:, None] * joint).flatten() * rows
-    counts = (proposal.tokens[:, 0] * VOCABULARY + proposal.tokens[:, 1]).bincount(minlength=VOCABULARY**2)
-    rare = expected < 5
-    observed = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
-    wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-4
-    assert torch.allclose(second, joint[proposal.tokens[:, 0]], atol=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e38])
-@pytest.mark.parametrize("vocabulary", [9, 13, 20])
-def test_draft_of_another_hidden_size_uses_the_targets_vocabulary(
+@pytest.mark.parametrize(("temperature", "vocabulary"), crossed([1.0, 0.0, 1e38], [9, 20, 13]))
+def test_draft_of_another_vocabulary_drafts_the_targets_tokens(
     bench: Any, tiny: Any, vocabulary: int, temperature: float
 ) -> None:
-    """`vocabulary` is the draft's; what the target does not know is never drafted, what the draft does not know has
+    """`vocabulary` is the draft's. Tokens outside the target's are never drafted; tokens outside the draft's have
     probability 0."""
     model = tiny(vocabulary)
     here = bench([[text % min(vocabulary, 13) for text in range(length)] for length in LENGTHS])
-    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
     here.prefill(drafter)
     for _ in range(3):
         proposal = drafter.propose(here.step(3, temperature=temperature))
@@ -157,10 +128,8 @@ def test_draft_of_another_hidden_size_uses_the_targets_vocabulary(
             assert q.shape[-1] == VOCABULARY
             assert not q[..., vocabulary:].any()
             torch.testing.assert_close(q.sum(-1), torch.ones(len(LENGTHS), 3))
-            for index, text in enumerate(here.texts):
-                logits = run_text(model, text)[0][:VOCABULARY]
-                expected = (logits / temperature).softmax(-1)
-                torch.testing.assert_close(q[index, 0, : len(expected)], expected, rtol=0, atol=1e-5)
+            expected = (run_texts(model, here.texts)[0][:, :VOCABULARY] / temperature).softmax(-1)
+            torch.testing.assert_close(q[:, 0, : expected.shape[1]], expected, rtol=0, atol=1e-5)
         here.commit(proposal.tokens, [3] * len(LENGTHS), [0] * len(LENGTHS))
 
 
@@ -169,14 +138,14 @@ def test_tokens_outside_the_draft_vocabulary_are_handled(bench: Any, tiny: Any, 
     """Rows past a target's vocabulary are padding, but the target may still select one."""
     model, known = tiny(9), 9
     here = bench([[VOCABULARY - 1] * length for length in LENGTHS])
-    drafter = DraftModelChain(model, *here.way_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
     here.prefill(drafter)
     for _ in range(3):
         proposal = drafter.propose(here.step(3, temperature=temperature))
         assert proposal.tokens.max() < known
         if not temperature:
             read = [[min(token, known - 1) for token in text] for text in here.texts]
-            assert proposal.tokens.tolist() == [greedy_chain(model, text, 3) for text in read]
+            assert proposal.tokens.tolist() == greedy_chains(model, read, 3)
         here.commit(proposal.tokens, [3] * len(LENGTHS), [VOCABULARY - 1] * len(LENGTHS))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
-from uncached import run_text
+from uncached import run_texts
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.draft_shape import DraftShape
@@ -18,7 +18,6 @@ from specbatch.drafters.draft_model import DraftModelTree, plan
 from specbatch.drafters.tree import expand
 from specbatch.kernels.sampling.tree_verify import walk_tree_ref
 from specbatch.models.decoder import Decoder, Features
-from specbatch.runtime.prefill_forward import EagerForward
 
 VOCABULARY = 13
 LENGTHS = (2, 3, 5, 6, 13, 21)
@@ -26,19 +25,23 @@ FIELDS = ("draft_steps", "draft_topk", "draft_tokens")
 SHAPES = [DraftShape(1, 3, 2), DraftShape(3, 2, 6), DraftShape(4, 3, 5), DraftShape(2, 3, 12)]
 
 
-def wanted_tree(model: Decoder, text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
-    """The texts of the nodes, by the same expansion over uncached logits."""
-    nodes: list[list[int]] = [[]]
+def wanted_trees(model: Decoder, texts: list[list[int]], shape: DraftShape) -> list[set[tuple[int, ...]]]:
+    """The texts of each tree's nodes, by the same expansion over uncached logits."""
+    nodes: list[list[list[int]]] = [[[]] for _ in texts]
 
     def run(beams: Any) -> torch.Tensor:
         width = beams.tokens.shape[1]
-        parents = nodes[-width:] if beams.first > 1 else nodes
-        fresh = [[*parents[int(beams.origin[0, k])], int(beams.tokens[0, k])] for k in range(width)]
-        nodes.extend(fresh)
-        return torch.stack([run_text(model, text + node)[0] for node in fresh])[None]
+        for own, origins, tokens in zip(nodes, beams.origin.tolist(), beams.tokens.tolist(), strict=True):
+            parents = own[-width:] if beams.first > 1 else own
+            own += [[*parents[origin], token] for origin, token in zip(origins, tokens, strict=True)]
+        longer = [text + node for text, own in zip(texts, nodes, strict=True) for node in own[-width:]]
+        return run_texts(model, longer)[0].view(len(texts), width, -1)
 
-    tokens, words = expand(run_text(model, text)[0][None], shape, run)
-    return texts_of(tokens[0].tolist(), words[0].tolist())
+    return trees_of(*expand(run_texts(model, texts)[0], shape, run))
+
+
+def trees_of(tokens: torch.Tensor, ancestors: torch.Tensor) -> list[set[tuple[int, ...]]]:
+    return [texts_of(*row) for row in zip(tokens.tolist(), ancestors.tolist(), strict=True)]
 
 
 def texts_of(tokens: list[int], words: list[int]) -> set[tuple[int, ...]]:
@@ -53,8 +56,7 @@ class Life:
         self.model, self.shape = tiny(VOCABULARY), shape
         prompts = [[self.randomness.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
         self.here = bench(prompts)
-        self.cache = self.here.cache_for(self.model)
-        forward = EagerForward(self.model, self.cache)
+        forward, self.cache = self.here.forward_of(self.model)
         self.drafter = DraftModelTree(self.model, forward, self.cache, shape, VOCABULARY, len(self.here.batch.lengths))
         self.here.prefill(self.drafter, chunk)
 
@@ -78,16 +80,6 @@ class Life:
             text += chosen.gather(1, path)[row, : int(accepted[row]) + 1].tolist()
         self.drafter.update(step, Features(torch.empty(0), None), accepted, path)
 
-    def check_keys(self, missing: int) -> None:
-        """Checks that the cached KV matches the texts, except for `missing` newest positions."""
-        for row, text in zip(self.here.rows.tolist(), self.here.texts, strict=True):
-            _, fresh = run_text(self.model, text)
-            places = torch.arange(max(len(text) - missing, 0))
-            pages = self.here.batch.page_table[row, places // 4]
-            for ours, theirs in zip(self.cache.k + self.cache.v, fresh.k + fresh.v, strict=True):
-                expected = theirs[1, : len(places)]
-                torch.testing.assert_close(ours[pages, places % 4], expected, rtol=1e-4, atol=1e-5)
-
 
 @pytest.mark.parametrize(("shape", "chunk"), crossed(SHAPES, [1000, 3]), ids=str)
 def test_tree_matches_uncached_model(bench: Any, tiny: Any, shape: DraftShape, chunk: int) -> None:
@@ -98,9 +90,7 @@ def test_tree_matches_uncached_model(bench: Any, tiny: Any, shape: DraftShape, c
         assert torch.equal(life.here.batch.tokens, before)
         assert proposal.probabilities is None
         assert proposal.drafted.tolist() == [shape.tokens] * len(LENGTHS)
-        for row, text in enumerate(life.here.texts):
-            found = texts_of(proposal.tokens[row].tolist(), proposal.ancestors[row].tolist())
-            assert found == wanted_tree(life.model, text, shape), f"turn {turn}, row {row}"
+        assert trees_of(proposal.tokens, proposal.ancestors) == wanted_trees(life.model, life.here.texts, shape)
         life.accept(step, proposal, least=(0, shape.steps, 1, shape.steps, shape.steps, 0)[turn])
 
 
@@ -113,9 +103,9 @@ def test_cached_keys_match_uncached_model(bench: Any, tiny: Any, shape: DraftSha
     missing = plan(target, EngineConfig(speculation=speculation), print).uncached_tail
     for turn in range(5):
         step, proposal = life.propose()
-        life.check_keys(0)
+        life.here.check_keys(life.model, life.cache)
         life.accept(step, proposal, least=(shape.steps, 0)[turn % 2])
-        life.check_keys(1 + missing)  # the root is never there
+        life.here.check_keys(life.model, life.cache, 1 + missing)  # nor is the root
 
 
 def test_reused_row_starts_fresh(bench: Any, tiny: Any) -> None:
@@ -131,9 +121,7 @@ def test_reused_row_starts_fresh(bench: Any, tiny: Any) -> None:
         life.here.batch.lengths[row] = 1
     life.here.prefill(life.drafter)
     _, proposal = life.propose()
-    for row, text in enumerate(life.here.texts):
-        found = texts_of(proposal.tokens[row].tolist(), proposal.ancestors[row].tolist())
-        assert found == wanted_tree(life.model, text, life.shape)
+    assert trees_of(proposal.tokens, proposal.ancestors) == wanted_trees(life.model, life.here.texts, life.shape)
 
 
 def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:

@@ -1,15 +1,11 @@
-"""Draft trees match a best-first search in plain Python over distributions that depend on the whole text."""
+"""Draft trees match a best-first search in Python over distributions that depend on the whole text."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import random
-from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters import tree
 from specbatch.drafters.tree import Beams, expand
-from specbatch.kernels.drafting import tree_draft as rules
-from specbatch.kernels.sampling import argmax_topk
 
 Text = tuple[int, ...]
-Expand = Callable[[torch.Tensor, DraftShape, Callable[[Beams], torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
 @cache
@@ -58,7 +50,7 @@ def search(seed: int, vocabulary: int, shape: DraftShape) -> list[Text]:
     return sorted(pool, key=lambda text: -score(seed, vocabulary, text))[: shape.tokens]
 
 
-def run_expansion(rule: Expand, seeds: list[int], vocabulary: int, shape: DraftShape) -> list[list[Text]]:
+def run_expansion(seeds: list[int], vocabulary: int, shape: DraftShape) -> list[list[Text]]:
     """The texts of the nodes of each sequence's tree; also checks the beams given to the draft."""
     known: list[list[Text]] = [[()] for _ in seeds]  # of the nodes that were run, the root first
     width = [1]
@@ -87,7 +79,7 @@ def run_expansion(rule: Expand, seeds: list[int], vocabulary: int, shape: DraftS
         width.append(shape.topk)
         return logits(texts)
 
-    tokens, words = rule(logits([[()] for _ in seeds])[:, 0], shape, run)
+    tokens, words = expand(logits([[()] for _ in seeds])[:, 0], shape, run)
     assert tokens.shape == (len(seeds), shape.tokens)
     assert words.shape == (len(seeds), shape.tokens + 1)
     assert len(known[0]) == shape.draft_slots
@@ -114,21 +106,21 @@ def shapes(draw: st.DrawFn) -> tuple[int, DraftShape]:
 
 
 @given(case=shapes(), seed=st.integers(0, 10_000))
-def test_tree_matches_plain_python_search(case: tuple[int, DraftShape], seed: int) -> None:
+def test_tree_matches_a_python_search(case: tuple[int, DraftShape], seed: int) -> None:
     vocabulary, shape = case
     seeds = [seed, seed + 1, seed + 2]
-    for own, found in zip(seeds, run_expansion(expand, seeds, vocabulary, shape), strict=True):
+    for own, found in zip(seeds, run_expansion(seeds, vocabulary, shape), strict=True):
         assert len(set(found)) == shape.tokens
         assert set(found) == set(search(own, vocabulary, shape))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", [DraftShape(3, 4, 4), DraftShape(4, 3, 3), DraftShape(2, 5, 4)], ids=str)
 def test_full_beam_tree_holds_the_most_likely_texts(seed: int, shape: DraftShape) -> None:
     """An exhaustive search over all texts gives the expected ones."""
     texts = [t for length in range(1, shape.steps + 1) for t in itertools.product(range(5), repeat=length)]
     wanted = sorted(texts, key=lambda text: -score(seed, 5, text))[: shape.tokens]
-    [found] = run_expansion(expand, [seed], 5, shape)
+    [found] = run_expansion([seed], 5, shape)
     assert set(found) == set(wanted)
 
 
@@ -154,47 +146,3 @@ def test_non_finite_logits_still_make_a_valid_tree(poison: float) -> None:
         for node, word in enumerate(row):
             assert word & 1
             assert word.bit_length() == node + 1
-
-
-MUTANTS = {
-    "children without their parent's score": (rules, "scores + above.scores[:, :, None]", "scores"),
-    "beams of the best parent alone": (
-        rules,
-        "best = scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]",
-        "best = scores[:, :topk].sort(dim=1, descending=True, stable=True).indices[:, :topk]",
-    ),
-    "the worst are kept": (rules, "stable=True).indices[:, :count]", "stable=True).indices[:, -count:]"),
-    "children before parents": (rules, "indices[:, :count]", "indices[:, :count].flip(1)"),
-    "parents counted without the root": (rules, "numbers=best + start + 1", "numbers=best + start"),
-    "origin by token": (rules, "best // topk", "best % topk"),
-    "words of a beam's own place": (rules, "ancestors.gather(1, origin)", "ancestors.expand_as(origin)"),
-    "only the last level is kept": (tree, "start += topk * topk", "candidates.scores[:, :start] -= 9"),
-    "logits for scores": (argmax_topk, " - wide.logsumexp(-1, keepdim=True)", ""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutated_expansion_is_detected(name: str) -> None:
-    where, old, new = MUTANTS[name]
-    source = inspect.getsource(where)
-    assert source.count(old) == 1, f"the expansion no longer contains {old!r}: bring this mutant up to date"
-    mutant: dict[str, Any] = {"__name__": "mutant"}
-    exec(source.replace(old, new), mutant)
-    module = mutant
-    if where is not tree:
-        module = {"__name__": "expansion with a mutant"}
-        exec(inspect.getsource(tree), module)
-        if where is rules:
-            module |= {"tree_draft": SimpleNamespace(**mutant), "Candidates": mutant["Candidates"]}
-        else:
-            module["topk_logprobs"] = mutant["topk_logprobs"]
-
-    def differs(seed: int) -> bool:
-        shape = DraftShape(4, 3, 10)
-        try:
-            [found] = run_expansion(module["expand"], [seed], 6, shape)
-        except (AssertionError, RuntimeError, IndexError):
-            return True
-        return set(found) != set(search(seed, 6, shape))
-
-    assert any(differs(seed) for seed in range(10))

@@ -1,4 +1,4 @@
-"""A decoder run over a whole text at once."""
+"""A decoder run over whole texts at once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 
 
-def prefill_text(model: Decoder, text: Sequence[int]) -> tuple[Features, KVCache]:
-    """Features of every token, and a cache whose page 1 holds the text's keys and values."""
-    cpu = torch.device("cpu")
+def prefill_texts(model: Decoder, texts: Sequence[Sequence[int]]) -> tuple[list[Features], KVCache]:
+    """Features of every token of each text, and a cache whose page n + 1 holds the keys and values of text n."""
+    cpu, longest = torch.device("cpu"), max(map(len, texts))
     backend = prefill_backend("torch", cpu, torch.float32, model.config.head_dim)
-    cache = KVCache(model.config, len(model.layers), 1, len(text), torch.float32, cpu, backend)
-    metadata = PrefillMetadata(torch.ones(1, 1, dtype=torch.int64), [PromptChunk(0, 0, len(text))], len(text))
-    return model.forward(torch.tensor(text), metadata.positions, metadata.bind(cache)), cache
+    cache = KVCache(model.config, len(model.layers), len(texts), longest, torch.float32, cpu, backend)
+    chunks = [PromptChunk(row, 0, len(text)) for row, text in enumerate(texts, 1)]
+    metadata = PrefillMetadata(torch.arange(len(texts) + 1)[:, None], chunks, longest)
+    tokens = torch.tensor([token for text in texts for token in text])
+    last, aux = model.forward(tokens, metadata.positions, metadata.bind(cache))
+    sizes = [len(text) for text in texts]
+    parts = zip(last.split(sizes), aux.split(sizes) if aux is not None else [None] * len(texts), strict=True)
+    return [Features(*part) for part in parts], cache
 
 
-def run_text(model: Decoder, text: Sequence[int]) -> tuple[torch.Tensor, KVCache]:
-    """Logits [V] after the text, and that cache."""
-    features, cache = prefill_text(model, text)
-    return model.logits(features.last[-1:])[0], cache
+def run_texts(model: Decoder, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, KVCache]:
+    """Logits [n, V] after each text, and that cache."""
+    features, cache = prefill_texts(model, texts)
+    return model.logits(torch.stack([item.last[-1] for item in features])), cache

@@ -1,4 +1,4 @@
-"""Tiny random targets and heads on disk, and a plain float64 reference of each head.
+"""Tiny random targets and heads on disk, and a float64 reference of each head.
 
 The references have no cache: for every draft the layer runs over the whole text again.
 """
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from uncached import prefill_text
+from uncached import prefill_texts
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.core.step_input import Proposal
@@ -348,8 +348,9 @@ class Kit:
     qwen3_next = staticmethod(qwen3_next)
 
     @staticmethod
-    def features_of(target: Decoder, text: list[int]) -> Features:
-        return prefill_text(target, text)[0]
+    def features_of(target: Decoder, texts: list[list[int]]) -> list[Features]:
+        """Features of each text, without a cache."""
+        return prefill_texts(target, texts)[0]
 
     @classmethod
     def usual(cls, algorithm: str, write: Callable[..., str]) -> tuple[TargetStub, str | None, Reference, Any]:

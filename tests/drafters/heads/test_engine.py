@@ -8,18 +8,16 @@ tokens alone instead. A feature in the wrong place, or of the wrong row, costs a
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from crossed import crossed
-from stand_ins import fake_graphs
+from stand_ins import fake_graphs, random_draft_lengths
 
-from specbatch import Engine, EngineConfig, SamplingParams
+from specbatch import Completion, Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
-from specbatch.engine.draft_length import DraftLength
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.models.config import ModelConfig
 from specbatch.models.full_forward import UncachedContext
@@ -93,7 +91,7 @@ def head(kit: Any, kind: str) -> dict[str, torch.Tensor]:
         norms += ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
         tensors["layer.self_attn.q_proj.weight"] = torch.zeros(2 * kit.HEADS * kit.DIM, SIZE)
         tensors |= {f"layer.self_attn.{part}_norm.weight": torch.zeros(kit.DIM) for part in "qk"}
-    # Of MTP 1 is added to them.
+    # MTP adds 1 to its norms.
     tensors |= {f"{name}.weight": torch.full((SIZE,), float(kind != "mtp")) for name in norms}
     if kind in ("eagle", "token"):
         del tensors["layer.input_layernorm.weight"]
@@ -115,9 +113,9 @@ KINDS = {"eagle": "eagle", "token": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
 
 @pytest.fixture
 def table_engine(kit: Any, toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """`table_engine(kind, schedule, **settings)`."""
+    """`table_engine(kind, schedule, count, **settings)`; count: tokens to draft, None for the default."""
 
-    def build(kind: str, schedule: str = "v2", count: Any = 3, **settings: Any) -> Engine:
+    def build(kind: str, schedule: str = "v2", count: Any = None, **settings: Any) -> Engine:
         shape = {name: settings.pop(name) for name in ("draft_steps", "draft_topk") if name in settings}
         table = Table(kit, toy.tokenizer)
         monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda *_, **__: table)
@@ -130,13 +128,28 @@ def table_engine(kit: Any, toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch
     return build
 
 
-SETTINGS = {
-    "plain": {},
-    "chunks": {"prefill_chunk": 3},
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "seven drafted, chunks": {"count": 7, "prefill_chunk": 3},
     "few pages": {"kv_pages": 24, "max_model_len": 70, "prefill_chunk": 8},
     "no prefix": {"prefix_cache": False},
     "graphs": {"graphs": BOTH, "prefill_chunk": 20},
 }
+TOKENS = 17  # one from the prefill, and all of four verifies of 4, or of two of 8
+
+
+def check_tokens(engine: Engine, prompts: list[list[int]]) -> list[Completion]:
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
+    assert [item.token_ids for item in done] == [following(prompt[-1], TOKENS) for prompt in prompts]
+    return done
+
+
+def allowed(prompts: list[list[int]]) -> list[list[int]]:
+    """The head has no row for token 0, so the text must not contain it."""
+    return [prompt for prompt in prompts if 0 not in following(prompt[-1], TOKENS)]
+
+
+SHORT = allowed([[n, 1, 5, n] for n in range(2, 12)])
 
 
 @pytest.mark.parametrize(("setting", "kind", "schedule"), crossed(SETTINGS, KINDS, ["v1", "v2"]))
@@ -146,20 +159,19 @@ def test_perfect_head_has_every_draft_accepted(
     fake_graphs(monkeypatch)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, COUNT, (n,), generator=generator).tolist() for n in (1, 2, 3, 4, 5, 8, 9, 23, 31)]
-    prompts += [prompts[-1][:16] + prompts[2], prompts[-1]]  # a prefix to share
-    # The head has no row for token 0, so the text must not come to it.
-    prompts = [prompt for prompt in prompts if 0 not in following(prompt[-1], 17)]
+    prompts += [prompts[-1][:16] + prompts[2], prompts[-1]]  # a shared prefix
     engine = table_engine(kind, schedule, **SETTINGS[setting])
-    done = engine.generate(prompts, SamplingParams(max_new_tokens=17, ignore_eos=True))
-    assert [item.token_ids for item in done] == [following(prompt[-1], 17) for prompt in prompts]
+    done = check_tokens(engine, allowed(prompts))
     record = engine.record()
-    # Only the last verify of a text may give less, as it is cut off there; after a retraction that is no whole one.
-    assert all(sum(item.metrics.emitted_histogram[:4]) <= 1 for item in done)
-    assert record.metrics["accept_length"] > 3.6
+    count = SETTINGS[setting].get("count", 3)
+    assert engine.caps["verify_rows"] == count + 1
+    # Only the last verify of a text may emit less, where the limit cuts it; after a retraction it is not a full one.
+    assert all(sum(item.metrics.emitted_histogram[: count + 1]) <= 1 for item in done)
     if setting == "few pages":
         assert record.metrics["retractions"] > 0
+        assert record.metrics["accept_length"] > 3.6
     else:
-        assert record.metrics["accept_length"] == 4.0
+        assert record.metrics["accept_length"] == count + 1
     if setting == "graphs":
         found = record.counters["graphs"]
         assert set(found) == {"decode", "target_prefill", "draft_prefill"}
@@ -170,19 +182,15 @@ def test_perfect_head_has_every_draft_accepted(
 
 
 @pytest.mark.parametrize(
-    ("kind", "schedule", "setting"), crossed(KINDS, [("v1", "few pages"), ("v2", "plain"), ("v2", "graphs")])
+    ("kind", "schedule", "setting"), crossed(KINDS, [("v1", "few pages"), ("v2", "default"), ("v2", "graphs")])
 )
 def test_perfect_head_with_varying_draft_lengths(
     table_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str, setting: str
 ) -> None:
     fake_graphs(monkeypatch)
-    chance = random.Random(3)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, 1, 2, 3]))
-    prompts = [[n, 1, 5, n] for n in range(2, 12)]
-    prompts = [prompt for prompt in prompts if 0 not in following(prompt[-1], 17)]
+    random_draft_lengths(monkeypatch, seed=3)
     engine = table_engine(kind, schedule, "auto", **SETTINGS[setting])
-    done = engine.generate(prompts, SamplingParams(max_new_tokens=17, ignore_eos=True))
-    assert [item.token_ids for item in done] == [following(prompt[-1], 17) for prompt in prompts]
+    check_tokens(engine, SHORT)
     record = engine.record()
     counts = record.counters["acceptance"]
     assert counts["accepted"] == counts["drafted"]
@@ -190,40 +198,27 @@ def test_perfect_head_with_varying_draft_lengths(
     assert record.metrics["verify_steps"] > counts["drafted"][0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_default_is_three_drafts(table_engine: Callable[..., Engine], kind: str) -> None:
-    engine = table_engine(kind, count=None)
-    engine.generate([[1, 2]], SamplingParams(max_new_tokens=9, ignore_eos=True))
-    assert engine.record().metrics["accept_length"] == 4.0
-    assert engine.caps["verify_rows"] == 4
-    engine = table_engine(kind, count=7)
-    engine.generate([[1, 2]], SamplingParams(max_new_tokens=17, ignore_eos=True))
-    assert engine.record().metrics["accept_length"] == 8.0
-
-
 @pytest.mark.parametrize(("kind", "shape"), crossed(["eagle", "eagle3", "mtp"], ["chain", "tree"]))
 def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], kind: str, shape: str) -> None:
-    """Pages that a request leaves to the prefix cache, against keys and values recomputed from its text. With v2 an
+    """Pages that a request leaves to the prefix cache hold the keys and values recomputed from its text. With v2 an
     iteration in flight would complete them."""
-    settings = {"count": 6, "draft_steps": 3, "draft_topk": 2} if shape == "tree" else {"count": 3}
-    prompts = [[n, 1, 5, n] for n in range(2, 12)]
-    prompts = [prompt for prompt in prompts if 0 not in following(prompt[-1], 17)]
-    for limit in (8, 9, 10, 11):  # the last verify ends before, at and after the limit
-        engine = table_engine(kind, "v1", page_size=1, **settings)
-        done = engine.generate(prompts, SamplingParams(max_new_tokens=limit, ignore_eos=True))
-        assert engine.record().metrics["accept_length"] > 2.5
-        drafter: Any = engine._worker.prefill_step._drafter
-        head, cache, model = drafter._head, drafter._cache, engine._model
-        for item in done:
-            text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
-            cached = engine._scheduler._cache
-            assert cached is not None
-            pages = torch.tensor([node.page for node in cached.path(text.tolist(), len(text))])
-            assert len(text) - 9 <= len(pages) < len(text), "the newest positions may be missing, but no others"
-            positions = torch.arange(len(text))
-            features = model.forward(text, positions, UncachedContext(model, 1, len(text)))
-            _, qkv = head.enter(head.embed(text[1:]), head.project(head.take(features))[:-1])
-            keys, values = (torch.zeros(1, len(text), *part.shape[2:]) for part in (cache.k[0], cache.v[0]))
-            split_qkv_rope(qkv, head.heads, positions[:-1], positions[:-1], keys, values)
-            for ours, theirs in ((cache.k[0], keys), (cache.v[0], values)):
-                torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)
+    settings = {"count": 6, "draft_steps": 3, "draft_topk": 2} if shape == "tree" else {}
+    engine = table_engine(kind, "v1", page_size=1, **settings)
+    # The last verify ends before, at and after the limit.
+    limits = [SamplingParams(max_new_tokens=8 + place % 4, ignore_eos=True) for place in range(len(SHORT))]
+    done = engine.generate(SHORT, limits)
+    assert engine.record().metrics["accept_length"] > 2.5
+    drafter: Any = engine._worker.prefill_step._drafter
+    head, cache, model, cached = drafter._head, drafter._cache, engine._model, engine._scheduler._cache
+    assert cached is not None
+    for item in done:
+        text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
+        pages = torch.tensor([node.page for node in cached.path(text.tolist(), len(text))])
+        assert len(text) - 9 <= len(pages) < len(text), "the newest positions may be missing, but no others"
+        positions = torch.arange(len(text))
+        features = model.forward(text, positions, UncachedContext(model, 1, len(text)))
+        _, qkv = head.enter(head.embed(text[1:]), head.project(head.take(features))[:-1])
+        keys, values = (torch.zeros(1, len(text), *part.shape[2:]) for part in (cache.k[0], cache.v[0]))
+        split_qkv_rope(qkv, head.heads, positions[:-1], positions[:-1], keys, values)
+        for ours, theirs in ((cache.k[0], keys), (cache.v[0], values)):
+            torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)

@@ -23,23 +23,33 @@ LENGTHS = (2, 3, 5, 6, 13, 21)
 
 
 def check(
-    kit: Any, run: Any, reference: Any, boundaries: tuple[int, ...] = (), ids: torch.Tensor | None = None
+    kit: Any,
+    run: Any,
+    reference: Any,
+    boundaries: tuple[int, ...] = (),
+    ids: torch.Tensor | None = None,
+    turns: int = 3,
 ) -> None:
     """boundaries: the layers whose input features the test expects to be read."""
     randomness = random.Random(run.count)
     # A separate view, so that a wrong layer in the plan is detected.
     target = run.target.with_aux(tuple(k - 1 for k in boundaries))
-    for turn, accepted in enumerate(run.here.acceptances(run.count, randomness)):
+    for turn, accepted in enumerate(run.here.acceptances(run.count, randomness)[:turns]):
         step = run.here.step(run.count, spare=(0, 6)[turn % 2], temperature=1.0)
         proposal = run.drafter.propose(step)
-        assert proposal.probabilities is not None
         assert proposal.drafted.tolist() == [run.count] * len(LENGTHS)
-        for index, text in enumerate(run.here.texts):
-            drafts = proposal.tokens[index].tolist()
-            features = kit.features_of(target, text[:-1])
-            logits = reference.drafts(features, text, drafts, ids)
-            torch.testing.assert_close(proposal.probabilities[index].double(), logits.softmax(-1), rtol=1e-4, atol=2e-5)
+        expected = expected_logits(kit, target, run.here.texts, reference, proposal, ids)
+        torch.testing.assert_close(proposal.probabilities.double(), expected.softmax(-1), rtol=1e-4, atol=2e-5)
         run.verify(step, proposal, accepted, [randomness.randrange(13) for _ in LENGTHS])
+
+
+def expected_logits(
+    kit: Any, target: Any, texts: list[list[int]], reference: Any, proposal: Any, ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits [rows, n, V] of the reference for the proposed tokens."""
+    features = kit.features_of(target, [text[:-1] for text in texts])
+    rows = zip(features, texts, proposal.tokens.tolist(), strict=True)
+    return torch.stack([reference.drafts(own, text, drafts, ids) for own, text, drafts in rows])
 
 
 @pytest.fixture
@@ -58,13 +68,11 @@ def start(kit: Any, bench: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(3, 3), (1, 1000), (4, 7), (2, 1)]))
-@pytest.mark.parametrize("bias", [True, False])
-def test_eagle_matches_reference(kit: Any, write: Any, start: Any, bias: bool, count: int, chunk: int) -> None:
-    """Without a theta of its own a head uses 10000, whatever its target's is; biases apply where present."""
-    stub, tensors = kit.TargetStub(2), kit.eagle(bias)
-    folder = write(kit.llama(bias=not bias, architectures=["LlamaForCausalLMEagle"]), tensors)
-    run = start(stub, "eagle", folder, count, chunk)
-    check(kit, run, kit.RefEagle(tensors, stub))
+def test_eagle_matches_reference(kit: Any, write: Any, start: Any, count: int, chunk: int) -> None:
+    """Without a theta of its own a head uses 10000, whatever its target's is; a missing bias is none."""
+    stub, tensors = kit.TargetStub(2), kit.eagle(bias=False)
+    run = start(stub, "eagle", write(kit.llama(architectures=["LlamaForCausalLMEagle"]), tensors), count, chunk)
+    check(kit, run, kit.RefEagle(tensors, stub), turns=7)
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
 
 
@@ -75,18 +83,16 @@ def test_non_finite_weights_are_refused(kit: Any, write: Any, start: Any) -> Non
         start(kit.TargetStub(2), "eagle", write(kit.llama(), tensors), 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("stored", "spelling"),
-    crossed(
-        [{}, {"binary": True}, {"prefix": "model."}],
-        [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}],
-    ),
-)
+THETAS = [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}]
+
+
+@pytest.mark.parametrize(("stored", "spelling"), crossed([{}, {"binary": True}, {"prefix": "model."}], THETAS))
 def test_eagle_config_spellings(kit: Any, write: Any, start: Any, spelling: Any, stored: Any) -> None:
+    """With an embedding and biases of its own."""
     stub, tensors = kit.TargetStub(2), kit.eagle(own=True)
-    tensors |= kit.randomise(
-        {f"layer.self_attn.{part}_proj.bias": (heads * kit.DIM,) for part, heads in (("q", 4), ("k", 2), ("v", 2))}, 9
-    )
+    heads = {"q": kit.HEADS, "k": kit.KV, "v": kit.KV}
+    biases = {f"layer.self_attn.{part}_proj.bias": (count * kit.DIM,) for part, count in heads.items()}
+    tensors |= kit.randomise(biases, 9)
     run = start(stub, "eagle", write(kit.llama(**spelling), tensors, **stored))
     check(kit, run, kit.RefEagle(tensors, stub, theta=500.0))
 
@@ -103,11 +109,11 @@ def test_requested_theta_overrides_the_config(kit: Any, write: Any, start: Any) 
 
 @pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(4, 7), (1, 1000), (3, 3), (2, 1)]))
 def test_eagle3_matches_reference(kit: Any, write: Any, start: Any, count: int, chunk: int) -> None:
-    """SafeAILab's spelling: midlayer, a reduced vocabulary, no theta, the usual layers."""
+    """SafeAILab's format: midlayer, a reduced vocabulary, no theta, the default layers."""
     stub, tensors = kit.TargetStub(8), kit.eagle3()
     config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
     run = start(stub, "eagle3", write(config, tensors, "midlayer"), count, chunk)
-    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
+    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors), turns=7)
     assert any("inputs of layers 2, 4, 5 of 8 (from default)" in line for line in run.lines)
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
     assert any("drafts 9 of the target's 13 tokens" in line for line in run.lines)
@@ -116,10 +122,7 @@ def test_eagle3_matches_reference(kit: Any, write: Any, start: Any, count: int, 
 NESTED = [([1, 3, 5], (2, 4, 6)), ([2, 3, 5], (2, 3, 5)), ([], (2, 4, 5))]
 
 
-@pytest.mark.parametrize(
-    ("listed", "boundaries", "rope"),
-    crossed(NESTED, [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}]),
-)
+@pytest.mark.parametrize(("listed", "boundaries", "rope"), crossed(NESTED, THETAS))
 def test_eagle3_in_specforge_format(
     kit: Any, write: Any, start: Any, rope: Any, listed: list[int], boundaries: tuple[int, ...]
 ) -> None:
@@ -133,15 +136,9 @@ def test_eagle3_in_specforge_format(
     check(kit, run, kit.RefEagle3(tensors, stub, theta=500.0), boundaries)
 
 
-@pytest.mark.parametrize(
-    ("before", "rope"),
-    crossed(
-        [True, False, None],
-        [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}],
-    ),
-)
+@pytest.mark.parametrize(("before", "rope"), crossed([True, False, None], THETAS))
 def test_eagle3_in_speculators_format(kit: Any, write: Any, start: Any, rope: Any, before: bool | None) -> None:
-    """A Qwen3 layer, described in a table of its own; layers at the top are inputs, 6 of 6 that of the final norm."""
+    """A Qwen3 layer, described in a nested config; layers at the top are inputs, 6 of 6 that of the final norm."""
     more = {f"layer.self_attn.{part}_norm.weight": 12 for part in "qk"}
     stub, tensors = kit.TargetStub(6), kit.eagle3(known=9, dim=12, more=more)
     config = {
@@ -157,35 +154,32 @@ def test_eagle3_in_speculators_format(kit: Any, write: Any, start: Any, rope: An
     assert any("lacks norm_before_residual" in line for line in run.lines) == (before is None)
 
 
-def test_eagle3_with_norms_before_and_after_fc(kit: Any, write: Any, start: Any) -> None:
-    stub, tensors = kit.TargetStub(8), kit.eagle3(more={"input_norm.weight": 3 * kit.HIDDEN})
-    config = kit.llama(draft_vocab_size=9, norm_before_fc=True, norm_output=True)
-    run = start(stub, "eagle3", write(config, tensors))
-    check(kit, run, kit.RefEagle3(tensors, stub, norm_output=True), (2, 4, 5), kit.ids(tensors))
+NORM_OF_EACH = {f"fc_norm.{n}.weight": 24 for n in range(3)}
+LEGACY = {f"fc_norm.{n}": f"aux_norm_{name}" for n, name in enumerate(("low", "mid", "high"))}
+# Vectors of the head, its config, how it is stored, options of the reference.
+NORMS: dict[str, tuple[dict[str, int], dict[str, bool], dict[str, Any], dict[str, bool]]] = {
+    "before and after fc": (
+        {"input_norm.weight": 72}, {"norm_before_fc": True, "norm_output": True}, {}, {"norm_output": True}
+    ),
+    "of each feature": (NORM_OF_EACH, {"fc_norm": True}, {"stem": "midlayer"}, {}),
+    "of each feature, old names": (NORM_OF_EACH, {}, {"stem": "midlayer", "rename": LEGACY, "binary": True}, {}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("binary", "legacy"), crossed([True, False], [True, False]))
-def test_eagle3_with_a_norm_for_each_feature(kit: Any, write: Any, start: Any, legacy: bool, binary: bool) -> None:
-    stub, tensors = kit.TargetStub(8), kit.eagle3(more={f"fc_norm.{n}.weight": kit.HIDDEN for n in range(3)})
-    names = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-    rename = {f"fc_norm.{n}": name for n, name in enumerate(names)} if legacy else {}
-    config = kit.llama(draft_vocab_size=9) | ({} if legacy else {"fc_norm": True})
-    run = start(stub, "eagle3", write(config, tensors, "midlayer", rename=rename, binary=binary))
-    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
+@pytest.mark.parametrize("norms", NORMS)
+def test_eagle3_with_norms_around_fc(kit: Any, write: Any, start: Any, norms: str) -> None:
+    more, described, stored, options = NORMS[norms]
+    stub, tensors = kit.TargetStub(8), kit.eagle3(more=more)
+    run = start(stub, "eagle3", write(kit.llama(draft_vocab_size=9) | described, tensors, **stored))
+    check(kit, run, kit.RefEagle3(tensors, stub, **options), (2, 4, 5), kit.ids(tensors))
 
 
-def test_eagle3_of_another_hidden_size_than_its_target(kit: Any, write: Any, start: Any) -> None:
-    """With matrices of its own it may be narrower."""
+def test_eagle3_narrower_than_its_target_reads_the_requested_layers(kit: Any, write: Any, start: Any) -> None:
+    """With matrices of its own a head may have another hidden size; aux_layers override its config."""
     stub, tensors = kit.TargetStub(8), kit.eagle3(hidden=16)
     tensors |= kit.randomise({"embed_tokens.weight": (13, 16)}, 8)
-    config = kit.llama(draft_vocab_size=9, hidden_size=16, target_hidden_size=kit.HIDDEN)
-    run = start(stub, "eagle3", write(config, tensors))
-    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors))
-
-
-def test_requested_layers_override_the_config(kit: Any, write: Any, start: Any) -> None:
-    stub, tensors = kit.TargetStub(8), kit.eagle3()
-    config = kit.llama(draft_vocab_size=9, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    listed = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    config = kit.llama(draft_vocab_size=9, hidden_size=16, target_hidden_size=kit.HIDDEN, **listed)
     run = start(stub, "eagle3", write(config, tensors), aux_layers=(7, 2, 8))
     check(kit, run, kit.RefEagle3(tensors, stub), (7, 2, 8), kit.ids(tensors))
 
@@ -193,20 +187,21 @@ def test_requested_layers_override_the_config(kit: Any, write: Any, start: Any) 
 # -- MTP ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "chunk", "turning"), crossed([(1, 1000), (3, 3), (4, 7), (2, 1)], [8, 4, 2]))
+@pytest.mark.parametrize(("turning", "count", "chunk"), crossed([8, 4, 2], [(4, 7), (1, 1000), (3, 3)]))
 def test_mtp_matches_reference(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None:
-    """The rope is the target's; here a part of each head may turn in the head alone."""
+    """The rope is the target's; here a part of each head may be rotated in the head alone."""
     tensors = kit.mtp()
     stub = kit.TargetStub(2, mtp=kit.stored(tensors))
     whole, plain = stub.config, stub.model()
     stub.config = replace(whole, rope=replace(whole.rope, rotary_dim=turning))
     stub.model = lambda: plain
-    check(kit, start(stub, "mtp", None, count, chunk), kit.RefMtp(tensors, stub, theta=77.0, turning=turning))
+    reference = kit.RefMtp(tensors, stub, theta=77.0, turning=turning)
+    check(kit, start(stub, "mtp", None, count, chunk), reference, turns=7 if count == 4 else 3)
 
 
 @pytest.mark.parametrize("experts", [None, "each", "fused"])
 def test_mtp_of_a_moe_target(kit: Any, start: Any, experts: str | None) -> None:
-    """Its own MLP may be dense all the same."""
+    """The head's own MLP may be dense."""
     tensors = kit.mtp(experts)
     stub = kit.TargetStub(2, mtp=kit.stored(tensors))
     plain = stub.model()
@@ -239,10 +234,8 @@ def test_greedy_drafts_are_argmax_as_the_batch_changes(kit: Any, usual: Any, alg
         step = here.step(3)
         proposal = run.drafter.propose(step)
         assert proposal.probabilities is None
-        for index, text in enumerate(here.texts):
-            features = kit.features_of(run.target, text[:-1])
-            logits = reference.drafts(features, text, proposal.tokens[index].tolist(), ids)
-            assert proposal.tokens[index].tolist() == logits.argmax(-1).tolist()
+        expected = expected_logits(kit, run.target, here.texts, reference, proposal, ids)
+        assert proposal.tokens.tolist() == expected.argmax(-1).tolist()
         accepted = [randomness.randint(0, 3) for _ in here.texts]
         run.verify(step, proposal, accepted, [1] * len(here.texts))
         order = randomness.sample(range(len(here.texts)), len(here.texts) - 1)
@@ -261,11 +254,9 @@ def test_draft_length_may_change_every_step(kit: Any, usual: Any, algorithm: str
         proposal = run.drafter.propose(step)
         assert proposal.tokens.shape == (len(LENGTHS), count)
         assert proposal.drafted.tolist() == [count] * len(LENGTHS)
-        for index, text in enumerate(run.here.texts if count else []):
-            features = kit.features_of(run.target, text[:-1])
-            logits = reference.drafts(features, text, proposal.tokens[index].tolist(), ids)
-            distribution = proposal.probabilities[index].double()
-            torch.testing.assert_close(distribution, logits.softmax(-1), rtol=1e-4, atol=2e-5)
+        if count:
+            expected = expected_logits(kit, run.target, run.here.texts, reference, proposal, ids)
+            torch.testing.assert_close(proposal.probabilities.double(), expected.softmax(-1), rtol=1e-4, atol=2e-5)
         run.count = before = count
         accepted = [randomness.randint(0, count) for _ in LENGTHS]
         run.verify(step, proposal, accepted, [randomness.randrange(13) for _ in LENGTHS])
@@ -276,7 +267,6 @@ def test_sampled_drafts_use_the_random_numbers_of_their_positions(usual: Any, al
     run, _, ids = usual(algorithm)
     step = run.here.step(3, temperature=torch.tensor([1.0, 0.0, 0.7, 1.5, 0.0, 1.0]), top_k=torch.full((6,), 4))
     proposal = run.drafter.propose(step)
-    assert proposal.probabilities is not None
     assert proposal.probabilities.dtype == torch.float32
     assert ((proposal.probabilities > 0).sum(-1) <= 4).all()
     for index, text in enumerate(run.here.texts):
