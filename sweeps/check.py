@@ -180,12 +180,12 @@ class CheckReport:
             notes.append("NEAR TIES IN FLOAT32, where none are expected; --margin 0 counts them as differences.")
         if notes and record.caps["float8_activations"] == "on":
             notes.append(
-                "Activations were rounded to float8: where a verify, chunks or graphs move the last bit of one, that "
-                "can move it to the next float8 value, and logits by more than the margin. --no-float8-activations "
-                "tells such a parting from one that drafts have made."
+                "Activations were quantized to FP8: where a verify, chunks or graphs change the last bit of an "
+                "activation, it can round to the next FP8 value and change logits by more than the margin. "
+                "--no-float8-activations shows which divergences remain."
             )
         if record.drafts and not record.metrics["drafted_tokens"]:
-            notes.append("NO DRAFTS: nothing was drafted, so this says nothing of drafts.")
+            notes.append("NO DRAFTS: nothing was drafted, so drafts were not tested.")
         notes += map(str, replay_notes(record, "checked"))
         return notes
 
@@ -249,7 +249,7 @@ def run_check(
 
 
 def _both(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
-    """Plain decoding, and what is checked against it."""
+    """The baseline, and the configuration that is compared with it."""
     plain = replace(
         config,
         speculation=Speculation(schedule="v1"),

@@ -1,4 +1,4 @@
-"""Where drafts are accepted: counts against a count one by one, the cells of tables, the warning, whole runs."""
+"""Acceptance counters by draft position, their table, the low-acceptance warning, and the counters of whole runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specbatch.records.metrics import ACCEPTANCE
 
 @st.composite
 def verify(draw: st.DrawFn) -> dict[str, int]:
-    """What a request books: the limit cuts behind `room` tokens, a stop may cut before."""
+    """Arguments of `Acceptance.count`: the limit cuts after `room` tokens, a stop may cut before."""
     drafted = draw(st.integers(0, 5))
     accepted = draw(st.integers(0, drafted))
     room = draw(st.integers(1, 8))
@@ -27,7 +27,7 @@ def verify(draw: st.DrawFn) -> dict[str, int]:
 
 
 def naive(verifies: list[dict[str, int]]) -> dict[str, Any]:
-    """Draft by draft. Unknown is a draft that the limit leaves no room for, or that lies behind a cut."""
+    """Counts draft by draft. A draft past the limit or past a cut is unknown."""
     drafted, tried, accepted = ([0] * 5 for _ in range(3))
     for one in verifies:
         cut = one["kept"] <= one["accepted"]
@@ -45,7 +45,7 @@ def naive(verifies: list[dict[str, int]]) -> dict[str, Any]:
 
 
 @given(st.lists(verify(), max_size=12), st.integers(0, 12))
-def test_counts_are_those_of_a_count_one_by_one(verifies: list[dict[str, int]], split: int) -> None:
+def test_counts_match_a_draft_by_draft_count(verifies: list[dict[str, int]], split: int) -> None:
     parts = Acceptance(), Acceptance()
     for place, one in enumerate(verifies):
         parts[place < split].count(**one)
@@ -57,7 +57,7 @@ def test_counts_are_those_of_a_count_one_by_one(verifies: list[dict[str, int]], 
 
 
 def counted(*verifies: tuple[int, int]) -> dict[str, Any]:
-    """The counters of a run from (drafted, accepted), with room for everything, all behind 40 tokens."""
+    """The counters of a run from (drafted, accepted), with room for everything, all after 40 tokens."""
     total, left = Acceptance(), [0] * 5
     for drafted, accepted in verifies:
         total.count(context=40, room=99, kept=accepted + 1, drafted=drafted, accepted=accepted)
@@ -65,25 +65,26 @@ def counted(*verifies: tuple[int, int]) -> dict[str, Any]:
     return {"acceptance": total.as_counters(), "emitted_histogram": left}
 
 
-def test_reached_and_accepted_where_tried_are_different_shares() -> None:
-    # 8 verifies drafted: draft 1 right in 4, draft 2 in 2 of these, draft 3 in 1 of these. 2 had nothing to draft.
-    run = counted((3, 0), (3, 0), (3, 0), (3, 0), (3, 1), (3, 1), (3, 2), (3, 3), (0, 0), (0, 0))
-    assert acceptance_cells([run]) == ["10", "50 25 12", "50 50 50", "60 20 10 10", "32+: 1.70"]
+TEN = [(3, 0)] * 4 + [(3, 1), (3, 1), (3, 2), (3, 3), (0, 0), (0, 0)]  # two had nothing to draft
 
 
-def test_a_short_draft_is_in_no_share_of_the_drafts_it_lacks() -> None:
-    shown = acceptance_cells([counted((1, 1), (1, 1), (1, 1), (2, 1), (2, 2))])
-    assert shown is not None
-    assert shown[1:3] == ["100 50", "100 50"]
+@pytest.mark.parametrize(
+    ("runs", "cells"),
+    [
+        # Of 8 verifies draft 1 is accepted in 4, draft 2 in 2 of these, draft 3 in 1 of these.
+        ([TEN], ["10", "50 25 12", "50 50 50", "60 20 10 10", "32+: 1.70"]),
+        # A position counts only the verifies that drafted it.
+        ([[(1, 1), (1, 1), (1, 1), (2, 1), (2, 2)]], ["5", "100 50", "100 50", "0 80 20 0", "32+: 2.20"]),
+        # Repeats are added up.
+        ([[(2, 2)], [(1, 0), (2, 0), (2, 1)]], ["4", "50 33", "50 50", "50 25 25 0", "32+: 1.75"]),
+        ([[(0, 0)]], None),
+    ],
+)
+def test_cells(runs: list[list[tuple[int, int]]], cells: list[str] | None) -> None:
+    assert acceptance_cells([counted(*run) for run in runs]) == cells
 
 
-def test_repeats_are_one_run() -> None:
-    shown = acceptance_cells([counted((2, 2)), counted((1, 0), (2, 0), (2, 1))])
-    assert shown == ["4", "50 33", "50 50", "50 25 25 0", "32+: 1.75"]
-
-
-def test_what_drafted_nothing_has_no_row() -> None:
-    assert acceptance_cells([counted((0, 0))]) is None
+def test_runs_without_drafts_have_no_row() -> None:
     assert acceptance_cells([{}]) is None  # a record from before these counters
     assert acceptance_table({("x",): [counted((0, 0))]}, ("name",)) == ""
     shown = acceptance_table({("plain",): [counted((0, 0))], ("v1",): [counted((2, 1))]}, ("name",))
@@ -95,17 +96,17 @@ def test_what_drafted_nothing_has_no_row() -> None:
 # -- the warning ------------------------------------------------------------------------------------------------------
 
 
-def seen(*requests: tuple[int, int]) -> list[str]:
-    """What is said of requests that drafted so many times, and were right at the first draft so many times."""
-    said: list[str] = []
-    watch = LowAcceptanceWarning("the moon", said.append)
+def warned(*requests: tuple[int, int]) -> list[str]:
+    """The warnings about requests given as (verifies with drafts, accepted first drafts)."""
+    found: list[str] = []
+    watch = LowAcceptanceWarning("the moon", found.append)
     for drafted, right in requests:
         counts = Acceptance()
         for number in range(drafted):
             counts.count(context=9, room=9, kept=1 + (number < right), drafted=3, accepted=int(number < right))
         counts.count(context=9, room=9, kept=1, drafted=0, accepted=0)
         watch.add(counts)
-    return said
+    return found
 
 
 @pytest.mark.parametrize(
@@ -119,65 +120,65 @@ def seen(*requests: tuple[int, int]) -> list[str]:
         ([(300, 0), (300, 0)], 1),  # once
     ],
 )
-def test_it_warns_once_there_is_enough_to_go_by(requests: list[tuple[int, int]], lines: int) -> None:
-    said = seen(*requests)
-    assert len(said) == lines
-    if said:
-        assert "likely causes: the moon" in said[0]
-        assert said[0].count("\n") == 1
+def test_low_acceptance_is_reported_once(requests: list[tuple[int, int]], lines: int) -> None:
+    found = warned(*requests)
+    assert len(found) == lines
+    if found:
+        assert "likely causes: the moon" in found[0]
+        assert found[0].count("\n") == 1
 
 
 LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
 ALIEN = {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 3}  # a draft with other weights
 
 
-def warnings(toy: Any, toy_engine: Callable[..., Engine], speculation: Speculation) -> list[str]:
+@pytest.mark.parametrize(
+    ("speculation", "warns"),
+    [
+        (Speculation(schedule="v2", **ALIEN), True),
+        pytest.param(Speculation(schedule="v1", **ALIEN), True, marks=pytest.mark.slow),
+        (Speculation("standalone", draft="toy", draft_tokens=3), False),
+        (Speculation(simulate_accept_length=1.0, **ALIEN), False),
+    ],
+    ids=str,
+)
+def test_engine_warns_once_of_an_unfitting_draft(
+    toy: Any, toy_engine: Callable[..., Engine], speculation: Speculation, warns: bool
+) -> None:
     lines: list[str] = []
-    prompts = [list(prompt) for prompt in toy.prompts()[:8]]
     with toy_engine(load_format="auto", log=lines.append, speculation=speculation) as engine:
         for _ in range(2):
-            engine.generate(prompts, LONG)
+            engine.generate([list(prompt) for prompt in toy.prompts()[:6]], LONG)
             engine.reset_record()
-    return [line for line in lines if "low acceptance" in line]
-
-
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-def test_a_draft_of_another_target_is_named_on_the_log_once(toy: Any, toy_engine: Any, schedule: str) -> None:
-    (line,) = warnings(toy, toy_engine, Speculation(schedule=schedule, **ALIEN))
-    assert "no pair" in line
-
-
-def test_a_fitting_draft_and_a_simulated_one_are_not_warned_of(toy: Any, toy_engine: Callable[..., Engine]) -> None:
-    fitting = Speculation("standalone", draft="toy", draft_tokens=3)
-    assert warnings(toy, toy_engine, fitting) == []
-    assert warnings(toy, toy_engine, Speculation(simulate_accept_length=1.0, **ALIEN)) == []
+    found = [line for line in lines if "low acceptance" in line]
+    assert len(found) == warns
+    assert all("no pair" in line for line in found)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_counted_as_its_tokens_say(toy: Any, toy_engine: Callable[..., Engine]) -> None:
-    """A draft of the same weights accepts all: what is counted then follows from lengths alone."""
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+def test_counters_follow_from_lengths_if_all_is_accepted(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str
+) -> None:
+    """A draft of the same weights has every draft accepted."""
     prompts = [list(prompt) for prompt in toy.prompts()[:8]]
-    found = []
-    for schedule in ("v1", "v2"):
-        engine = toy_engine(speculation=Speculation("standalone", schedule, draft="toy", draft_tokens=3))
-        engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
-        found.append(engine.record())
-    for record in found:
-        # The first token is the prompt's; of the other 7 the first verify leaves 4, the second 3: its third draft is
-        # the last token that there is room for.
-        assert record.counters["acceptance"]["drafted"] == [16, 16, 16]
-        assert record.counters["acceptance"]["tried"] == [16, 16, 16]
-        assert record.counters["acceptance"]["accepted"] == [16, 16, 16]
-        assert record.metrics["first_draft_accept_rate"] == 1.0
-        wanted: dict[int, list[int]] = {}
-        for prompt in prompts:
-            for context, left in ((len(prompt) + 1, 4), (len(prompt) + 5, 3)):
-                bucket = wanted.setdefault(1 << (context.bit_length() - 1), [0, 0])
-                bucket[0] += 1
-                bucket[1] += left
-        assert record.counters["acceptance"]["context"] == [[start, *sums] for start, sums in sorted(wanted.items())]
+    engine = toy_engine(speculation=Speculation("standalone", schedule, draft="toy", draft_tokens=3))
+    engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    record = engine.record()
+    # The first token is the prompt's; of the other 7 the first verify emits 4, the second 3: its third draft is the
+    # last token that there is room for.
+    for name in ("drafted", "tried", "accepted"):
+        assert record.counters["acceptance"][name] == [16, 16, 16]
+    assert record.metrics["first_draft_accept_rate"] == 1.0
+    wanted: dict[int, list[int]] = {}
+    for prompt in prompts:
+        for context, emitted in ((len(prompt) + 1, 4), (len(prompt) + 5, 3)):
+            bucket = wanted.setdefault(1 << (context.bit_length() - 1), [0, 0])
+            bucket[0] += 1
+            bucket[1] += emitted
+    assert record.counters["acceptance"]["context"] == [[start, *sums] for start, sums in sorted(wanted.items())]
 
 
 @pytest.mark.parametrize("draft", [{"algorithm": "ngram", "ngram_min": 1}, ALIEN])
@@ -185,9 +186,9 @@ def test_counters_of_a_run_agree_with_its_metrics(toy: Any, toy_engine: Any, dra
     found = []
     for schedule in ("v1", "v2"):
         engine = toy_engine(speculation=Speculation(schedule=schedule, **draft))
-        # Of so few tokens verifies are cut off at the limit, often behind drafts that were right.
+        # With so few tokens the limit often cuts verifies off, also after accepted drafts.
         params = SamplingParams(max_new_tokens=11, ignore_eos=True)
-        engine.generate([list(prompt) for prompt in toy.prompts()[:12]], params)
+        engine.generate([list(prompt) for prompt in toy.prompts()[:8]], params)
         record = engine.record()
         counts, metrics = record.counters["acceptance"], record.metrics
         assert metrics["drafted_tokens"] == sum(counts["drafted"])

@@ -1,4 +1,4 @@
-"""Intervals of differences, and the samples they are of."""
+"""Confidence intervals of differences, and their samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specbatch.records.metrics import METRICS
     extra=st.integers(0, 3),
     median=st.booleans(),
 )
-def test_of_itself_no_difference_is_shown_and_a_shift_of_all_is(before, extra, median):
+def test_common_shift_is_found_exactly(before, extra, median):
     top, bottom = (np.array(column, float) for column in zip(*before, strict=True))
     indices = tuple(range(len(top)))
     old, new = Sample(top, bottom, indices), Sample(top + extra * bottom, bottom, indices)
@@ -26,7 +26,7 @@ def test_of_itself_no_difference_is_shown_and_a_shift_of_all_is(before, extra, m
     assert (found.low, found.high) == pytest.approx((extra, extra))  # paired: every resample differs by as much
 
 
-def test_pairs_cancel_what_the_prompts_have_in_common():
+def test_pairing_removes_the_variance_between_prompts():
     rng = np.random.default_rng(3)
     hard = rng.gamma(1.0, 10.0, 40)
     ones = np.ones(40)
@@ -43,7 +43,7 @@ def test_pairs_cancel_what_the_prompts_have_in_common():
     assert others.over.endswith("unpaired")
 
 
-def test_the_bootstrap_is_the_distribution_of_all_resamples():
+def test_bootstrap_has_the_distribution_of_all_resamples():
     """Of ten prompts of which one differs, a resample holds it k times with a binomial probability."""
     top = np.zeros(10)
     new = top.copy()
@@ -55,7 +55,7 @@ def test_the_bootstrap_is_the_distribution_of_all_resamples():
     assert over_prompts(*samples) == found  # a fixed seed
 
 
-def test_the_bootstrap_has_the_ends_of_a_95_percent_interval():
+def test_bootstrap_interval_is_at_95_percent():
     """The mean of many differences is normal, so that the ends are 1.96 standard errors away (at 90%, 1.64)."""
     change = np.random.default_rng(5).normal(size=400)
     zeros, ones = np.zeros(400), np.ones(400)
@@ -65,26 +65,13 @@ def test_the_bootstrap_has_the_ends_of_a_95_percent_interval():
     assert ends == pytest.approx([-1.96, 1.96], abs=0.15)
 
 
-@pytest.mark.parametrize("paired", [True, False])
-def test_over_runs_the_ends_are_those_of_students_t(paired):
-    before, after = [10.0, 11.0, 13.0, 12.0], [12.0, 12.5, 16.0, 14.5]
-    found = over_runs(before, after, paired=paired)
-    delta, n = np.subtract(after, before), len(before)
-    spread, degrees = delta.std(ddof=1) / np.sqrt(n), n - 1
-    if not paired:  # Welch
-        parts = [np.var(side, ddof=1) / n for side in (before, after)]
-        spread, degrees = np.sqrt(sum(parts)), sum(parts) ** 2 / sum(part**2 / (n - 1) for part in parts)
-    reach = stats.t.ppf(0.975, degrees) * spread
-    assert (found.low, found.high) == pytest.approx((delta.mean() - reach, delta.mean() + reach))
-
-
 def test_few_prompts_have_no_interval():
     part = np.ones(9)
     found = over_prompts(*[Sample(part, part, tuple(range(9)))] * 2)
     assert (found.low, found.high, found.over) == (None, None, "fewer than 10 prompts")
 
 
-def test_what_hardly_any_prompt_has_gets_no_interval():
+def test_metrics_of_few_prompts_have_no_interval():
     bottom = np.zeros(12)
     bottom[0] = 1.0  # many resamples lack the only prompt that drafted
     found = over_prompts(*[Sample(bottom, bottom, tuple(range(12)))] * 2)
@@ -106,13 +93,13 @@ def test_intervals_over_runs_by_hand():
     assert over_runs([2.0, 5.0], [3.0, 6.0], paired=True).high == 1.0
 
 
-# Samples are what the record's own numbers are made of
+# Samples give the metrics of the record
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(10, 30), st.floats(0.01, 2)), min_size=1, max_size=12))
-def test_sums_of_rows_are_the_metrics_of_the_record(rows):
+def test_samples_give_the_metrics_of_the_record(rows):
     made = [metrics_of(verifies=v, emitted=e, ttft=t) for v, e, t in rows]
-    made[-1].tpot_s = None  # one token has none
+    made[-1].tpot_s = None  # none for a single token
     record = make_record(made)
     for name, metric in METRICS.items():
         if metric.per_request is None or record.metrics[name] is None:
@@ -123,7 +110,7 @@ def test_sums_of_rows_are_the_metrics_of_the_record(rows):
         assert (of if metric.is_median else found.top.sum() / found.bottom.sum()) == pytest.approx(record.metrics[name])
 
 
-def test_repeats_are_summed_by_prompt_and_orders_do_not_matter():
+def test_repeats_are_summed_by_prompt_in_any_order():
     first, second = (make_record([metrics_of(ttft=t) for t in times]) for times in ([1, 2, 3], [10, 20, 30]))
     second.requests.reverse()
     found = sample(("ttft_s", None), [first, second])

@@ -1,4 +1,4 @@
-"""`specbatch check`: every algorithm equals the baseline token for token; what is not is found, placed and measured."""
+"""`specbatch check`: equal output, divergences with their place and margin, the record, and the command."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from specbatch.cli.app import app
 from specbatch.config import Graphs
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.engine import acceptance
+from specbatch.jobs.configurations import load_engine
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check import CheckOptions, CheckReport, _compare, _encode, run_check
 
@@ -30,13 +31,16 @@ SPECULATIONS = {
 }
 
 
+COUNT, TOKENS = 6, 15
+
+
 @pytest.fixture
 def check(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CheckReport]:
-    """check(speculation, setting of CheckOptions=...) over the toy model; the toy's own prompts unless told."""
+    """`check(speculation, graphs, **settings of CheckOptions)` over the toy model and, by default, its prompts."""
     checkpoint = type(toy.checkpoint)
     monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
     source = tmp_path / "in.jsonl"
-    prompts = toy.prompts()[:12]
+    prompts = toy.prompts()[:COUNT]
     source.write_text(
         "".join(json.dumps({"prompt_token_ids": prompt, "id": f"p{i}"}) + "\n" for i, prompt in enumerate(prompts))
     )
@@ -46,79 +50,77 @@ def check(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
             model="toy", device="cpu", max_running=4, max_model_len=120, page_size=4, speculation=speculation,
             graphs=graphs or Graphs(),
         )  # fmt: skip
-        options = {"source": source, "max_new_tokens": 30, "concurrency": 4} | options
-        folder = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
+        options = {"source": source, "max_new_tokens": TOKENS, "concurrency": 4} | options
+        folder = tmp_path / "out"
+        folder.mkdir(exist_ok=True)
         return run_check(config, CheckOptions(**options), folder)
 
     return call
 
 
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verify that believes every draft."""
+    """Patches the acceptance rule to accept every draft."""
 
-    def believe(logits: Any, proposal: Any, positions: Any, sampling: Any, simulate: Any = None) -> Any:
-        found = acceptance.RefResult(*judge(logits, proposal, positions, sampling, simulate))
+    def accept(logits: Any, proposal: Any, positions: Any, sampling: Any, simulate: Any = None) -> Any:
+        found = acceptance.RefResult(*accept_ref(logits, proposal, positions, sampling, simulate))
         tokens = torch.cat([proposal.tokens, found.tokens[:, -1:]], 1)
         return found._replace(tokens=tokens, accepted=torch.full_like(found.accepted, proposal.tokens.shape[1]))
 
-    judge = acceptance.accept_ref
-    monkeypatch.setattr(acceptance, "accept_ref", believe)
-
-
-# -- what is equal ----------------------------------------------------------------------------------------------------
+    accept_ref = acceptance.accept_ref
+    monkeypatch.setattr(acceptance, "accept_ref", accept)
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("self", "v2"), ("ngram", "v1")])
-def test_every_algorithm_is_equal_under_both_schedules(toy: Any, check: Any, name: str, schedule: str) -> None:
+def test_equal_output(toy: Any, check: Any, tmp_path: Path, name: str, schedule: str) -> None:
     report = check(replace(SPECULATIONS[name], schedule=schedule), margin=0.0)
-    assert report.counts() == {"prompts": 12, "equal": 12, "near_ties": 0, "differing": 0}
+    assert report.counts() == {"prompts": COUNT, "equal": COUNT, "near_ties": 0, "differing": 0}
     assert not report.differs
-    assert [item.id for item in report.findings] == [f"p{number}" for number in range(12)]
-    wanted = [toy.greedy(prompt)[:30] for prompt in toy.prompts()[:12]]
-    lengths = [text.index(toy.eos) + 1 if toy.eos in text else 30 for text in wanted]
+    names = [f"p{number}" for number in range(COUNT)]
+    assert [item.id for item in report.findings] == names
+    wanted = [toy.greedy(prompt)[:TOKENS] for prompt in toy.prompts()[:COUNT]]
+    lengths = [text.index(toy.eos) + 1 if toy.eos in text else TOKENS for text in wanted]
     assert [item.equal for item in report.findings] == lengths
-    assert "12 of 12 prompts have the baseline's tokens." in report.markdown()
-    assert bool(report.record.metrics["drafted_tokens"]) == (name != "none")
+    assert f"{COUNT} of {COUNT} prompts have the baseline's tokens." in report.markdown()
+    assert "| reached draft 1, 2, ... (%)" in report.markdown()
+    assert report.record.metrics["drafted_tokens"]
     assert report.record.config["speculation"]["schedule"] == schedule
+    work = report.record.workload
+    assert (work["command"], work["prompts"], work["equal"], work["margin"]) == ("check", COUNT, COUNT, 0.0)
+    assert work["source"].endswith("in.jsonl")
+    assert len(report.record.requests) == COUNT, "passes for margins, and the baseline's, are not among them"
+    folder = tmp_path / "out"
+    assert RunRecord.load(folder) == report.record
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == names
+    assert (folder / "summary.md").read_text() == report.markdown() + "\n"
 
 
-def test_what_is_checked_runs_from_graphs_and_plain_decoding_does_not(check: Any, monkeypatch: Any) -> None:
+def test_checked_engine_runs_from_graphs_and_the_baseline_does_not(check: Any, monkeypatch: Any) -> None:
     fake_graphs(monkeypatch)
-    made: list[EngineConfig] = []
-    monkeypatch.setattr("specbatch.sweeps.check.load_engine", noting(made))
-    report = check(SPECULATIONS["self"], Graphs("whole", "piecewise"))
-    assert report.counts()["equal"] == 12
+    configs: list[EngineConfig] = []
+
+    def load(name: str, config: EngineConfig, *rest: Any, **more: Any) -> Any:
+        configs.append(config)
+        return load_engine(name, config, *rest, **more)
+
+    monkeypatch.setattr("specbatch.sweeps.check.load_engine", load)
+    report = check(SPECULATIONS["self"], Graphs("whole", "piecewise"), prompts=3)
+    assert [item.id for item in report.findings] == ["p0", "p1", "p2"], "the first prompts of the file"
+    assert report.counts()["equal"] == 3
     assert report.record.counters["graphs"]["decode"]["replays"] > 0
     assert "NO REPLAYS" not in report.markdown()
-    plain, checked = made
-    assert (str(plain.speculation), plain.graphs, plain.prefix_cache) == (
-        "no speculation, schedule v1",
-        Graphs(),
-        False,
-    )
+    plain, checked = configs
+    assert str(plain.speculation) == "no speculation, schedule v1"
+    assert (plain.graphs, plain.prefix_cache) == (Graphs(), False)
     assert (checked.graphs, checked.prefix_cache) == (Graphs("whole", "piecewise"), True)
 
 
-def noting(made: list[EngineConfig]) -> Callable[..., Any]:
-    from specbatch.jobs.configurations import load_engine
-
-    def load(name: str, config: EngineConfig, *rest: Any, **more: Any) -> Any:
-        made.append(config)
-        return load_engine(name, config, *rest, **more)
-
-    return load
+# -- divergences ------------------------------------------------------------------------------------------------------
 
 
-# -- what differs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-def test_a_wrong_acceptance_is_found_placed_and_measured(
-    toy: Any, check: Any, monkeypatch: pytest.MonkeyPatch, schedule: str
-) -> None:
+def test_wrong_acceptance_is_located_and_measured(toy: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
-    report = check(replace(SPECULATIONS["other"], schedule=schedule))
+    report = check(SPECULATIONS["other"])
     assert report.differs
     assert report.count("equal") == 0
     for item, prompt in zip(report.findings, toy.prompts(), strict=False):
@@ -136,21 +138,15 @@ def test_a_wrong_acceptance_is_found_placed_and_measured(
     assert "Margin: the baseline's" in text
 
 
-def test_the_margin_decides_what_a_near_tie_is(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_margin_makes_divergences_near_ties(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
-    gaps = sorted(item.gap for item in check(SPECULATIONS["other"]).findings)
-    report = check(SPECULATIONS["other"], margin=gaps[5] + 1e-3)
-    found = {item.id: item for item in report.findings}
-    assert report.count("near tie") == sum(gap <= gaps[5] + 1e-3 for gap in gaps)
-    assert all((item.verdict == "near tie") == (item.gap <= gaps[5] + 1e-3) for item in found.values())
-    assert report.differs
-    wide = check(SPECULATIONS["other"], margin=1e3)
-    assert (wide.count("near tie"), wide.differs) == (12, False)
-    assert "NEAR TIES IN FLOAT32, where none are expected" in wide.markdown()
-    assert "rounded to float8" not in wide.markdown()
-    wide.record.caps["float8_activations"] = "on"
-    assert "Activations were rounded to float8" in wide.markdown()
-    assert "rounded to float8" not in replace(wide, findings=[]).markdown()
+    report = check(SPECULATIONS["other"], margin=1e3)
+    assert (report.count("near tie"), report.differs) == (COUNT, False)
+    assert "NEAR TIES IN FLOAT32, where none are expected" in report.markdown()
+    assert "quantized to FP8" not in report.markdown()
+    report.record.caps["float8_activations"] = "on"
+    assert "Activations were quantized to FP8" in report.markdown()
+    assert "quantized to FP8" not in replace(report, findings=[]).markdown()
 
 
 def done(*tokens: int) -> Completion:
@@ -162,13 +158,13 @@ def done(*tokens: int) -> Completion:
     [
         ((1, 2, 0), (1, 2, 0), "equal", 3, None),
         ((1, 2, 0), (1, 2, 1), "near tie", 2, 0.0625),
-        ((1, 2, 1), (1, 2, 0), "near tie", 2, 0.0625),  # the pass sides with the other: as near
-        ((1, 0, 0), (1, 3, 0), "differs", 1, 5.0),  # the margin is small, and token 3 is out of nowhere
+        ((1, 2, 1), (1, 2, 0), "near tie", 2, 0.0625),  # the prefill prefers the other token
+        ((1, 0, 0), (1, 3, 0), "differs", 1, 5.0),  # the margin is small, but token 3 is unlikely
         ((1, 2), (1, 2, 0), "differs", 2, None),
         ((1, 2, 0), (1, 2), "differs", 2, None),
     ],
 )
-def test_one_prompt(plain: Any, checked: Any, verdict: str, equal: int, gap: float | None) -> None:
+def test_verdict_of_one_prompt(plain: Any, checked: Any, verdict: str, equal: int, gap: float | None) -> None:
     asked: list[list[int]] = []
 
     def next_logits(tokens: list[int]) -> torch.Tensor:
@@ -185,7 +181,7 @@ def test_one_prompt(plain: Any, checked: Any, verdict: str, equal: int, gap: flo
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8])
-def test_every_second_random_prompt_has_something_to_look_up(length: int) -> None:
+def test_every_second_random_prompt_repeats_its_first_half(length: int) -> None:
     tokenizer = SimpleNamespace(vocab_size=50, eos_ids=frozenset({3}), bos_id=5)
     prompts = _encode(None, CheckOptions(input_len=length, prompts=5), tokenizer, 4)  # type: ignore[arg-type]
     assert [len(prompt) for prompt in prompts] == [length] * 5
@@ -195,31 +191,13 @@ def test_every_second_random_prompt_has_something_to_look_up(length: int) -> Non
     assert prompts != other
 
 
-def test_the_first_prompts_of_a_file(check: Any) -> None:
-    assert [item.id for item in check(SPECULATIONS["ngram"], prompts=3).findings] == ["p0", "p1", "p2"]
-
-
-def test_a_check_without_drafts_says_so(check: Any) -> None:
+def test_check_without_drafts_has_a_note(check: Any) -> None:
     report = check(Speculation("ngram", ngram_min=16, ngram_max=16), prompts=2, max_new_tokens=2)
     assert "NO DRAFTS" in report.markdown()
-    assert "NO DRAFTS" not in check(SPECULATIONS["none"], prompts=1).markdown()
+    assert "NO DRAFTS" not in check(SPECULATIONS["none"], prompts=1, max_new_tokens=2).markdown()
 
 
-def test_the_record_holds_what_was_asked_and_found(check: Any, tmp_path: Path) -> None:
-    report = check(SPECULATIONS["self"])
-    (folder,) = tmp_path.glob("out*")
-    assert RunRecord.load(folder) == report.record
-    work = report.record.workload
-    assert (work["command"], work["prompts"], work["equal"], work["margin"]) == ("check", 12, 12, 0.001)
-    assert work["source"].endswith("in.jsonl")
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    assert [row["id"] for row in rows] == [f"p{number}" for number in range(12)]
-    assert (folder / "summary.md").read_text() == report.markdown() + "\n"
-    assert "| reached draft 1, 2, ... (%)" in report.markdown()
-    assert len(report.record.requests) == 12, "passes for margins, and the plain engine's, are not among them"
-
-
-def test_a_simulated_text_is_refused(check: Any) -> None:
+def test_simulated_acceptance_is_refused(check: Any) -> None:
     with pytest.raises(SpecbatchError, match=r"simulate_accept_length=2\.0: the text is not"):
         check(Speculation("ngram", simulate_accept_length=2.0))
 
@@ -234,20 +212,25 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
     return lambda *words: CliRunner().invoke(app, ["check", *map(str, (*words, *toy))])
 
 
-@pytest.mark.parametrize("words", [(), ("--spec", "v1", "--draft", "self:skip=0"), ("--spec", "off")])
-def test_equal_exits_with_0(run: Any, words: tuple[str, ...]) -> None:
-    result = run("--prompts", 5, "--output", "out", *words)
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), ("ngram", "v2")),
+        (("--spec", "v1", "--draft", "self:skip=0"), ("standalone", "v1")),
+        (("--spec", "off"), ("none", "v2")),
+    ],
+)
+def test_equal_output_exits_with_0(run: Any, words: tuple[str, ...], expected: tuple[str, str]) -> None:
+    result = run("--prompts", 2, "--output", "out", *words)
     assert result.exit_code == 0, result.output
-    assert "5 of 5 prompts have the baseline's tokens." in result.stdout
-    assert {path.name for path in Path("out").iterdir()} == {
-        *("record.json", "requests.jsonl", "prompts.jsonl", "summary.md")
-    }
-    asked = json.loads(Path("out/record.json").read_text())["config"]["speculation"]
-    wanted = {(): ("ngram", "v2"), "v1": ("standalone", "v1"), "off": ("none", "v2")}[words[1] if words else ()]
-    assert (asked["algorithm"], asked["schedule"]) == wanted
+    assert "2 of 2 prompts have the baseline's tokens." in result.stdout
+    files = {path.name for path in Path("out").iterdir()}
+    assert files == {"record.json", "requests.jsonl", "prompts.jsonl", "summary.md"}
+    speculation = json.loads(Path("out/record.json").read_text())["config"]["speculation"]
+    assert (speculation["algorithm"], speculation["schedule"]) == expected
 
 
-def test_a_difference_exits_with_1_and_a_near_tie_does_not(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_difference_exits_with_1_and_near_tie_with_0(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     words = ("--draft", "self:skip=0-2", "--prompts", 4)
     result = run(*words, "--json", "--margin", 0)
@@ -260,7 +243,7 @@ def test_a_difference_exits_with_1_and_a_near_tie_does_not(run: Any, monkeypatch
     assert run(*words, "--margin", 1e6).exit_code == 0
 
 
-def test_a_prompt_that_does_not_fit_exits_with_2(run: Any, tmp_path: Path) -> None:
+def test_prompt_that_does_not_fit_exits_with_2(run: Any, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt_token_ids": [3] * 60}) + "\n")
     result = run("in.jsonl", "--max-model-len", 64)
     assert result.exit_code == 2
