@@ -19,6 +19,7 @@ from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
 
+TINY_SWEEP = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
 SMALL_SWEEP = ("--device", "cpu", "--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 12)
 
 
@@ -43,7 +44,7 @@ class StubEngine:
 
     built: ClassVar[list[EngineConfig]] = []
     lenders: ClassVar[list[StubEngine | None]] = []  # whose weights each of them uses
-    places: ClassVar[list[MemoryShare]] = []
+    shares: ClassVar[list[MemoryShare]] = []
     order: ClassVar[list[str]] = []  # schedule of each measured generate
     arrived: ClassVar[list[list[float] | None]] = []  # when its prompts did
     forgot: ClassVar[int] = 0  # how often a prefix cache was emptied
@@ -61,7 +62,7 @@ class StubEngine:
     ) -> None:
         StubEngine.built.append(config)
         StubEngine.lenders.append(weights_of)
-        StubEngine.places.append(share)
+        StubEngine.shares.append(share)
         self.config, self.tokenizer = config, StubTokenizer()
         self.caps: dict[str, Any] = {
             "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
@@ -158,14 +159,10 @@ class StubEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     """The stub instead of the engine, a stub of the model registry, and an empty working folder."""
-    monkeypatch.setattr(StubEngine, "built", [])
-    monkeypatch.setattr(StubEngine, "lenders", [])
-    monkeypatch.setattr(StubEngine, "places", [])
-    monkeypatch.setattr(StubEngine, "order", [])
-    monkeypatch.setattr(StubEngine, "arrived", [])
-    monkeypatch.setattr(StubEngine, "forgot", 0)
-    monkeypatch.setattr(StubEngine, "interrupt_after", None)
-    monkeypatch.setattr(StubEngine, "kv_pages", 1000)
+    for name in ("built", "lenders", "shares", "order", "arrived"):
+        monkeypatch.setattr(StubEngine, name, [])
+    for name, value in (("forgot", 0), ("interrupt_after", None), ("kv_pages", 1000)):
+        monkeypatch.setattr(StubEngine, name, value)
     module = types.ModuleType("specbatch.engine.engine")
     module.Engine = StubEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specbatch.engine.engine", module)

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-SMALL_SWEEP = ("--device", "cpu", "--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 12)
+from .conftest import SMALL_SWEEP
 
 
-def test_a_table_is_printed_and_three_files_are_written(run, swept, tmp_path):
+def test_table_and_files(run, swept, tmp_path):
     result = run("compare", swept / "baseline", swept / "v1", "--output", tmp_path / "new")
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["compare.json", "summary.csv", "summary.md"]
@@ -22,7 +22,7 @@ def test_a_table_is_printed_and_three_files_are_written(run, swept, tmp_path):
     assert run("compare", swept / "baseline", swept / "v1", "--output", tmp_path / "new").exit_code == 2
 
 
-def test_a_run_does_not_differ_from_itself(run, swept):
+def test_run_does_not_differ_from_itself(run, swept):
     rows = json.loads(run("compare", swept, swept, "--json").stdout)["rows"]
     assert {row["configuration"] for row in rows} == {"baseline", "v1", "v2"}
     assert {row["verdict"] for row in rows} == {"no difference shown"}
@@ -32,15 +32,15 @@ def test_errors_are_one_line(run, swept, tmp_path):
     other = tmp_path / "other"
     longer = (*SMALL_SWEEP, "--input-len", 7)
     run("sweep", "--concurrency", "1", "--configs", "v1", "--output", other, *longer)
-    for words, said in (((swept, other), "input_len 6 and 7"), ((swept, tmp_path / "x"), "no such file or folder")):
+    for words, message in (((swept, other), "input_len 6 and 7"), ((swept, tmp_path / "x"), "no such file or folder")):
         result = run("compare", *words)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert said in result.stderr
+        assert message in result.stderr
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
 
 
-def test_a_resumed_job_is_compared_by_all_prompts_but_not_by_times(run, resumed):
+def test_resumed_job_is_compared_by_prompts_but_not_by_times(run, resumed):
     out = resumed / "b.jsonl"
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     rows[2]["token_ids"][-1] += 1
@@ -57,8 +57,8 @@ def test_a_resumed_job_is_compared_by_all_prompts_but_not_by_times(run, resumed)
         for metric, row in found.items():
             assert (row[side] is None) == (metric != "accept length")
         assert (throughput["verdict"], throughput["over"]) == ("not judged", "not measured")
-        (said,) = (note for note in body["notes"] if note.startswith("RESUMED"))
-        assert f"{out}: 5 of 12 answers come from earlier, interrupted runs" in said
+        (resumed_note,) = (note for note in body["notes"] if note.startswith("RESUMED"))
+        assert f"{out}: 5 of 12 answers come from earlier, interrupted runs" in resumed_note
         assert "ANSWERS: 11 of 12 have the same tokens; others by index: 2" in body["notes"]
         assert not any(note.startswith("INCOMPLETE") for note in body["notes"])
     whole = json.loads(run("compare", resumed / "a.jsonl", resumed / "a.jsonl", "--json").stdout)

@@ -1,4 +1,4 @@
-"""`specbatch eval`: what it passes on, prints and keeps."""
+"""`specbatch eval`: options, output, interruption."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def evals(monkeypatch):
-    """What `prepare` was given, and an evaluation that answers one question and may be interrupted after it."""
+    """A stub evaluation of one question, which may be interrupted after it; holds the options of `prepare`."""
     from specbatch.evals import run
 
     seen = {"interrupt": False}
@@ -65,7 +65,7 @@ def test_json(run, evals):
     assert Path(json.loads(line)["output"]).is_dir()
 
 
-def test_an_interruption_reports_what_was_kept(run, evals, tmp_path):
+def test_interruption_reports_finished_answers(run, evals, tmp_path):
     evals["interrupt"] = True
     result = run("eval", "gsm8k", "--output", tmp_path / "o")
     assert result.exit_code == 130
@@ -73,7 +73,7 @@ def test_an_interruption_reports_what_was_kept(run, evals, tmp_path):
     assert "data: some questions" in result.stderr
 
 
-def test_an_interruption_before_the_first_answer_leaves_nothing(run, engine, evals, tmp_path, monkeypatch):
+def test_interruption_before_the_first_answer_leaves_no_folder(run, engine, evals, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "__enter__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run("eval", "gsm8k", "--output", tmp_path / "o").exit_code == 130
     assert not (tmp_path / "o").exists()

@@ -9,29 +9,17 @@ from pathlib import Path
 import pytest
 from openai_server import Script, serving
 
-SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
-
-
-class Bytes:
-    """One token per byte; 256 ends."""
-
-    name, vocab_size, eos_ids, bos_id = "bytes", 257, frozenset({256}), None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
-
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+from .conftest import TINY_SWEEP, StubTokenizer
 
 
 @pytest.fixture
 def tokenizer(monkeypatch):
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: Bytes())
+    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: StubTokenizer())
 
 
 @pytest.fixture
 def sweep(run, tmp_path, tokenizer):
-    """`sweep(script, *words)`: the result of a sweep over a server that does what the script says."""
+    """`sweep(script, *words)`: the result of a sweep over a server that follows the script."""
 
     def call(script: Script, *words: object, out: str = "out"):
         with serving(script) as url:
@@ -47,11 +35,11 @@ def records(folder: Path) -> dict[str, dict]:
 
 def test_points_records_and_table(sweep, run, engine, tmp_path):
     script = Script(model="org/toy")
-    result = sweep(script, "--concurrency", "1,3", "--repeats", 2, *SMALL)
+    result = sweep(script, "--concurrency", "1,3", "--repeats", 2, *TINY_SWEEP)
     assert result.exit_code == 0, result.output
     found = records(tmp_path / "out")
     assert list(found) == [f"org_toy/c{c}/r{r}" for c in (1, 3) for r in (1, 2)]
-    assert engine.built == [], "no engine of ours was made"
+    assert engine.built == [], "no engine was built"
     table = list(csv.DictReader((tmp_path / "out/summary.csv").open()))
     assert [(row["concurrency"], row["configuration"], row["repeats"]) for row in table] == [
         ("1", "org/toy", "2"),
@@ -67,45 +55,45 @@ def test_points_records_and_table(sweep, run, engine, tmp_path):
     assert summary.count("No accept length: /metrics has no counter of drafts") == 1
     assert "(org/toy at concurrency 1, repeat 1, and 3 other points)." in summary
     assert "CHECK OUTPUTS" not in summary
-    # warm-up, then both repeats of 4 and of 6 prompts, each behind an emptied cache
+    # warm-up, then both repeats of 4 and of 6 prompts, each after the cache was emptied
     assert script.emptied == [1, 5, 12, 18]
     assert [body["max_tokens"] for body in script.bodies] == [5] * 24
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in script.bodies)
 
-    run("sweep", "--concurrency", "1,3", "--configs", "baseline", "--output", tmp_path / "ours", *SMALL)
+    run("sweep", "--concurrency", "1,3", "--configs", "baseline", "--output", tmp_path / "ours", *TINY_SWEEP)
     ours = records(tmp_path / "ours")
     for place in ("c1/r1", "c3/r1"):
         assert (
             found[f"org_toy/{place}"]["workload"]["prompts_sha256"]
             == ours[f"baseline/{place}"]["workload"]["prompts_sha256"]
         )
-    asked = [body["prompt"] for body in script.bodies[1:5]]
-    assert len({tuple(prompt) for prompt in asked}) == 4
-    assert all(len(prompt) == 6 for prompt in asked)
+    sent = [body["prompt"] for body in script.bodies[1:5]]
+    assert len({tuple(prompt) for prompt in sent}) == 4
+    assert all(len(prompt) == 6 for prompt in sent)
 
 
 def test_text_with_a_request_rate_and_suspicious_outputs(sweep, jsonl, tmp_path):
     source = jsonl({"question": "6 x 7?"}, {"question": "4?"})
     script = Script(extra_prompt_tokens=1)
-    words = ("--dataset", source, "--chat-template", "--request-rate", 200, "--concurrency", 2, *SMALL[2:])
+    words = ("--dataset", source, "--chat-template", "--request-rate", 200, "--concurrency", 2, *TINY_SWEEP[2:])
     result = sweep(script, *words)
     assert result.exit_code == 0, result.output
-    assert bytes(script.bodies[-1]["prompt"]).decode() in ("<user>6 x 7?", "<user>4?")
+    assert bytes(script.bodies[-1]["prompt"]).decode() in ("<user>6 x 7?<assistant>", "<user>4?<assistant>")
     assert not script.bodies[-1]["ignore_eos"]
     work = records(tmp_path / "out")["org_toy/c2/r1"]["workload"]
     assert (work["chat_template"], work["rendered"], work["request_rate"], work["thinking"]) == (True, True, 200, None)
-    for said in (
+    for warning in (
         "all answers were cut off at 5 tokens: use a larger --output-len, or",
         "input tokens were counted where",
     ):
-        assert any(said in line for line in work["warnings"])
-        assert said in result.stderr
+        assert any(warning in line for line in work["warnings"])
+        assert warning in result.stderr
         assert f"CHECK OUTPUTS: {work['warnings'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
 
 
-def test_failed_requests_are_in_the_table_and_make_the_exit_status_1(sweep, tmp_path):
+def test_failed_requests_are_in_the_table_and_exit_with_1(sweep, tmp_path):
     script = Script(fails=lambda number: {"status": 500, "message": "boom"} if number in (2, 3) else None)
-    result = sweep(script, "--concurrency", 1, *SMALL)
+    result = sweep(script, "--concurrency", 1, *TINY_SWEEP)
     assert result.exit_code == 1
     assert "FAILED: org/toy at concurrency 1, repeat 1: 2 requests: HTTP 500: boom." in result.stdout
     assert "INCOMPLETE: org/toy at concurrency 1, repeat 1: 2 of 4 prompts finished." in result.stdout
@@ -113,10 +101,10 @@ def test_failed_requests_are_in_the_table_and_make_the_exit_status_1(sweep, tmp_
     assert record["counters"]["errors"] == {"HTTP 500: boom": 2}
 
 
-def test_the_same_command_continues_after_a_server_died(run, tmp_path, tokenizer):
+def test_same_command_continues_after_a_server_failed(run, tmp_path, tokenizer):
     script = Script(fails=lambda number: {"status": 502, "message": "gone"} if 5 <= number < 9 else None)
     with serving(script) as url:
-        words = ("sweep", "--engine", "http", "--base-url", url, "--concurrency", "1", "--repeats", 3, *SMALL)
+        words = ("sweep", "--engine", "http", "--base-url", url, "--concurrency", "1", "--repeats", 3, *TINY_SWEEP)
         result = run(*words, "--output", tmp_path / "out")
         assert result.exit_code == 2
         assert "every request of org/toy at concurrency 1, repeat 2 failed: HTTP 502: gone (4)" in result.stderr
@@ -128,12 +116,12 @@ def test_the_same_command_continues_after_a_server_died(run, tmp_path, tokenizer
     assert len(script.bodies) == 1 + 4 + 4 + 1 + 4 + 4
 
 
-def test_a_servers_draft_counters_are_in_the_table(sweep, tmp_path):
+def test_draft_counters_of_a_server_are_in_the_table(sweep, tmp_path):
     def metrics(script: Script) -> str:
         names = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 3}
         return "\n".join(f"vllm:spec_decode_num_{name}_total {n * len(script.bodies)}" for name, n in names.items())
 
-    result = sweep(Script(metrics=metrics), "--concurrency", 1, "--json", *SMALL)
+    result = sweep(Script(metrics=metrics), "--concurrency", 1, "--json", *TINY_SWEEP)
     (row,) = json.loads(result.stdout)["rows"]
     assert (row["accept_length"], row["accept_rate"]) == (2.5, 0.5)
     assert "No accept length" not in (tmp_path / "out/summary.md").read_text()

@@ -23,7 +23,7 @@ def test_models(run, monkeypatch, tmp_path):
     assert "downloading" in pulled.stderr
 
 
-def test_a_local_copy_of_a_known_model_is_pulled(run, monkeypatch, tmp_path):
+def test_local_copy_of_a_known_model_is_pulled(run, monkeypatch, tmp_path):
     from specbatch.weights import known_models
 
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""The shared options and the configuration that they make."""
+"""Options of an engine on the command line, and the configuration that they make."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 
 
-def test_defaults_are_the_engines_own():
+def test_defaults_are_those_of_the_engine():
     assert EngineOptions(device="cpu").config() == EngineConfig(device="cpu")
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("options", "expected"),
     [
         ({}, ("none", "v2", None)),
         ({"spec": "off"}, ("none", "v2", None)),
@@ -31,8 +31,8 @@ def test_defaults_are_the_engines_own():
         ({"algorithm": "none", "spec": "v1"}, ("none", "v1", None)),
     ],
 )
-def test_meaning_of_spec(asked, expected):
-    speculation = EngineOptions(**asked).speculation()
+def test_meaning_of_spec(options, expected):
+    speculation = EngineOptions(**options).speculation()
     assert (speculation.algorithm, speculation.schedule, speculation.draft) == expected
 
 
@@ -42,7 +42,7 @@ def test_settings_of_speculation_are_passed_on():
     assert asked.speculation() == Speculation(algorithm="ngram", **numbers)
 
 
-def test_the_number_of_drafts_may_be_auto():
+def test_number_of_drafts_may_be_auto():
     asked = EngineOptions(algorithm="ngram", draft_tokens="auto", draft_steps=7).speculation()
     assert asked == Speculation("ngram", draft_tokens="auto", draft_steps=7)
     assert EngineOptions(algorithm="ngram", draft_tokens="5").speculation().drafted == 5
@@ -60,7 +60,7 @@ def test_settings_of_draft_heads_are_passed_on():
 
 
 @pytest.mark.parametrize("name", _ONLY_WITH_DRAFTS)
-def test_a_setting_of_speculation_without_speculation_is_an_error(name):
+def test_setting_of_speculation_without_speculation_is_refused(name):
     with pytest.raises(SpecbatchError, match=f"{name}=9: nothing is drafted"):
         EngineOptions(**{name: 9}).config()
     EngineOptions(**{name: 9}, spec="off").config()
@@ -74,7 +74,7 @@ def test_concurrency_sets_max_running_unless_it_is_given(max_running, concurrenc
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, False), (True, True), (False, False)])
-def test_a_command_can_turn_the_prefix_cache_off_by_default(asked, expected):
+def test_default_of_the_prefix_cache_depends_on_the_command(asked, expected):
     assert EngineOptions(prefix_cache=asked).config(prefix_cache=False).prefix_cache is expected
 
 
@@ -95,7 +95,7 @@ def test_zero_is_not_replaced_by_a_default():
     ],
 )
 def test_default_graphs_by_device(monkeypatch, device, decode, prefill, gets, compares):
-    """But for prompts where a command has configurations with and without."""
+    """Prefill graphs are off where a command compares configurations with and without them."""
     monkeypatch.setattr("specbatch.runtime.device.find_device", torch.device)
     found = EngineOptions(device=device, decode_graph=decode, prefill_graph=prefill).config(compares=compares).graphs
     assert found == (replace(gets, prefill="off") if compares and prefill is None else gets)

@@ -92,6 +92,7 @@ REFUSED = [
     ("generate {in} -o {tmp}/notes", "is not the partial output of a job; name another output or pass --overwrite"),
     ("send-one --prompt=", "prompt='': is empty"),
     ("send-one --max-new-tokens 0", "max_new_tokens=0:"),
+    ("gate {tmp}", "Missing option '--policy'"),
     ("report {tmp}", "holds no records of a sweep"),
     (EAGLE3, "data=None: give either --data (prompts) or --answers"),
     (f"{EAGLE3} --data {{in}} --answers {{in}}", "give either --data (prompts) or --answers"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-SMALL = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
+from .conftest import TINY_SWEEP
 
 
 def test_a_sweep_and_its_report(run, tmp_path):
-    run("sweep", "--concurrency", "1", "--configs", "baseline,v2", "--output", tmp_path / "out", *SMALL)
+    run("sweep", "--concurrency", "1", "--configs", "baseline,v2", "--output", tmp_path / "out", *TINY_SWEEP)
     before = (tmp_path / "out/summary.md").read_text()
     result = run("report", tmp_path / "out")
     assert result.exit_code == 0, result.output

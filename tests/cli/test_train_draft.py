@@ -29,7 +29,7 @@ def call(*words: object) -> Result:
     return CliRunner().invoke(app, ["train-draft", *map(str, words), *TOY])
 
 
-def test_a_head_from_prompts_and_another_from_its_answers(source, tmp_path):
+def test_heads_from_prompts_and_from_answers(source, tmp_path):
     out = tmp_path / "head"
     result = call("--algorithm", "eagle3", "--data", source, "--out", out, "--unroll", 2, *SMALL)
     assert result.exit_code == 0, result.output
@@ -49,7 +49,7 @@ def test_a_head_from_prompts_and_another_from_its_answers(source, tmp_path):
     assert first["data"]["prompts"] == 6
 
 
-def test_weights_are_stored_in_the_type_that_they_run_in(source, tmp_path):
+def test_weights_are_stored_in_the_dtype_of_the_run(source, tmp_path):
     out = tmp_path / "head"
     result = call("--algorithm", "eagle3", "--data", source, "--out", out, "--dtype", "bfloat16", *SMALL)
     assert result.exit_code == 0, result.output
@@ -68,7 +68,7 @@ def test_training_continues_after_a_crash_while_writing(source, tmp_path, monkey
     assert sorted(path.name for path in seen) == [".unfinished", "answers.jsonl"]
     whole = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "record.json"}
     (out / ".unfinished").mkdir()
-    for name in ("config.json", "record.json"):  # as it is where the weights alone have been moved
+    for name in ("config.json", "record.json"):  # only the weights were moved before the crash
         (out / name).rename(out / ".unfinished" / name)
     again = call(*command)
     assert again.exit_code == 0, again.output
@@ -76,7 +76,7 @@ def test_training_continues_after_a_crash_while_writing(source, tmp_path, monkey
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != "record.json"} == whole
 
 
-def test_a_learning_rate_that_is_too_high_is_reported_and_loses_no_answers(source, tmp_path, monkeypatch):
+def test_non_finite_loss_is_reported_and_keeps_the_answers(source, tmp_path, monkeypatch):
     from specbatch.training import trainer
 
     command = ("--algorithm", "eagle3", "--data", source, "--out", tmp_path / "head", *SMALL)
