@@ -31,10 +31,11 @@ from specbatch.training.target import Target
 
 VOCABULARY, MAX_LEN, LAYERS = 40, 48, 9
 CPU = torch.device("cpu")
+STEPS, LR = 24, 1e-2
 RECIPES = {
     "eagle3": {"unroll": 3, "vocab": 24},
-    "mtp": {"unroll": 3, "steps": 12, "lr": 1e-2},  # longer, and it would never err: nothing to compare
-    "dflash": {"draft_layers": 2, "block_size": 5, "steps": 120, "lr": 1e-2},
+    "mtp": {"unroll": 3},
+    "dflash": {"draft_layers": 2, "block_size": 5, "steps": 40},
 }
 
 
@@ -118,8 +119,8 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
         **settings: Any,
     ) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {"steps": 60, "batch_tokens": 200, "max_len": MAX_LEN, "lr": 5e-3, "held_out": 10} | settings
-        recipe = Recipe(algorithm=algorithm, **RECIPES.get(algorithm, {}) | settings)
+        usual = {"steps": STEPS, "batch_tokens": 200, "max_len": MAX_LEN, "lr": LR, "held_out": 10}
+        recipe = Recipe(algorithm, **usual | RECIPES[algorithm] | settings)
         config = EngineConfig(
             model=str(model),
             tokenizer=tokenizer,

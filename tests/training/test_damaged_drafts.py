@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crossed import crossed
 from safetensors.torch import load_file, save_file
 
 from specbatch import Engine, EngineConfig, Speculation
@@ -45,8 +46,7 @@ def refused(*load_it) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("algorithm", WEIGHTS)
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(("algorithm", "value"), crossed(WEIGHTS, [float("nan"), float("-inf")]))
 def test_non_finite_weights_are_refused(draft, target_folder, algorithm, value):
     """Verification would hide bad drafts. Undamaged, all of these drafts load."""
     folder = draft(algorithm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import slow_but
 from targets import HYBRIDS
 
 from specbatch.kernels.attention.qkv import split_qkv_rope_ref
@@ -22,7 +23,7 @@ from .conftest import CPU
 LENGTH = 40
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", slow_but(("qwen3-next", "nemotron-h-moe", "lfm2"), HYBRIDS))
 def test_target_features_match_decoding(targets, name):
     """A batch of texts of several lengths: each has its own recurrent states."""
     target = Target(targets.checkpoint(name), torch.float32, CPU, LENGTH)

@@ -159,7 +159,7 @@ def test_engine_acceptance_matches_the_trainer(trained, algorithm, target, targe
             gates = head.layers[0].self_attn.q_proj.weight.view(-1, 2, DIM, HIDDEN)[:, 1]
             gates += torch.randn(gates.shape, generator=torch.Generator().manual_seed(8)) * 2
         write_beside(folder, head, torch.float32, takes_a_head(open_checkpoint(str(target_folder))))
-    shown = split(examples, 10)[1][:6]
+    shown = split(examples, 10)[1][:4]
     speculation = Speculation(
         algorithm=algorithm, draft=None if algorithm == "mtp" else str(folder), draft_tokens=head.drafts
     )

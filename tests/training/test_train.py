@@ -10,7 +10,7 @@ import pytest
 from specbatch.training.recipe import Recipe
 from specbatch.training.trainer import FLOOR, rate
 
-from .conftest import RECIPES
+from .conftest import LR, RECIPES, STEPS
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
@@ -38,14 +38,14 @@ def test_training_is_deterministic_per_seed(train, answers_file, tmp_path):
 def test_record_holds_training_settings(trained, answers_file):
     folder = trained["eagle3"][0]
     written = json.loads((folder / "record.json").read_text())
-    assert written["recipe"] == Recipe("eagle3", 60, 200, 48, 5e-3, 10, 0, 3, 24).as_dict()
+    assert written["recipe"] == Recipe("eagle3", STEPS, 200, 48, LR, 10, 0, 3, 24).as_dict()
     assert written["data"]["answers"] == str(answers_file)
     assert written["data"]["answers_used"] == 70
     assert len(written["data"]["answers_sha256"]) == 64
     assert written["versions"]["torch"] == version("torch")
-    assert written["history"]["steps"] == 60
+    assert written["history"]["steps"] == STEPS
     assert not written["history"]["interrupted"]
-    assert list(map(int, written["history"]["measured"])) == list(range(0, 61, 6))
+    assert list(map(int, written["history"]["measured"])) == list(range(0, STEPS + 1, 3))
 
 
 def test_interruption_keeps_the_existing_head(train, answers_file, tmp_path):
@@ -53,7 +53,7 @@ def test_interruption_keeps_the_existing_head(train, answers_file, tmp_path):
         if done == 4:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="4 of 60 steps"):
+    with pytest.raises(KeyboardInterrupt, match=f"4 of {STEPS} steps"):
         train(tmp_path, "eagle3", answers=answers_file, report=stop)
     written = json.loads((tmp_path / "record.json").read_text())
     assert written["history"]["interrupted"]
