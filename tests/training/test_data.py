@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -71,21 +69,3 @@ def test_features_do_not_depend_on_batch(target: Target):
         assert states is not None
         torch.testing.assert_close(last[index, : len(row)], alone[0])
         torch.testing.assert_close(aux[index, : len(row)], torch.cat([*reversed(states[0].chunk(2, -1))], -1))
-
-
-def test_prompts_from_parquet(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    from specbatch.jobs.prompts import read_prompts
-
-    table = {"question": ["1 + 1?", "2 + 2?"], "answer": ["2", "4"], "id": ["a", "b"]}
-    parquet.write_table(pyarrow.table(table), tmp_path / "p.parquet")
-    found = read_prompts(tmp_path / "p.parquet")
-    assert [(row.form, row.value, row.id) for row in found] == [
-        ("question", "1 + 1?", "a"),
-        ("question", "2 + 2?", "b"),
-    ]
-    (tmp_path / "p.parquet").write_text(json.dumps(table))
-    with pytest.raises(SpecbatchError, match=r"cannot be read .*not a parquet file"):
-        read_prompts(tmp_path / "p.parquet")
