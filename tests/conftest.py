@@ -169,7 +169,7 @@ def random_tensors(config: ModelConfig, generator: torch.Generator) -> dict[str,
 
 
 class Toy:
-    """The toy model and its naive decoding in float64: the whole sequence again for every token, no cache."""
+    """The toy model and its naive decoding in float64: the whole text is computed again for every token, no cache."""
 
     eos = EOS
     pieces = _PIECES
@@ -179,11 +179,16 @@ class Toy:
         self.checkpoint = ToyCheckpoint()
         self.tokenizer = ToyTokenizer()
         self._weights = {key: value.double() for key, value in self.checkpoint.tensors.items()}
+        self._decoded: dict[tuple[tuple[int, ...], int], tuple[int, ...] | None] = {}
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """float64 [len(tokens), V]."""
+        return self._forward(torch.tensor([tokens]))[0]
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: int64 [texts, n]. Returns float64 [texts, n, V]."""
         config, weights = self.checkpoint.config, self._weights
-        count, dim, half = len(tokens), config.head_dim, config.head_dim // 2
+        count, dim, half = tokens.shape[1], config.head_dim, config.head_dim // 2
         angles = torch.outer(
             torch.arange(count).double(), 1e4 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         ).repeat(1, 2)
@@ -192,35 +197,44 @@ class Toy:
             return F.rms_norm(x, (x.shape[-1],), weights[name], config.rms_norm_eps)
 
         def heads(x: torch.Tensor, name: str, turn: bool) -> torch.Tensor:
-            y = (x @ weights[name].T).view(count, -1, dim).transpose(0, 1)
+            y = (x @ weights[name].T).unflatten(-1, (-1, dim)).transpose(1, 2)
             if turn:
                 y = y * angles.cos() + torch.cat([-y[..., half:], y[..., :half]], -1) * angles.sin()
-            return y.repeat_interleave(config.num_heads // y.shape[0], 0)
+            return y.repeat_interleave(config.num_heads // y.shape[1], 1)
 
         x = weights["model.embed_tokens.weight"][tokens]
-        causal = torch.ones(count, count).triu(1).bool()
         for index in range(config.num_layers):
             layer = f"model.layers.{index}"
             y = norm(x, f"{layer}.input_layernorm.weight")
             q, k = (heads(y, f"{layer}.self_attn.{part}_proj.weight", True) for part in "qk")
             v = heads(y, f"{layer}.self_attn.v_proj.weight", False)
-            scores = (q @ k.mT / math.sqrt(dim)).masked_fill(causal, -math.inf).softmax(-1)
-            x = x + (scores @ v).transpose(0, 1).flatten(1) @ weights[f"{layer}.self_attn.o_proj.weight"].T
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + attended @ weights[f"{layer}.self_attn.o_proj.weight"].T
             y = norm(x, f"{layer}.post_attention_layernorm.weight")
             gate, up = (y @ weights[f"{layer}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
         return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].T
 
-    @cache  # noqa: B019  (one toy per test run)
     def greedy(self, prompt: tuple[int, ...], count: int = 40) -> tuple[int, ...] | None:
         """The likeliest continuation; None where two tokens are so near that rounding could decide."""
-        tokens = list(prompt)
-        for _ in range(count):
-            best = self.logits(tokens)[-1].topk(2)
-            if best.values[0] - best.values[1] < 1e-4:
-                return None
-            tokens.append(int(best.indices[0]))
-        return tuple(tokens[len(prompt) :])
+        if (prompt, count) not in self._decoded:
+            self._decode([prompt], count)
+        return self._decoded[prompt, count]
+
+    def _decode(self, prompts: list[tuple[int, ...]], count: int = 40) -> None:
+        """All prompts in one batch: padding after a text does not change the logits before it."""
+        lengths, every = torch.tensor([len(prompt) for prompt in prompts]), torch.arange(len(prompts))
+        texts = torch.zeros(len(prompts), int(lengths.max()) + count, dtype=torch.int64)
+        for text, prompt in zip(texts, prompts, strict=True):
+            text[: len(prompt)] = torch.tensor(prompt)
+        clear = torch.ones(len(prompts), dtype=torch.bool)
+        for ends in (lengths + step for step in range(count)):
+            best = self._forward(texts[:, : int(ends.max())])[every, ends - 1].topk(2)
+            clear &= best.values[:, 0] - best.values[:, 1] >= 1e-4
+            texts[every, ends] = best.indices[:, 0]
+        for text, prompt, is_clear in zip(texts.tolist(), prompts, clear.tolist(), strict=True):
+            end = len(prompt)
+            self._decoded[prompt, count] = tuple(text[end : end + count]) if is_clear else None
 
     @cache  # noqa: B019
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -233,6 +247,7 @@ class Toy:
         shared = draw(21)
         lengths = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 45]
         drawn = [draw(length) for length in lengths] + [shared + draw(length) for length in lengths[:14]]
+        self._decode(drawn)
         clear = [prompt for prompt in drawn if self.greedy(prompt) is not None]
         assert len(clear) >= 28
         return tuple(clear[:28])
