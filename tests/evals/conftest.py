@@ -12,6 +12,8 @@ import pytest
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.engine.scoring import Likelihood, OnScore
+from specbatch.evals.report import EvalReport
+from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
 
@@ -49,10 +51,10 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Answers each prompt with `reply(text of the prompt)`, one byte a token, cut as a real engine would cut it. It
-    likes texts that begin like it: a byte that is not as in it costs 4, one that is 1/8.
+    """Answers each prompt with `reply(text of the prompt)`, one byte per token, and stops like a real engine. In
+    `score`, a byte of a continuation has log probability -1/8 if it equals the reply's and -4 if not.
 
-    The last prompt finishes first; `stop_after` raises KeyboardInterrupt after so many.
+    The last prompt finishes first; `stop_after` raises KeyboardInterrupt after that many.
     """
 
     def __init__(self, reply: Reply, *, max_model_len: int = 100_000) -> None:
@@ -75,8 +77,8 @@ class FakeEngine:
                 raise KeyboardInterrupt
             context, continuation = pairs[place]
             liked = self.tokenizer.encode(self.reply(self.tokenizer.decode(context)), add_special_tokens=False)
-            said = [one == other for one, other in zip(continuation, liked, strict=False)]
-            made[place] = Likelihood(3.875 * sum(said) - 4 * len(continuation), sum(said) == len(continuation))
+            same = sum(one == other for one, other in zip(continuation, liked, strict=False))
+            made[place] = Likelihood(3.875 * same - 4 * len(continuation), same == len(continuation))
             if on_score is not None:
                 on_score(place, made[place])
         return [made[place] for place in range(len(pairs))]
@@ -111,17 +113,9 @@ class FakeEngine:
             text, reason = text.encode()[: params.max_new_tokens].decode(errors="ignore"), "length"
         tokens = list(text.encode())
         metrics = RequestMetrics(
-            prompt_tokens=len(prompt),
-            output_tokens=len(tokens),
-            ttft_s=0.5 + place,
-            tpot_s=0.01,
-            e2e_s=1.0 + place,
-            verify_steps=2,
-            emitted=5,
-            drafted=8,
-            accepted=3,
-            accept_length=2.5,
-        )
+            prompt_tokens=len(prompt), output_tokens=len(tokens), ttft_s=0.5 + place, tpot_s=0.01, e2e_s=1.0 + place,
+            verify_steps=2, emitted=5, drafted=8, accepted=3, accept_length=2.5,
+        )  # fmt: skip
         return Completion(place, prompt, tokens, text, reason, metrics)
 
     def reset_record(self) -> None:
@@ -132,14 +126,8 @@ class FakeEngine:
         if self.pairs:
             tokens = sum(len(continuation) for _, continuation in self.pairs)
             metrics = {"requests": len(self.pairs), "scored_tokens": tokens, "input_throughput": 10.0}
-        return RunRecord(
-            config=self.config.as_dict() | {"model": "fake"},
-            caps=self.caps,
-            metrics=metrics,
-            counters={},
-            requests=[item.as_row() for item in self.done],
-            workload=workload or {},
-        )
+        rows = [item.as_row() for item in self.done]
+        return RunRecord(self.config.as_dict() | {"model": "fake"}, self.caps, metrics, {}, rows, workload or {})
 
 
 def sums(first: int, count: int) -> list[dict[str, str]]:
@@ -148,7 +136,7 @@ def sums(first: int, count: int) -> list[dict[str, str]]:
     return [{"question": f"What comes before {n + 1}? #{n}", "answer": f"One less.\n#### {n}"} for n in numbers]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_engine() -> type[FakeEngine]:
     return FakeEngine
 
@@ -158,42 +146,81 @@ def make_rows() -> Callable[[int, int], list[dict[str, str]]]:
     return sums
 
 
+def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[[str, Sequence[object]], Path]:
-    def write(name: str, rows: Sequence[object]) -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write
+    return lambda name, rows: write_jsonl(tmp_path / name, rows)
 
 
-@pytest.fixture
-def asked() -> Callable[[str], int]:
-    """The number that the last question of a prompt asks for."""
-    return lambda prompt: int(prompt.rsplit("#", 1)[1].split("\n")[0])
-
-
-@pytest.fixture
-def mixed_reply(asked: Callable[[str], int]) -> Reply:
+@pytest.fixture(scope="session")
+def mixed_reply() -> Reply:
     """By number modulo 4: 0 right in GSM8K's form, 1 right as last number only, 2 no number, 3 wrong and long."""
 
     def reply(prompt: str) -> str:
-        number = asked(prompt)
+        number = int(prompt.rsplit("#", 1)[1].split("\n")[0])  # which the last question asks for
         kinds = (f" ok\n#### {number}\n\nQuestion: more", f" it is {number}.", " dunno", " 7 " + "x" * 600)
         return kinds[number % 4]
 
     return reply
 
 
-@pytest.fixture
-def scored_file(write_rows: Callable[[str, Sequence[object]], Path]) -> Path:
-    return write_rows("scored.jsonl", sums(100, 8))
+@pytest.fixture(scope="session")
+def scored_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("scored") / "scored.jsonl", sums(100, 8))
+
+
+@pytest.fixture(scope="session")
+def shots_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("shots") / "shots.jsonl", sums(500, 12))
+
+
+@pytest.fixture(scope="session")
+def evaluate(mixed_reply: Reply, scored_file: Path) -> Callable[..., EvalReport]:
+    """`evaluate(task, reply=..., engine=..., **options)`: the report of a task, by default gsm8k over `scored_file`."""
+
+    def run(
+        task: str = "gsm8k",
+        reply: Reply = mixed_reply,
+        engine: FakeEngine | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> EvalReport:
+        if task.startswith("gsm8k"):
+            options = {"data": scored_file} | options
+        return run_eval(engine or FakeEngine(reply), EvalOptions(task, **options), progress)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `report` is saved."""
+    return tmp_path_factory.mktemp("report") / "deep" / "out"
+
+
+@pytest.fixture(scope="session")
+def report(evaluate: Callable[..., EvalReport], report_folder: Path) -> EvalReport:
+    """The report of `evaluate()`; not to be changed."""
+    return evaluate(output=report_folder)
 
 
 @pytest.fixture
-def shots_file(write_rows: Callable[[str, Sequence[object]], Path]) -> Path:
-    return write_rows("shots.jsonl", sums(500, 12))
+def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of tasks in place of lm-eval's 14,000."""
+    import lm_eval.tasks
+
+    folder, manager = tmp_path / "lm_eval_tasks", lm_eval.tasks.TaskManager
+    folder.mkdir()
+
+    def either(include_path: Any = None, include_defaults: bool = True) -> Any:
+        return manager(include_path=folder if include_defaults else include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
+    return folder
 
 
 @pytest.fixture

@@ -1,3 +1,5 @@
+"""Reports of generating tasks: table, CSV, and files that are read again."""
+
 from __future__ import annotations
 
 import csv
@@ -7,11 +9,10 @@ from typing import Any
 
 from specbatch.config import Speculation
 from specbatch.evals.report import EvalReport
-from specbatch.evals.run import EvalOptions, run_eval
 
 
-def test_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=4))
+def test_table(evaluate: Any) -> None:
+    report = evaluate(limit=4)
     lines = report.table().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert cells[0] == ["task", "filter", "metric", "score", "stderr", "n", "unparsed"]
@@ -27,51 +28,36 @@ def test_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
         assert part in lines[-1]
 
 
-def test_saved_report_comes_back(tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, output=tmp_path / "out"))
-    loaded = EvalReport.load(tmp_path / "out")
+def test_saved_report_is_read_again(report: Any, report_folder: Path) -> None:
+    loaded = EvalReport.load(report_folder)
     assert loaded == report
-    assert loaded.table() + "\n" == (tmp_path / "out" / "summary.md").read_text()
+    assert loaded.table() + "\n" == (report_folder / "summary.md").read_text()
 
 
-def test_rows_survive_odd_line_separators(tmp_path: Path, make_engine: Any, scored_file: Path) -> None:
-    engine = make_engine(lambda prompt: " a\u2028b\x85c 5")
-    report = run_eval(engine, EvalOptions("gsm8k", data=scored_file, limit=2, output=tmp_path / "out"))
+def test_rows_survive_odd_line_separators(tmp_path: Path, evaluate: Any) -> None:
+    report = evaluate(reply=lambda prompt: " a\u2028b\x85c 5", limit=2, output=tmp_path / "out")
     assert EvalReport.load(tmp_path / "out").questions == report.questions
 
 
-def test_csv_has_a_row_per_score(tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, output=tmp_path / "out"))
-    with (tmp_path / "out" / "summary.csv").open() as file:
+def test_csv_has_a_row_per_score(report: Any, report_folder: Path) -> None:
+    with (report_folder / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["filter"], float(row["value"]), row["n"]) for row in rows] == [
-        ("strict-match", 0.25, "8"),
-        ("flexible-extract", 0.5, "8"),
-    ]
+    scores = [(row["filter"], float(row["value"]), row["n"]) for row in rows]
+    assert scores == [("strict-match", 0.25, "8"), ("flexible-extract", 0.5, "8")]
     assert rows[0]["accept_length"] == "2.5"
     assert rows[0]["task"] == "gsm8k"
     assert float(rows[0]["truncated"]) == 0.25
 
 
-def test_aborted_answers_are_reported(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=2))
-    assert "aborted" not in report.table()
-    report.questions[0]["finish_reason"] = "abort"
-    assert "1 answers were aborted" in report.table()
-
-
-def test_a_simulated_acceptance_is_in_table_and_csv(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=2))
-    assert "simulated" not in report.table()
+def test_table_shows_aborts_simulation_and_acceptance_only_where_present(evaluate: Any) -> None:
+    report = evaluate(limit=2)
+    for text in ("aborted", "simulated", "reached draft"):
+        assert text not in report.table()
     assert report._flat()[0]["simulated_accept_length"] is None
+    report.questions[0]["finish_reason"] = "abort"
     report.record.config["speculation"] = asdict(Speculation("ngram", simulate_accept_length=3.5))
-    assert "simulated accept length 3.5" in report.table()
-    assert report._flat()[0]["simulated_accept_length"] == 3.5
-
-
-def test_acceptance_by_position_is_in_the_table(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=2))
-    assert "reached draft" not in report.table()
     counts = {"drafted": [10, 10], "tried": [10, 6], "accepted": [6, 3], "context": [[64, 10, 19]]}
     report.record.counters = {"acceptance": counts, "emitted_histogram": [0, 4, 3, 3]}
-    assert "| 10         | 60 30 " in report.table()
+    for text in ("1 answers were aborted", "simulated accept length 3.5", "| 10         | 60 30 "):
+        assert text in report.table()
+    assert report._flat()[0]["simulated_accept_length"] == 3.5

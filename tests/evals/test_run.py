@@ -1,3 +1,5 @@
+"""Runs of generating tasks: scores, rows, prompts, output files and interruptions."""
+
 from __future__ import annotations
 
 import json
@@ -10,17 +12,16 @@ import numpy
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.evals.run import EvalOptions, prepare, run_eval
+from specbatch.evals.run import EvalOptions, prepare
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_scores_computed_by_hand(make_engine: Any, mixed_reply: Any, scored_file: Path, shots_file: Path) -> None:
+def test_scores_computed_by_hand(report: Any) -> None:
     """Eight questions, two of each kind. strict-match: the two in GSM8K's form; flexible-extract: also the two that
     only name the number. Standard errors are sqrt(p (1 - p) / 7)."""
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file))
     strict, flexible = report.scores
     assert (strict.filter, strict.metric, strict.value, strict.n) == ("strict-match", "exact_match", 0.25, 8)
     assert strict.stderr == pytest.approx((0.25 * 0.75 / 7) ** 0.5)
@@ -35,8 +36,7 @@ def test_scores_computed_by_hand(make_engine: Any, mixed_reply: Any, scored_file
     assert report.record.metrics["accept_rate"] == 3 / 8
 
 
-def test_a_row_per_question(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file))
+def test_a_row_per_question(report: Any) -> None:
     assert [row["doc_id"] for row in report.questions] == list(range(8))
     right, loose, none, endless = report.questions[:4]
     assert right["question"] == "Question: What comes before 101? #100\nAnswer:"
@@ -50,9 +50,18 @@ def test_a_row_per_question(make_engine: Any, mixed_reply: Any, scored_file: Pat
     assert none["filtered"]["flexible-extract"] == "[invalid]"
     assert endless["scores"]["flexible-extract"] == {"exact_match": 0.0}
     assert (right["finish_reason"], endless["finish_reason"]) == ("stop", "length")
-    assert [row["ttft_s"] for row in report.questions] == [0.5 + place for place in range(8)]  # each with its own
+    assert [row["ttft_s"] for row in report.questions] == [0.5 + place for place in range(8)]
     assert right["accept_length"] == 2.5
     assert len({row["prompt_hash"] for row in report.questions}) == 8
+
+
+def test_output_files(report: Any, report_folder: Path) -> None:
+    names = {path.name for path in report_folder.iterdir()}
+    assert names == {"questions.jsonl", "record.json", "requests.jsonl", "summary.csv", "summary.md"}
+    assert lines(report_folder / "questions.jsonl") == report.questions
+    workload = json.loads((report_folder / "record.json").read_text())["workload"]
+    assert (workload["command"], workload["task"], workload["num_fewshot"]) == ("eval", "gsm8k", 5)
+    assert workload["prompts_sha256"] == report.prompts_sha256
 
 
 def test_random_choices_of_a_task_are_the_same_in_every_run(
@@ -72,24 +81,23 @@ def test_random_choices_of_a_task_are_the_same_in_every_run(
     assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
 
 
-def test_limit_takes_the_first_questions(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    whole, part = make_engine(mixed_reply), make_engine(mixed_reply)
-    run_eval(whole, EvalOptions("gsm8k", data=scored_file))
-    report = run_eval(part, EvalOptions("gsm8k", data=scored_file, limit=3))
-    assert part.calls[0]["prompts"] == whole.calls[0]["prompts"][:3]
-    assert [score.n for score in report.scores] == [3, 3]
-    assert report.limit == 3
+def test_limit_takes_the_first_questions(report: Any, evaluate: Any) -> None:
+    part = evaluate(limit=3)
+    hashes = [row["prompt_hash"] for row in report.questions]
+    assert [row["prompt_hash"] for row in part.questions] == hashes[:3]
+    assert [score.n for score in part.scores] == [3, 3]
+    assert part.limit == 3
 
 
-def test_one_question_has_no_standard_error(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, limit=1))
+def test_one_question_has_no_standard_error(evaluate: Any) -> None:
+    report = evaluate(limit=1)
     assert [(score.value, score.stderr) for score in report.scores] == [(1.0, None), (1.0, None)]
     json.dumps(report.as_dict())
 
 
-def test_several_answers_to_one_question(make_engine: Any, scored_file: Path) -> None:
+def test_several_answers_to_one_question(make_engine: Any, evaluate: Any) -> None:
     engine = make_engine(lambda prompt: " The answer is 100.")
-    report = run_eval(engine, EvalOptions("gsm8k_cot_self_consistency", data=scored_file, limit=2, max_new_tokens=40))
+    report = evaluate("gsm8k_cot_self_consistency", engine=engine, limit=2, max_new_tokens=40)
     assert [row["repeat"] for row in report.questions] == [*range(64)] * 2
     assert [row["doc_id"] for row in report.questions] == [0] * 64 + [1] * 64
     assert {params.temperature for params in engine.calls[0]["params"]} == {0.2}
@@ -97,93 +105,61 @@ def test_several_answers_to_one_question(make_engine: Any, scored_file: Path) ->
     assert (majority.value, majority.n) == (0.5, 2)
 
 
-def test_chat_template(make_engine: Any, scored_file: Path) -> None:
+def test_chat_template(make_engine: Any, evaluate: Any) -> None:
     engine = make_engine(lambda prompt: " 1")
-    report = run_eval(engine, EvalOptions("gsm8k", data=scored_file, chat_template=True, num_fewshot=2))
+    report = evaluate(engine=engine, chat_template=True, num_fewshot=2)
     prompt = engine.calls[0]["prompts"][0]
     assert prompt.count(256) == 1
-    assert prompt.count(257) == 2 * 2 + 2  # two examples as turns, the question, the answer to be made
+    assert prompt.count(257) == 2 * 2 + 2  # two examples as turns, the question, the answer
     assert report.chat_template
     engine.tokenizer.has_chat_template = False
     with pytest.raises(SpecbatchError, match="chat_template=True: the model's tokenizer has no chat template"):
-        run_eval(engine, EvalOptions("gsm8k", data=scored_file, chat_template=True))
+        evaluate(engine=engine, chat_template=True)
 
 
-def test_progress_and_concurrency(make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    engine = make_engine(mixed_reply)
-    seen: list[tuple[int, int]] = []
-    options = EvalOptions("gsm8k", data=scored_file, concurrency=2, max_new_tokens=5)
-    report = run_eval(engine, options, lambda done, wanted: seen.append((done, wanted)))
-    assert seen == [(place, 8) for place in range(1, 9)]
+def test_progress_concurrency_and_partial_answers(
+    tmp_path: Path, make_engine: Any, mixed_reply: Any, evaluate: Any
+) -> None:
+    engine, partial = make_engine(mixed_reply), tmp_path / "out" / "answers.partial.jsonl"
+    seen: list[tuple[int, int, int]] = []
+
+    def progress(done: int, wanted: int) -> None:
+        seen.append((done, wanted, len(lines(partial))))
+
+    report = evaluate(engine=engine, progress=progress, concurrency=2, max_new_tokens=5, output=tmp_path / "out")
+    assert seen == [(place, 8, place) for place in range(1, 9)], "answers are on disk as soon as they finish"
     assert engine.calls[0]["concurrency"] == 2
     assert report.max_new_tokens == 5
 
 
-def test_files_of_the_output_folder(tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path) -> None:
-    output = tmp_path / "deep" / "out"
-    report = run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file, output=output))
-    assert sorted(path.name for path in output.iterdir()) == [
-        "questions.jsonl",
-        "record.json",
-        "requests.jsonl",
-        "summary.csv",
-        "summary.md",
-    ]
-    assert lines(output / "questions.jsonl") == report.questions
-    workload = json.loads((output / "record.json").read_text())["workload"]
-    assert (workload["command"], workload["task"], workload["num_fewshot"]) == ("eval", "gsm8k", 5)
-    assert workload["prompts_sha256"] == report.prompts_sha256
-
-
-def test_an_interrupted_run_keeps_finished_answers(
-    tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path
+@pytest.mark.parametrize(("finished", "message"), [(3, "kept 3 finished answers in {}/answers.partial.jsonl"), (0, "")])
+def test_interrupted_run_keeps_finished_answers(
+    tmp_path: Path, make_engine: Any, mixed_reply: Any, evaluate: Any, finished: int, message: str
 ) -> None:
-    output = tmp_path / "out"
-    engine = make_engine(mixed_reply)
-    engine.stop_after = 3
-    with pytest.raises(KeyboardInterrupt, match=rf"^kept 3 finished answers in {output}/answers.partial.jsonl$"):
-        run_eval(engine, EvalOptions("gsm8k", data=scored_file, output=output))
-    assert [path.name for path in output.iterdir()] == ["answers.partial.jsonl"]
-    kept = lines(output / "answers.partial.jsonl")
-    assert [row["doc_id"] for row in kept] == [7, 6, 5]
-    assert kept[2] == {
-        "doc_id": 5,
-        "finish_reason": "stop",
-        "text": " it is 105.",
-        "token_ids": list(b" it is 105."),
-    }
-
-
-def test_an_interruption_before_the_first_answer_leaves_no_file(
-    tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path
-) -> None:
-    engine = make_engine(mixed_reply)
-    engine.stop_after = 0
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        run_eval(engine, EvalOptions("gsm8k", data=scored_file, output=tmp_path / "out"))
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_answers_are_on_disk_as_they_finish(
-    tmp_path: Path, make_engine: Any, mixed_reply: Any, scored_file: Path
-) -> None:
-    partial = tmp_path / "out" / "answers.partial.jsonl"
-    seen: list[int] = []
-    options = EvalOptions("gsm8k", data=scored_file, output=tmp_path / "out")
-    run_eval(make_engine(mixed_reply), options, lambda done, wanted: seen.append(len(lines(partial))))
-    assert seen == list(range(1, 9))
+    output, engine = tmp_path / "out", make_engine(mixed_reply)
+    engine.stop_after = finished
+    with pytest.raises(KeyboardInterrupt, match=f"^{message.format(output)}$"):
+        evaluate(engine=engine, output=output)
+    assert [path.name for path in output.iterdir()] == ["answers.partial.jsonl"] * (finished > 0)
+    if finished:
+        kept = lines(output / "answers.partial.jsonl")
+        assert [row["doc_id"] for row in kept] == [7, 6, 5]
+        text = " it is 105."
+        assert kept[2] == {"doc_id": 5, "finish_reason": "stop", "text": text, "token_ids": list(text.encode())}
 
 
 def test_output_folder_is_new_or_empty_and_writable(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "old.txt").write_text("kept")
-    for output, complaint in ((full, "exists and is not empty"), (full / "old.txt" / "out", "cannot be written")):
+    for output, complaint in (
+        (full, "exists and is not empty"),
+        (full / "old.txt", "cannot be written"),
+        (full / "old.txt" / "out", "cannot be written"),
+    ):
         with pytest.raises(SpecbatchError) as refused:
             prepare(EvalOptions("one_digit_sums", output=output))
         assert str(refused.value).startswith(f"output={str(output)!r}: {complaint}")
-    with pytest.raises(SpecbatchError, match="cannot be written"):
-        prepare(EvalOptions("one_digit_sums", output=full / "old.txt"))
     assert (full / "old.txt").read_text() == "kept"
     (tmp_path / "empty").mkdir()
     prepare(EvalOptions("one_digit_sums", output=tmp_path / "empty"))
@@ -192,32 +168,27 @@ def test_output_folder_is_new_or_empty_and_writable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("limit", 0),
-        ("limit", -1),
-        ("limit", 0.5),
-        ("limit", True),
+        *(("limit", value) for value in (0, -1, 0.5, True)),
         ("num_fewshot", -1),
         ("max_new_tokens", 0),
         ("concurrency", 0),
     ],
 )
-def test_impossible_options(setting: str, value: object) -> None:
+def test_invalid_options_are_refused(setting: str, value: object) -> None:
     with pytest.raises(SpecbatchError, match=rf"^{setting}={value!r}: use a whole number of at least"):
         EvalOptions("gsm8k", **{setting: value})  # type: ignore[arg-type]
 
 
-def test_nothing_is_printed(
-    capfd: pytest.CaptureFixture[str], make_engine: Any, mixed_reply: Any, scored_file: Path
-) -> None:
+def test_nothing_is_printed_or_logged(capfd: pytest.CaptureFixture[str], evaluate: Any) -> None:
     logger = logging.getLogger("lm_eval")
     level = logger.level
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda entry: logged.append(entry.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        run_eval(make_engine(mixed_reply), EvalOptions("gsm8k", data=scored_file))
+        evaluate()
     finally:
         logger.removeHandler(handler)
-    assert (capfd.readouterr(), said) == (("", ""), [])
+    assert (capfd.readouterr(), logged) == (("", ""), [])
     assert logger.level == level

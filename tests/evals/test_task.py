@@ -1,3 +1,5 @@
+"""Tasks: data from the hub, from files or bundled, few-shot examples, and refusals."""
+
 from __future__ import annotations
 
 import subprocess
@@ -41,23 +43,15 @@ def load(name: str, **options: Any) -> EvalTask:
 
 
 @pytest.fixture
-def other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small folder instead of lm-eval's 14,000 tasks."""
-    folder = tmp_path / "lm_eval_tasks"
-    folder.mkdir()
-    (folder / "rows.py").write_text(ROWS)
-    (folder / "copy.yaml").write_text(OTHER.format(name="copycat", kind="generate_until"))
-    for name, kind in (("odd", "dreaming"), ("choosy", "multiple_choice")):  # refused before their data
-        (folder / f"{name}.yaml").write_text(OTHER.format(name=name, kind=kind).replace(".splits", ".fail"))
-    (folder / "needy.yaml").write_text(OTHER.format(name="needy", kind="generate_until").replace(".splits", ".fail"))
-    (folder / "unsafe.yaml").write_text(OTHER.format(name="unsafe", kind="generate_until") + "unsafe_code: true\n")
-    (folder / "group.yaml").write_text("group: cats\ntask: [copycat]\n")
-    manager = lm_eval.tasks.TaskManager
-
-    def either(include_path: Any = None, include_defaults: bool = True) -> Any:
-        return manager(include_path=folder if include_defaults else include_path, include_defaults=False)
-
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
+def other_tasks(tasks_folder: Path) -> None:
+    kinds = {"copy": "generate_until", "unsafe": "generate_until", "needy": "generate_until", "odd": "dreaming"}
+    for name, kind in (kinds | {"choosy": "multiple_choice"}).items():
+        text = OTHER.format(name="copycat" if name == "copy" else name, kind=kind)
+        if name in ("needy", "odd", "choosy"):  # the last two are refused before their data is read
+            text = text.replace(".splits", ".fail")
+        (tasks_folder / f"{name}.yaml").write_text(text + "unsafe_code: true\n" * (name == "unsafe"))
+    (tasks_folder / "rows.py").write_text(ROWS)
+    (tasks_folder / "group.yaml").write_text("group: cats\ntask: [copycat]\n")
 
 
 @pytest.fixture
@@ -76,12 +70,16 @@ def hub(monkeypatch: pytest.MonkeyPatch, make_rows: Any) -> dict[str, Any]:
     return stored
 
 
+@pytest.fixture
+def engine(make_engine: Any) -> Any:
+    return make_engine(lambda prompt: " 1")
+
+
 def prompts_of(engine: Any) -> list[str]:
     return [engine.tokenizer.decode(prompt) for prompt in engine.calls[-1]["prompts"]]
 
 
-def test_files_give_the_prompts_of_the_hub(make_engine: Any, hub: Any, scored_file: Path, shots_file: Path) -> None:
-    engine = make_engine(lambda prompt: " 1")
+def test_files_give_the_prompts_of_the_hub(engine: Any, hub: Any, scored_file: Path, shots_file: Path) -> None:
     from_hub = run_eval(engine, EvalOptions("gsm8k"))
     prompts = prompts_of(engine)
     from_files = run_eval(engine, EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file))
@@ -121,10 +119,9 @@ def test_prompts_and_scores_are_lm_evals_own(
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_platinum"])
 def test_one_file_gives_examples_but_never_the_scored_row(
-    make_engine: Any, make_rows: Any, scored_file: Path, name: str
+    engine: Any, evaluate: Any, make_rows: Any, name: str
 ) -> None:
-    engine = make_engine(lambda prompt: " 1")
-    report = run_eval(engine, EvalOptions(name, data=scored_file))
+    report = evaluate(name, engine=engine)
     assert report.fewshot_source == f"the other rows of {report.data_source}"
     for prompt, row in zip(prompts_of(engine), make_rows(100, 8), strict=True):
         assert prompt.count("Question: ") == 6
@@ -132,62 +129,59 @@ def test_one_file_gives_examples_but_never_the_scored_row(
         assert prompt.endswith(f"Question: {row['question']}\nAnswer:")
 
 
-def test_the_seed_draws_the_examples(make_engine: Any, scored_file: Path) -> None:
-    engine = make_engine(lambda prompt: " 1")
-    hashes = [
-        run_eval(engine, EvalOptions("gsm8k", data=scored_file, seed=seed)).prompts_sha256 for seed in (1234, 1234, 7)
-    ]
-    assert hashes[0] == hashes[1] != hashes[2]
+def test_seed_draws_the_examples(evaluate: Any) -> None:
+    one, again, other = (evaluate(seed=seed).prompts_sha256 for seed in (1234, 1234, 7))
+    assert one == again != other
 
 
-def test_platinum_takes_examples_from_a_file_too(make_engine: Any, scored_file: Path, shots_file: Path) -> None:
-    engine = make_engine(lambda prompt: " 1")
-    run_eval(engine, EvalOptions("gsm8k_platinum", data=scored_file, fewshot_data=shots_file, num_fewshot=2))
+def test_platinum_takes_examples_from_a_file_too(engine: Any, evaluate: Any, shots_file: Path) -> None:
+    evaluate("gsm8k_platinum", engine=engine, fewshot_data=shots_file, num_fewshot=2)
     assert all(prompt.count("? #5") == 2 and prompt.count("? #1") == 1 for prompt in prompts_of(engine))
 
 
-def test_no_examples(make_engine: Any, scored_file: Path) -> None:
-    engine = make_engine(lambda prompt: " 1")
-    report = run_eval(engine, EvalOptions("gsm8k", data=scored_file, num_fewshot=0))
+def test_no_examples(engine: Any, evaluate: Any) -> None:
+    report = evaluate(engine=engine, num_fewshot=0)
     assert prompts_of(engine)[0] == "Question: What comes before 101? #100\nAnswer:"
     assert (report.num_fewshot, report.fewshot_source) == (0, "none")
 
 
-def test_number_of_examples_is_bounded_by_what_there_is(
+def test_number_of_examples_is_limited_by_the_rows(
     scored_file: Path, shots_file: Path, write_rows: Any, make_rows: Any
 ) -> None:
-    assert load("gsm8k", data=scored_file, num_fewshot=7).num_fewshot == 7
-    with pytest.raises(SpecbatchError, match=r"num_fewshot=8: the other rows of .*: 7 are available; use at most 7"):
-        load("gsm8k", data=scored_file, num_fewshot=8)
-    assert load("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=12).num_fewshot == 12
-    with pytest.raises(SpecbatchError, match="use at most 12"):
-        load("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=13)
     twice = write_rows("twice.jsonl", make_rows(100, 6) + make_rows(100, 1))
-    assert load("gsm8k", data=twice, num_fewshot=5).num_fewshot == 5
-    with pytest.raises(SpecbatchError, match="use at most 5"):
-        load("gsm8k", data=twice, num_fewshot=6)
+    for files, most in (
+        ({"data": scored_file}, 7),
+        ({"data": scored_file, "fewshot_data": shots_file}, 12),
+        ({"data": twice}, 5),
+    ):
+        assert load("gsm8k", **files, num_fewshot=most).num_fewshot == most
+        with pytest.raises(SpecbatchError, match=f"num_fewshot={most + 1}: .*use at most {most}"):
+            load("gsm8k", **files, num_fewshot=most + 1)
 
 
-def test_tasks_with_examples_of_their_own(scored_file: Path, shots_file: Path) -> None:
+def test_task_with_fixed_examples(scored_file: Path) -> None:
     task = load("gsm8k_cot", data=scored_file)
     assert (task.num_fewshot, task.fewshot_source) == (8, "the task's own fixed examples")
-    with pytest.raises(SpecbatchError, match="has fixed examples"):
-        load("gsm8k_cot", data=scored_file, fewshot_data=shots_file)
-    with pytest.raises(SpecbatchError, match="use at most 8"):
-        load("gsm8k_cot", data=scored_file, num_fewshot=9)
-    with pytest.raises(
-        SpecbatchError, match="num_fewshot=5: task gsm8k_cot_zeroshot is defined without few-shot examples"
-    ):
-        load("gsm8k_cot_zeroshot", data=scored_file, num_fewshot=5)
 
 
-def test_files_that_cannot_be_combined(scored_file: Path, shots_file: Path) -> None:
-    with pytest.raises(SpecbatchError, match="needs data as well"):
-        load("gsm8k", fewshot_data=shots_file)
-    with pytest.raises(SpecbatchError, match=r"8 of its questions are scored in scored\.jsonl too"):
-        load("gsm8k", data=scored_file, fewshot_data=scored_file)
-    with pytest.raises(SpecbatchError, match="task one_digit_sums has its own questions"):
-        load("one_digit_sums", data=scored_file)
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("gsm8k_cot", {"data": "scored", "fewshot_data": "shots"}, "has fixed examples"),
+        ("gsm8k_cot", {"data": "scored", "num_fewshot": 9}, "use at most 8"),
+        ("gsm8k_cot_zeroshot", {"data": "scored", "num_fewshot": 5},
+         "num_fewshot=5: task gsm8k_cot_zeroshot is defined without few-shot examples"),
+        ("gsm8k", {"fewshot_data": "shots"}, "needs data as well"),
+        ("gsm8k", {"data": "scored", "fewshot_data": "scored"}, r"8 of its questions are scored in scored\.jsonl too"),
+        ("one_digit_sums", {"data": "scored"}, "task one_digit_sums has its own questions"),
+    ],
+)  # fmt: skip
+def test_impossible_combinations_are_refused(
+    scored_file: Path, shots_file: Path, task: str, options: dict[str, Any], message: str
+) -> None:
+    files = {"scored": scored_file, "shots": shots_file}
+    with pytest.raises(SpecbatchError, match=message):
+        load(task, **{name: files.get(value, value) for name, value in options.items()})
 
 
 @pytest.fixture
@@ -220,8 +214,7 @@ def test_bundled_rows_where_the_cache_has_none(empty_cache: None, name: str, row
     assert not datasets.config.HF_HUB_OFFLINE
 
 
-def test_bundled_examples_are_training_rows(empty_cache: None, make_engine: Any) -> None:
-    engine = make_engine(lambda prompt: " 1")
+def test_bundled_examples_are_training_rows(empty_cache: None, engine: Any) -> None:
     report = run_eval(engine, EvalOptions("gsm8k_platinum", limit=3))
     training = {row["question"] for row in bundled_questions("gsm8k_train").rows}
     for prompt in prompts_of(engine):
@@ -232,7 +225,7 @@ def test_bundled_examples_are_training_rows(empty_cache: None, make_engine: Any)
     assert report.settings()["data_source"] == str(bundled_questions("gsm8k_platinum"))
 
 
-def test_any_other_generating_task(other_tasks: None, make_engine: Any) -> None:
+def test_other_generating_tasks_run(other_tasks: None, make_engine: Any) -> None:
     report = run_eval(make_engine(lambda prompt: prompt[-1]), EvalOptions("copycat"))
     (score,) = report.scores
     assert (score.filter, score.value, score.n, score.unparsed) == ("none", 1.0, 3, None)
@@ -260,12 +253,12 @@ def test_refused_tasks(other_tasks: None, name: str, complaint: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_prompts_are_those_of_generating_tasks(other_tasks: None) -> None:
+def test_prompts_of_other_kinds_of_tasks_are_refused(other_tasks: None) -> None:
     with pytest.raises(SpecbatchError, match="task='choosy': is of type multiple_choice; use a task of type generate_"):
         task_prompts("choosy", None, as_messages=False)
 
 
-def test_known_tasks_need_no_scan(monkeypatch: pytest.MonkeyPatch, scored_file: Path) -> None:
+def test_known_tasks_do_not_scan_lm_evals_folder(monkeypatch: pytest.MonkeyPatch, scored_file: Path) -> None:
     manager = lm_eval.tasks.TaskManager
 
     def known_only(include_path: Any, include_defaults: bool) -> Any:
@@ -278,7 +271,7 @@ def test_known_tasks_need_no_scan(monkeypatch: pytest.MonkeyPatch, scored_file: 
     load("one_digit_sums")
 
 
-def test_importing_costs_nothing() -> None:
+def test_imports_are_lazy() -> None:
     modules = "run, report, task, reasoning, tasks.one_digit_sums"
     code = "".join(f"import specbatch.evals.{name.strip()}\n" for name in modules.split(","))
     heavy = ("torch", "lm_eval", "datasets", "pandas", "transformers", "tabulate")
