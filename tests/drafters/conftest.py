@@ -30,19 +30,11 @@ def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Decoder:
     """Random weights with sharp logits, so that rounding does not change an argmax."""
     config = ModelConfig.from_dict(
         {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": vocabulary,
-            "hidden_size": 24,
-            "intermediate_size": 32,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
+            "architectures": ["LlamaForCausalLM"], "vocab_size": vocabulary, "hidden_size": 24,
+            "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         }
-    )
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(vocabulary)
     weights = {}
     for name, shape in config.tensor_shapes().items():

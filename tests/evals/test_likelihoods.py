@@ -30,15 +30,9 @@ from specbatch.sweeps.compare import compare
 
 LONGEST = 64
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": LONGEST,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": LONGEST, "tie_word_embeddings": False,
+}  # fmt: skip
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

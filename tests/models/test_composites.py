@@ -17,27 +17,15 @@ from specbatch.models.full_forward import UncachedContext
 from specbatch.weights import open_checkpoint
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_hidden_layers": 1,
-    "layer_types": ["full_attention"],
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "num_hidden_layers": 1, "layer_types": ["full_attention"], "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24}
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
     "partial_rotary_factor": 0.5,
-}
+}  # fmt: skip
 
 
 def save(folder: Path, **changes: Any) -> Any:

@@ -14,15 +14,9 @@ FAMILIES = {
     "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
 }
 SIZES = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-}
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 def old_spelling(family: str = "llama", **changes: Any) -> dict[str, Any]:

@@ -229,19 +229,10 @@ def test_draft_for_another_target_is_refused(tmp_path: Path) -> None:
 
 
 SMALL = {
-    **QWEN3_8B_B16,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "num_hidden_layers": 2,
-    "layer_types": None,
-    "num_target_layers": 4,
-    "vocab_size": 257,
-    "block_size": 4,
-    "dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 2]},
-}
+    **QWEN3_8B_B16, "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 12, "num_hidden_layers": 2, "layer_types": None, "num_target_layers": 4, "vocab_size": 257,
+    "block_size": 4, "dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 2]},
+}  # fmt: skip
 OUTER = ("dflash_config", "num_target_layers", "layer_types")
 SMALL_SPECULATORS = {
     "speculators_model_type": "dflash",

@@ -24,17 +24,10 @@ Close = Callable[[torch.Tensor, torch.Tensor], None]
 PAGE, PAGES, SLOTS, ROWS, VOCABULARY = 4, 60, 5, 6, 131
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
@@ -69,23 +62,13 @@ SIGMOID = {
 LFM = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3, "norm_eps": 1e-5}
 NO_EPS = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
 DENSE_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 72,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 DENSE: dict[str, Callable[[], Any]] = {
     "llama": lambda: llama(head_dim=16, tie_word_embeddings=True),

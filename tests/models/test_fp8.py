@@ -33,39 +33,20 @@ from specbatch.weights.dummy import DummyCheckpoint
 
 CPU = torch.device("cpu")
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 160,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
+    "vocab_size": 97, "hidden_size": 160, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"]}
 MOE = {
-    **SIZES,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-}
+    **SIZES, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "norm_topk_prob": True, "mlp_only_layers": [1],
+}  # fmt: skip
 NEXT = {
-    **MOE,
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "mlp_only_layers": [],
-    "shared_expert_intermediate_size": 384,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
+    **MOE, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 384, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 QWEN35 = {
     **{key: value for key, value in NEXT.items() if key != "norm_topk_prob"},
     "architectures": ["Qwen3_5MoeForCausalLM"],

@@ -15,36 +15,23 @@ from specbatch.models.rope import Rope
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-}
+    "hidden_size": 256, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.5,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
     "yarn, ratio of mscales, no rounding": {
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "beta_fast": 16.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
+        "rope_type": "yarn", "factor": 40.0, "beta_fast": 16.0, "mscale": 1.0, "mscale_all_dim": 0.8,
         "truncate": False,
     },
     "yarn, own attention factor": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3},
-}
+}  # fmt: skip
 
 
 def old_spelling(family: str = "llama", **changes: Any) -> dict[str, Any]:

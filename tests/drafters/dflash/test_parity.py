@@ -24,22 +24,12 @@ VOCABULARY, HIDDEN, LAYERS = 13, 24, 4
 LENGTHS = (2, 3, 5, 6, 13, 21)
 BLOCK = 6
 BASE: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 10,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-2,
-    "rope_theta": 70.0,
-    "num_target_layers": LAYERS,
-    "block_size": BLOCK,
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
+    "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "head_dim": 10, "max_position_embeddings": 256, "rms_norm_eps": 1e-2, "rope_theta": 70.0,
+    "num_target_layers": LAYERS, "block_size": BLOCK,
     "dflash_config": {"mask_token_id": 11, "target_layer_ids": [2, 0]},
-}
+}  # fmt: skip
 SLIDING = {"sliding_window": 7, "use_sliding_window": True}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -57,41 +57,23 @@ class TargetStub:
 def llama(**changes: Any) -> dict[str, Any]:
     """The config.json of a Llama of the sizes used here, without any theta."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": MLP,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV,
-        "head_dim": DIM,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": 1, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV, "head_dim": DIM, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-    } | changes
+    } | changes  # fmt: skip
 
 
 def qwen3_next(**changes: Any) -> dict[str, Any]:
     """The config.json of a Qwen3-Next of these sizes, with rotary embedding on half of the channels."""
     return llama(num_hidden_layers=2) | {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 4,
-        "partial_rotary_factor": 0.5,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": EXPERT,
-        "shared_expert_intermediate_size": 20,
-        "norm_topk_prob": True,
-        "rope_theta": 77.0,
-        **changes,
-    }
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5, "num_experts": EXPERTS, "num_experts_per_tok": 2,
+        "moe_intermediate_size": EXPERT, "shared_expert_intermediate_size": 20, "norm_topk_prob": True,
+        "rope_theta": 77.0, **changes,
+    }  # fmt: skip
 
 
 def randomise(shapes: dict[str, tuple[int, ...]], seed: int, scale: float = 1.0) -> Tensors:
@@ -108,16 +90,12 @@ def layer(width: int = 1, **changes: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a decoder layer, whose q, k and v read `width` hidden states."""
     hidden, dim, mlp = changes.get("hidden", HIDDEN), changes.get("dim", DIM), changes.get("mlp", MLP)
     return {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (HEADS * dim, width * hidden),
-        "self_attn.k_proj.weight": (KV * dim, width * hidden),
-        "self_attn.v_proj.weight": (KV * dim, width * hidden),
-        "self_attn.o_proj.weight": (hidden, HEADS * dim),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
+        "input_layernorm.weight": (hidden,), "self_attn.q_proj.weight": (HEADS * dim, width * hidden),
+        "self_attn.k_proj.weight": (KV * dim, width * hidden), "self_attn.v_proj.weight": (KV * dim, width * hidden),
+        "self_attn.o_proj.weight": (hidden, HEADS * dim), "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (mlp, hidden), "mlp.up_proj.weight": (mlp, hidden),
         "mlp.down_proj.weight": (hidden, mlp),
-    }
+    }  # fmt: skip
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
