@@ -8,35 +8,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import draft_heads as heads
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from specbatch import EngineConfig, SpecbatchError, Speculation
-from specbatch.drafters import eagle, eagle3, mtp
+from specbatch.drafters import eagle
 from specbatch.models.config import ModelConfig
 from specbatch.weights import open_checkpoint
 from specbatch.weights.draft_heads import open_draft
 from specbatch.weights.dummy import SHAPES
 
-PLANS = {"eagle": eagle.plan, "eagle3": eagle3.plan, "mtp": mtp.plan}
-Plan = Callable[..., list[str]]
+ALGORITHMS = ("eagle", "eagle3", "mtp")
 
 
-@pytest.fixture
-def plan(kit: Any) -> Plan:
-    """Plans a drafter for a target of 8 layers; returns the log."""
-
-    def run(algorithm: str, draft: str | None = None, stub: Any = None, **asked: Any) -> list[str]:
-        lines: list[str] = []
-        config = EngineConfig(model="target", speculation=Speculation(algorithm, draft=draft, **asked))
-        PLANS[algorithm](stub or kit.TargetStub(8), config, lines.append)
-        return lines
-
-    return run
+def plan(algorithm: str, draft: str | None = None, stub: Any = None, **asked: Any) -> list[str]:
+    """Plans a drafter, by default for a target of 8 layers; returns the log."""
+    lines: list[str] = []
+    config = EngineConfig(model="target", speculation=Speculation(algorithm, draft=draft, **asked))
+    heads.plan_of(algorithm)(stub or heads.TargetStub(8), config, lines.append)
+    return lines
 
 
-def refusal(plan: Plan, *rest: Any, **asked: Any) -> str:
+def refusal(*rest: Any, **asked: Any) -> str:
     with pytest.raises(SpecbatchError) as caught:
         plan(*rest, **asked)
     message = str(caught.value)
@@ -44,28 +39,29 @@ def refusal(plan: Plan, *rest: Any, **asked: Any) -> str:
     return message
 
 
-def test_head_of_another_algorithm_is_refused(kit: Any, write: Any, plan: Plan) -> None:
-    folder = write(kit.llama(draft_vocab_size=9), kit.eagle3(), "midlayer")
-    message = refusal(plan, "eagle", folder)
+@pytest.fixture
+def usual(write: Callable[..., str]) -> str:
+    """The folder of an EAGLE-3 head that fits the target."""
+    return write(heads.llama(draft_vocab_size=9), heads.eagle3())
+
+
+def test_head_of_another_algorithm_is_refused(write: Any) -> None:
+    message = refusal("eagle", write(heads.llama(draft_vocab_size=9), heads.eagle3(), "midlayer"))
     assert "algorithm='eagle'" in message
     assert "has a tensor layers.0.hidden_norm, so it is for algorithm 'eagle3'" in message
-    folder = write(kit.llama(), kit.eagle())
-    message = refusal(plan, "eagle3", folder)
+    message = refusal("eagle3", write(heads.llama(), heads.eagle()))
     assert "algorithm='eagle3'" in message
     assert "has no tensor layers.0.hidden_norm, so it is for algorithm 'eagle'" in message
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
 @pytest.mark.parametrize("model", [True, False])
-def test_checkpoints_that_are_not_heads_are_refused(
-    kit: Any, write: Any, plan: Plan, algorithm: str, model: bool
-) -> None:
+def test_checkpoints_that_are_not_heads_are_refused(write: Any, algorithm: str, model: bool) -> None:
     """A complete model, and a draft that has fc but plain layers."""
-    tensors = kit.eagle() | {"layer.input_layernorm.weight": torch.ones(kit.HIDDEN)}
+    tensors = heads.eagle() | {"layer.input_layernorm.weight": torch.ones(heads.HIDDEN)}
     if model:
         del tensors["fc.weight"]
-    message = refusal(plan, algorithm, write(kit.llama(), tensors))
-    assert "these are not tensors of an EAGLE head" in message
+    assert "these are not tensors of an EAGLE head" in refusal(algorithm, write(heads.llama(), tensors))
 
 
 OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
@@ -95,63 +91,58 @@ OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message", "stem"), OF_CONFIGS, ids=[row[1] for row in OF_CONFIGS])
-def test_mismatched_eagle3_configs_are_refused(
-    kit: Any, write: Any, plan: Plan, changes: dict[str, Any], message: str, stem: str
-) -> None:
-    config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9) | changes
-    folder = write(config, kit.eagle3(), stem)
-    found = refusal(plan, "eagle3", folder)
+def test_mismatched_eagle3_configs_are_refused(write: Any, changes: dict[str, Any], message: str, stem: str) -> None:
+    config = heads.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9) | changes
+    folder = write(config, heads.eagle3(), stem)
+    found = refusal("eagle3", folder)
     assert message in found
     assert found.startswith((f"draft='{folder}': ", "aux_layers="))
 
 
 @pytest.mark.parametrize("asked", [(2, 4), (2, 2, 4), (2, 4, 9)])
-def test_requested_layers_must_exist(kit: Any, write: Any, plan: Plan, asked: tuple[int, ...]) -> None:
-    message = refusal(plan, "eagle3", write(kit.llama(draft_vocab_size=9), kit.eagle3()), aux_layers=asked)
+def test_requested_layers_must_exist(usual: str, asked: tuple[int, ...]) -> None:
+    message = refusal("eagle3", usual, aux_layers=asked)
     assert message.startswith(f"aux_layers={asked}: from aux_layers: the head reads 3 different features")
 
 
-def test_too_few_layers_for_the_default_are_refused(kit: Any, write: Any, plan: Plan) -> None:
-    folder = write(kit.llama(draft_vocab_size=9), kit.eagle3())
-    assert "aux_layers=(2, 2, 1)" in refusal(plan, "eagle3", folder, kit.TargetStub(4))
+def test_too_few_layers_for_the_default_are_refused(usual: str) -> None:
+    assert "aux_layers=(2, 2, 1)" in refusal("eagle3", usual, heads.TargetStub(4))
 
 
-@pytest.mark.parametrize("wrong", ["above", "below", "twice"])
-def test_vocabulary_map_must_hold_distinct_target_tokens(kit: Any, write: Any, plan: Plan, wrong: str) -> None:
-    tensors = kit.eagle3()
-    tensors["d2t"][8 if wrong == "above" else 0] = {"above": 5, "below": -1, "twice": kit.ids(tensors)[1]}[wrong]
-    message = refusal(plan, "eagle3", write(kit.llama(draft_vocab_size=9), tensors))
+@pytest.mark.parametrize(("place", "offset"), [(8, 5), (0, -1), (0, heads.ids(heads.eagle3())[1])])
+def test_vocabulary_map_must_hold_distinct_target_tokens(write: Any, place: int, offset: int) -> None:
+    tensors = heads.eagle3()
+    tensors["d2t"][place] = offset
+    message = refusal("eagle3", write(heads.llama(draft_vocab_size=9), tensors))
     assert "offsets to 9 different tokens of 13" in message
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+@pytest.mark.parametrize("head", [heads.eagle, heads.eagle3])
 @pytest.mark.parametrize("wrong", ["more", "less", "shape"])
-def test_tensors_must_match_the_config(kit: Any, write: Any, plan: Plan, algorithm: str, wrong: str) -> None:
-    folder = write(kit.llama(draft_vocab_size=9), getattr(kit, algorithm)())
-    path = Path(folder) / "model.safetensors"
-    tensors = load_file(path)
-    if wrong == "more":
-        tensors["layers.1.mlp.up_proj.weight"] = torch.zeros(2, 2)
-    elif wrong == "less":
-        del tensors["layers.0.mlp.up_proj.weight"]
-    else:
-        tensors["layers.0.mlp.up_proj.weight"] = torch.zeros(2, 2)
-    save_file(tensors, path)
-    message = refusal(plan, algorithm, folder)
+def test_tensors_must_match_the_config(write: Any, head: Any, wrong: str) -> None:
+    name = f"layers.{int(wrong == 'more')}.mlp.up_proj.weight"
+    tensors = heads.stored(head()) | {name: torch.zeros(2, 2)}
+    if wrong == "less":
+        del tensors[name]
+    folder = write(heads.llama(draft_vocab_size=9), tensors)
+    message = refusal(head.__name__, folder)
     assert f"draft='{folder}'" in message
-    assert f"layers.{int(wrong == 'more')}.mlp.up_proj.weight" in message
+    assert name in message
 
 
-def test_mismatched_eagle_heads_are_refused(kit: Any, write: Any, plan: Plan) -> None:
-    assert "vocabulary is 14" in refusal(plan, "eagle", write(kit.llama(vocab_size=14), kit.eagle()))
-    assert "num_hidden_layers=2" in refusal(plan, "eagle", write(kit.llama(num_hidden_layers=2), kit.eagle()))
-    narrow = {name: tensor[..., :16] for name, tensor in kit.eagle().items()}
-    assert "fc.weight is [24, 16]" in refusal(plan, "eagle", write(kit.llama(), narrow))
+def test_mismatched_eagle_heads_are_refused(write: Any) -> None:
+    narrow = {name: tensor[..., :16] for name, tensor in heads.eagle().items()}
+    for changes, tensors, message in (
+        ({"vocab_size": 14}, heads.eagle(), "vocabulary is 14"),
+        ({"num_hidden_layers": 2}, heads.eagle(), "num_hidden_layers=2"),
+        ({}, narrow, "fc.weight is [24, 16]"),
+    ):
+        assert message in refusal("eagle", write(heads.llama(**changes), tensors))
 
 
-def test_log_describes_the_head(kit: Any, write: Any, plan: Plan) -> None:
+def test_log_describes_the_head(write: Any) -> None:
     nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}}
-    folder = write(kit.llama(draft_vocab_size=9, rope_theta=500.0, **nested), kit.eagle3())
+    folder = write(heads.llama(draft_vocab_size=9, rope_theta=500.0, **nested), heads.eagle3())
     lines = plan("eagle3", folder)
     assert len(lines) == 4
     assert "hidden size 24, 4 heads (2 KV) of 8; the target's embedding" in lines[0]
@@ -161,34 +152,33 @@ def test_log_describes_the_head(kit: Any, write: Any, plan: Plan) -> None:
     assert "drafts 9 of the target's 13 tokens" in lines[3]
 
 
-def test_context_of_a_head_extends_to_the_targets(kit: Any, write: Any) -> None:
-    config = EngineConfig(model="target", speculation=Speculation("eagle", draft=write(kit.llama(), kit.eagle())))
-    stub = kit.TargetStub(2)
+def test_context_of_a_head_extends_to_the_targets(write: Any) -> None:
+    config = EngineConfig(model="target", speculation=Speculation("eagle", draft=write(heads.llama(), heads.eagle())))
+    stub = heads.TargetStub(2)
     stub.config = ModelConfig(**{**stub.config.__dict__, "max_position": 4096})
     assert eagle.plan(stub, config, print).config.max_position == 4096
 
 
-def test_missing_or_unsupported_mtp_heads_are_refused(kit: Any, plan: Plan) -> None:
-    message = refusal(plan, "mtp", None, kit.TargetStub(2))
-    assert "algorithm='mtp': target has no tensors mtp.*" in message
-    stub = kit.TargetStub(2, mtp={**kit.stored(kit.mtp()), "layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)})
-    assert "describes no tensor mtp.layers.0.mlp.experts.0.up_proj.weight" in refusal(plan, "mtp", None, stub)
-    stub = kit.TargetStub(2, mtp={**kit.stored(kit.mtp()), "layers.1.mlp.up_proj.weight": torch.zeros(2, 2)})
-    assert "describes no tensor mtp.layers.1.mlp.up_proj.weight" in refusal(plan, "mtp", None, stub)
-    plain = kit.stored(kit.mtp())
-    plain["layers.0.self_attn.q_proj.weight"] = plain["layers.0.self_attn.q_proj.weight"][:32]
-    assert "q_proj.weight is [32, 24]" in refusal(plan, "mtp", None, kit.TargetStub(2, mtp=plain))
+def test_missing_or_unsupported_mtp_heads_are_refused() -> None:
+    assert "algorithm='mtp': target has no tensors mtp.*" in refusal("mtp", None, heads.TargetStub(2))
+    tensors = heads.stored(heads.mtp())
+    for name in ("layers.0.mlp.experts.0.up_proj.weight", "layers.1.mlp.up_proj.weight"):
+        stub = heads.TargetStub(2, mtp=tensors | {name: torch.zeros(2, 2)})
+        assert f"describes no tensor mtp.{name}" in refusal("mtp", None, stub)
+    query = "layers.0.self_attn.q_proj.weight"
+    stub = heads.TargetStub(2, mtp=tensors | {query: tensors[query][:32]})
+    assert "q_proj.weight is [32, 24]" in refusal("mtp", None, stub)
+    stub = heads.TargetStub(2, mtp=tensors)
     for layers, key in itertools.product((0, 2), ("mtp_num_hidden_layers", "num_nextn_predict_layers")):
-        stub = kit.TargetStub(2, mtp=kit.stored(kit.mtp()))
-        stub.config = ModelConfig.from_dict(kit.llama(num_hidden_layers=2, **{key: layers}))
-        message = refusal(plan, "mtp", None, stub)
+        stub.config = ModelConfig.from_dict(heads.llama(num_hidden_layers=2, **{key: layers}))
+        message = refusal("mtp", None, stub)
         assert message.startswith(f"algorithm='mtp': the config of target has a head of {layers} layers")
 
 
-def test_mtp_head_is_read_from_the_targets_folder(kit: Any, tmp_path: Path, plan: Plan) -> None:
+def test_mtp_head_is_read_from_the_targets_folder(tmp_path: Path) -> None:
     """The head is optional: the target runs without it."""
-    stub = kit.TargetStub(2, mtp=kit.stored(kit.mtp()))
-    (tmp_path / "config.json").write_text(json.dumps(kit.llama(num_hidden_layers=2)))
+    stub = heads.TargetStub(2, mtp=heads.stored(heads.mtp()))
+    (tmp_path / "config.json").write_text(json.dumps(heads.llama(num_hidden_layers=2)))
     save_file(stub.tensors, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(str(tmp_path))
     assert checkpoint.mtp == stub.mtp
@@ -197,14 +187,14 @@ def test_mtp_head_is_read_from_the_targets_folder(kit: Any, tmp_path: Path, plan
     assert "the MTP head of" in plan("mtp", None, checkpoint)[0]
 
 
-def test_mtp_head_of_a_nested_text_config(kit: Any, tmp_path: Path, plan: Plan) -> None:
-    text = kit.qwen3_next(model_type="qwen3_5_moe_text", mtp_num_hidden_layers=1)
+def test_mtp_head_of_a_nested_text_config(tmp_path: Path) -> None:
+    text = heads.qwen3_next(model_type="qwen3_5_moe_text", mtp_num_hidden_layers=1)
     del text["architectures"]
     outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(outer))
-    tensors = kit.randomise(ModelConfig.from_dict(outer).tensor_shapes(), 1)
+    tensors = heads.randomise(ModelConfig.from_dict(outer).tensor_shapes(), 1)
     tensors["model.visual.blocks.0.weight"] = torch.zeros(2, 2)
-    head = {f"mtp.{name}": tensor for name, tensor in kit.stored(kit.mtp("fused")).items()}
+    head = {f"mtp.{name}": tensor for name, tensor in heads.stored(heads.mtp("fused")).items()}
     save_file(tensors | head, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(str(tmp_path))
     assert len(checkpoint.mtp) == 19  # as published
@@ -212,23 +202,21 @@ def test_mtp_head_of_a_nested_text_config(kit: Any, tmp_path: Path, plan: Plan) 
     assert "5 experts" in line
 
 
-FILES = [
-    ("missing", "no such folder"),
-    ("empty", "no config.json"),
-    ("bare", "neither safetensors nor a pytorch_model.bin"),
-    ("damaged", "damaged or not a file of tensors"),
-]
-
-
-@pytest.mark.parametrize(("kind", "message"), FILES)
-def test_folders_without_a_head_are_refused(tmp_path: Path, kind: str, message: str) -> None:
-    folder = tmp_path / kind
-    if kind != "missing":
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "no such folder"),
+        ({}, "no config.json"),
+        ({"config.json": "{}"}, "neither safetensors nor a pytorch_model.bin"),
+        ({"config.json": "{}", "pytorch_model.bin": "no tensors"}, "damaged or not a file of tensors"),
+    ],
+)
+def test_folders_without_a_head_are_refused(tmp_path: Path, files: dict[str, str] | None, message: str) -> None:
+    folder = tmp_path / "head"
+    if files is not None:
         folder.mkdir()
-    if kind in ("bare", "damaged"):
-        (folder / "config.json").write_text("{}")
-    if kind == "damaged":
-        (folder / "pytorch_model.bin").write_bytes(b"no tensors")
+        for name, content in files.items():
+            (folder / name).write_text(content)
     with pytest.raises(SpecbatchError, match=message) as caught:
         open_draft(str(folder))
     assert str(caught.value).startswith("draft=")
@@ -240,7 +228,7 @@ def test_folders_without_a_head_are_refused(tmp_path: Path, kind: str, message: 
 def dummy(shape: str, algorithm: str, draft: str | None = "dummy") -> tuple[Any, list[str]]:
     lines: list[str] = []
     config = EngineConfig(model=shape, load_format="dummy", speculation=Speculation(algorithm, draft=draft))
-    return PLANS[algorithm](open_checkpoint(shape, "dummy"), config, lines.append), lines
+    return heads.plan_of(algorithm)(open_checkpoint(shape, "dummy"), config, lines.append), lines
 
 
 def test_published_eagle3_head_of_qwen3_8b() -> None:
@@ -260,7 +248,7 @@ def test_published_eagle3_head_of_qwen3_8b() -> None:
     assert any("drafts 32000 of the target's 151936 tokens" in line for line in lines)
 
 
-@pytest.mark.parametrize("algorithm", PLANS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_named_shape_has_a_dummy_head(shape: str, algorithm: str) -> None:
     plan, _ = dummy(shape, algorithm, None if algorithm == "mtp" else "dummy")
@@ -269,13 +257,13 @@ def test_every_named_shape_has_a_dummy_head(shape: str, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
-def test_dummy_head_from_a_config(kit: Any, tmp_path: Path, as_folder: bool) -> None:
+def test_dummy_head_from_a_config(tmp_path: Path, as_folder: bool) -> None:
     sizes = {"vocab_size": 257, "hidden_size": 64, "draft_vocab_size": 100}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(kit.llama(**sizes, eagle_aux_hidden_state_layer_ids=[1, 4, 2])))
+    path.write_text(json.dumps(heads.llama(**sizes, eagle_aux_hidden_state_layer_ids=[1, 4, 2])))
     plan, _ = dummy("toy", "eagle3", str(tmp_path if as_folder else path))
     assert plan.aux == (0, 3, 1)
     assert plan.needs_all_hidden  # the last of four layers is one of them
-    assert plan.config.head_dim == kit.DIM
+    assert plan.config.head_dim == heads.DIM
     with pytest.raises(SpecbatchError, match=r"draft='nothing'.*config.json, its folder, or 'dummy'"):
         dummy("toy", "eagle3", "nothing")

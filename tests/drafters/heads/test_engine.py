@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import draft_heads as heads
 import pytest
 import torch
 from crossed import crossed
@@ -27,8 +28,8 @@ FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]
 BOTH = Graphs(decode="whole", prefill="piecewise")
 
 
-def sizes(kit: Any, **changes: Any) -> dict[str, Any]:
-    return kit.llama(vocab_size=COUNT, hidden_size=SIZE, intermediate_size=SIZE, **changes)
+def sizes(**changes: Any) -> dict[str, Any]:
+    return heads.llama(vocab_size=COUNT, hidden_size=SIZE, intermediate_size=SIZE, **changes)
 
 
 class Table:
@@ -36,8 +37,8 @@ class Table:
 
     name, origin = "table", "memory"
 
-    def __init__(self, kit: Any, tokenizer: Any) -> None:
-        self.config = ModelConfig.from_dict(sizes(kit, num_hidden_layers=4, max_position_embeddings=512))
+    def __init__(self, tokenizer: Any) -> None:
+        self.config = ModelConfig.from_dict(sizes(num_hidden_layers=4, max_position_embeddings=512))
         self._tokenizer = tokenizer
         self.tensors = {name: torch.zeros(shape) for name, shape in self.config.tensor_shapes().items()}
         for name, tensor in self.tensors.items():
@@ -47,7 +48,7 @@ class Table:
                 tensor.normal_(generator=torch.Generator().manual_seed(1))
         self.tensors["model.embed_tokens.weight"] = math.sqrt(SIZE) * torch.eye(COUNT, SIZE)
         self.tensors["lm_head.weight"][FOLLOWS, range(COUNT)] = 1.0
-        mtp = {f"mtp.{name}": tensor for name, tensor in kit.stored(head(kit, "mtp")).items()}
+        mtp = {f"mtp.{name}": tensor for name, tensor in heads.stored(head("mtp")).items()}
         self.mtp = {name: tuple(tensor.shape) for name, tensor in mtp.items()}
         self.tensors |= mtp
 
@@ -61,13 +62,13 @@ class Table:
         return self._tokenizer
 
 
-def head(kit: Any, kind: str) -> dict[str, torch.Tensor]:
+def head(kind: str) -> dict[str, torch.Tensor]:
     """Predicts the next token from the feature: fc selects it, the MLP replaces a token's vector with the next one's.
 
     "token" is an EAGLE head that reads the token alone, which its target's matrix turns into what follows.
     """
-    sizes = kit.layer(2 if kind == "eagle3" else 1, hidden=SIZE, mlp=SIZE)
-    tensors = {name: torch.zeros(shape) for name, shape in kit.named(sizes).items()}
+    sizes = heads.layer(2 if kind == "eagle3" else 1, hidden=SIZE, mlp=SIZE)
+    tensors = {name: torch.zeros(shape) for name, shape in heads.named(sizes).items()}
     norms = ["layer.input_layernorm", "layer.post_attention_layernorm"]
     step = -torch.eye(SIZE)
     step[FOLLOWS, range(COUNT)] += 1.0
@@ -89,8 +90,8 @@ def head(kit: Any, kind: str) -> dict[str, torch.Tensor]:
         tensors["d2t"] = torch.ones(COUNT - 1, dtype=torch.int64)
     if kind == "mtp":
         norms += ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
-        tensors["layer.self_attn.q_proj.weight"] = torch.zeros(2 * kit.HEADS * kit.DIM, SIZE)
-        tensors |= {f"layer.self_attn.{part}_norm.weight": torch.zeros(kit.DIM) for part in "qk"}
+        tensors["layer.self_attn.q_proj.weight"] = torch.zeros(2 * heads.HEADS * heads.DIM, SIZE)
+        tensors |= {f"layer.self_attn.{part}_norm.weight": torch.zeros(heads.DIM) for part in "qk"}
     # MTP adds 1 to its norms.
     tensors |= {f"{name}.weight": torch.full((SIZE,), float(kind != "mtp")) for name in norms}
     if kind in ("eagle", "token"):
@@ -112,15 +113,15 @@ KINDS = {"eagle": "eagle", "token": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
 
 
 @pytest.fixture
-def table_engine(kit: Any, toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def table_engine(toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """`table_engine(kind, schedule, count, **settings)`; count: tokens to draft, None for the default."""
 
     def build(kind: str, schedule: str = "v2", count: Any = None, **settings: Any) -> Engine:
         shape = {name: settings.pop(name) for name in ("draft_steps", "draft_topk") if name in settings}
-        table = Table(kit, toy.tokenizer)
+        table = Table(toy.tokenizer)
         monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda *_, **__: table)
-        config = sizes(kit, draft_vocab_size=COUNT - 1, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
-        draft = None if kind == "mtp" else write(config, head(kit, kind))
+        config = sizes(draft_vocab_size=COUNT - 1, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+        draft = None if kind == "mtp" else write(config, head(kind))
         settings = {"max_running": 8, "max_model_len": 120, "page_size": 4} | settings
         speculation = Speculation(KINDS[kind], schedule, draft=draft, draft_tokens=count, **shape)
         return Engine(EngineConfig(model="table", device="cpu", speculation=speculation, **settings))

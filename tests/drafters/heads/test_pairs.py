@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import draft_heads as heads
 import pytest
 import torch
 from stand_ins import FakeRecorder
@@ -13,10 +14,10 @@ from specbatch.drafters.feature_head import HeadPrefill, HeadPrefillGraphs
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
-def test_graph_prefill_writes_the_same_draft_kv_as_eager(kit: Any, write: Any, bench: Any, algorithm: str) -> None:
-    stub, draft, _, _ = kit.usual(algorithm, write)
+def test_graph_prefill_writes_the_same_draft_kv_as_eager(write: Any, bench: Any, algorithm: str) -> None:
+    stub, draft, _, _ = heads.usual(algorithm, write)
     here = bench([[1] * 50, [2] * 50, [3] * 50])
-    run = kit.Run(here, stub, algorithm, 3, draft)
+    run = heads.Run(here, stub, algorithm, 3, draft)
     head = run.drafter._head
     plain, recorded = (here.cache_for(run.target) for _ in range(2))
     pairs, graphs = HeadPrefill(head, plain), HeadPrefillGraphs(head, recorded, FakeRecorder(torch.device("cpu")), 40)  # type: ignore[arg-type]

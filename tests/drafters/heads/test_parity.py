@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import draft_heads as heads
 import pytest
 import torch
 from crossed import crossed, first_quick
@@ -23,7 +24,6 @@ LENGTHS = (2, 3, 5, 6, 13, 21)
 
 
 def check(
-    kit: Any,
     run: Any,
     reference: Any,
     boundaries: tuple[int, ...] = (),
@@ -38,26 +38,26 @@ def check(
         step = run.here.step(run.count, spare=(0, 6)[turn % 2], temperature=1.0)
         proposal = run.drafter.propose(step)
         assert proposal.drafted.tolist() == [run.count] * len(LENGTHS)
-        expected = expected_logits(kit, target, run.here.texts, reference, proposal, ids)
+        expected = expected_logits(target, run.here.texts, reference, proposal, ids)
         torch.testing.assert_close(proposal.probabilities.double(), expected.softmax(-1), rtol=1e-4, atol=2e-5)
         run.verify(step, proposal, accepted, [randomness.randrange(13) for _ in LENGTHS])
 
 
 def expected_logits(
-    kit: Any, target: Any, texts: list[list[int]], reference: Any, proposal: Any, ids: torch.Tensor | None
+    target: Any, texts: list[list[int]], reference: Any, proposal: Any, ids: torch.Tensor | None
 ) -> torch.Tensor:
     """Logits [rows, n, V] of the reference for the proposed tokens."""
-    features = kit.features_of(target, [text[:-1] for text in texts])
+    features = heads.features_of(target, [text[:-1] for text in texts])
     rows = zip(features, texts, proposal.tokens.tolist(), strict=True)
     return torch.stack([reference.drafts(own, text, drafts, ids) for own, text, drafts in rows])
 
 
 @pytest.fixture
-def start(kit: Any, bench: Any) -> Callable[..., Any]:
+def start(bench: Any) -> Callable[..., Any]:
     def build(stub: Any, algorithm: str, draft: str | None = None, count: int = 3, chunk: int = 5, **asked: Any) -> Any:
         randomness = random.Random(count)
         here = bench([[randomness.randrange(13) for _ in range(length)] for length in LENGTHS])
-        run = kit.Run(here, stub, algorithm, count, draft, **asked)
+        run = heads.Run(here, stub, algorithm, count, draft, **asked)
         run.prefill(chunk)
         return run
 
@@ -68,39 +68,39 @@ def start(kit: Any, bench: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(3, 3), (1, 1000), (4, 7), (2, 1)]))
-def test_eagle_matches_reference(kit: Any, write: Any, start: Any, count: int, chunk: int) -> None:
+def test_eagle_matches_reference(write: Any, start: Any, count: int, chunk: int) -> None:
     """Without a theta of its own a head uses 10000, whatever its target's is; a missing bias is none."""
-    stub, tensors = kit.TargetStub(2), kit.eagle(bias=False)
-    run = start(stub, "eagle", write(kit.llama(architectures=["LlamaForCausalLMEagle"]), tensors), count, chunk)
-    check(kit, run, kit.RefEagle(tensors, stub), turns=7)
+    stub, tensors = heads.TargetStub(2), heads.eagle(bias=False)
+    run = start(stub, "eagle", write(heads.llama(architectures=["LlamaForCausalLMEagle"]), tensors), count, chunk)
+    check(run, heads.RefEagle(tensors, stub), turns=7)
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
 
 
-def test_non_finite_weights_are_refused(kit: Any, write: Any, start: Any) -> None:
-    tensors = kit.eagle()
+def test_non_finite_weights_are_refused(write: Any, start: Any) -> None:
+    tensors = heads.eagle()
     tensors["fc.weight"][3, 2] = torch.inf
     with pytest.raises(SpecbatchError, match=r"^draft='fc.weight': .*not finite"):
-        start(kit.TargetStub(2), "eagle", write(kit.llama(), tensors), 2, 3)
+        start(heads.TargetStub(2), "eagle", write(heads.llama(), tensors), 2, 3)
 
 
 THETAS = [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}]
 
 
 @pytest.mark.parametrize(("stored", "spelling"), crossed([{}, {"binary": True}, {"prefix": "model."}], THETAS))
-def test_eagle_config_spellings(kit: Any, write: Any, start: Any, spelling: Any, stored: Any) -> None:
+def test_eagle_config_spellings(write: Any, start: Any, spelling: Any, stored: Any) -> None:
     """With an embedding and biases of its own."""
-    stub, tensors = kit.TargetStub(2), kit.eagle(own=True)
-    heads = {"q": kit.HEADS, "k": kit.KV, "v": kit.KV}
-    biases = {f"layer.self_attn.{part}_proj.bias": (count * kit.DIM,) for part, count in heads.items()}
-    tensors |= kit.randomise(biases, 9)
-    run = start(stub, "eagle", write(kit.llama(**spelling), tensors, **stored))
-    check(kit, run, kit.RefEagle(tensors, stub, theta=500.0))
+    stub, tensors = heads.TargetStub(2), heads.eagle(own=True)
+    sizes = {"q": heads.HEADS * heads.DIM, "k": heads.KV * heads.DIM, "v": heads.KV * heads.DIM}
+    biases = {f"layer.self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
+    tensors |= heads.randomise(biases, 9)
+    run = start(stub, "eagle", write(heads.llama(**spelling), tensors, **stored))
+    check(run, heads.RefEagle(tensors, stub, theta=500.0))
 
 
-def test_requested_theta_overrides_the_config(kit: Any, write: Any, start: Any) -> None:
-    stub, tensors = kit.TargetStub(2), kit.eagle()
-    run = start(stub, "eagle", write(kit.llama(rope_theta=500.0), tensors), draft_rope_theta=30.0)
-    check(kit, run, kit.RefEagle(tensors, stub, theta=30.0))
+def test_requested_theta_overrides_the_config(write: Any, start: Any) -> None:
+    stub, tensors = heads.TargetStub(2), heads.eagle()
+    run = start(stub, "eagle", write(heads.llama(rope_theta=500.0), tensors), draft_rope_theta=30.0)
+    check(run, heads.RefEagle(tensors, stub, theta=30.0))
     assert any("rope theta 30 (from draft_rope_theta)" in line for line in run.lines)
 
 
@@ -108,12 +108,12 @@ def test_requested_theta_overrides_the_config(kit: Any, write: Any, start: Any) 
 
 
 @pytest.mark.parametrize(("count", "chunk"), first_quick(1, [(4, 7), (1, 1000), (3, 3), (2, 1)]))
-def test_eagle3_matches_reference(kit: Any, write: Any, start: Any, count: int, chunk: int) -> None:
+def test_eagle3_matches_reference(write: Any, start: Any, count: int, chunk: int) -> None:
     """SafeAILab's format: midlayer, a reduced vocabulary, no theta, the default layers."""
-    stub, tensors = kit.TargetStub(8), kit.eagle3()
-    config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
+    stub, tensors = heads.TargetStub(8), heads.eagle3()
+    config = heads.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
     run = start(stub, "eagle3", write(config, tensors, "midlayer"), count, chunk)
-    check(kit, run, kit.RefEagle3(tensors, stub), (2, 4, 5), kit.ids(tensors), turns=7)
+    check(run, heads.RefEagle3(tensors, stub), (2, 4, 5), heads.ids(tensors), turns=7)
     assert any("inputs of layers 2, 4, 5 of 8 (from default)" in line for line in run.lines)
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
     assert any("drafts 9 of the target's 13 tokens" in line for line in run.lines)
@@ -124,33 +124,33 @@ NESTED = [([1, 3, 5], (2, 4, 6)), ([2, 3, 5], (2, 3, 5)), ([], (2, 4, 5))]
 
 @pytest.mark.parametrize(("listed", "boundaries", "rope"), crossed(NESTED, THETAS))
 def test_eagle3_in_specforge_format(
-    kit: Any, write: Any, start: Any, rope: Any, listed: list[int], boundaries: tuple[int, ...]
+    write: Any, start: Any, rope: Any, listed: list[int], boundaries: tuple[int, ...]
 ) -> None:
     """Layers in eagle_config are outputs if the first is 1, else inputs; names have a prefix; all tokens are drafted,
     through the target's matrix."""
-    stub, tensors = kit.TargetStub(8), kit.eagle3(known=None, more={"fc.bias": kit.HIDDEN})
-    tensors |= kit.randomise({"embed_tokens.weight": (13, kit.HIDDEN)}, 8)
+    stub, tensors = heads.TargetStub(8), heads.eagle3(known=None, more={"fc.bias": heads.HIDDEN})
+    tensors |= heads.randomise({"embed_tokens.weight": (13, heads.HIDDEN)}, 8)
     nested = {"eagle_aux_hidden_state_layer_ids": listed, "use_aux_hidden_state": True}
-    config = kit.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=None, eagle_config=nested, **rope)
+    config = heads.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=None, eagle_config=nested, **rope)
     run = start(stub, "eagle3", write(config, tensors, "midlayer", prefix="model."))
-    check(kit, run, kit.RefEagle3(tensors, stub, theta=500.0), boundaries)
+    check(run, heads.RefEagle3(tensors, stub, theta=500.0), boundaries)
 
 
 @pytest.mark.parametrize(("before", "rope"), crossed([True, False, None], THETAS))
-def test_eagle3_in_speculators_format(kit: Any, write: Any, start: Any, rope: Any, before: bool | None) -> None:
+def test_eagle3_in_speculators_format(write: Any, start: Any, rope: Any, before: bool | None) -> None:
     """A Qwen3 layer, described in a nested config; layers at the top are inputs, 6 of 6 that of the final norm."""
     more = {f"layer.self_attn.{part}_norm.weight": 12 for part in "qk"}
-    stub, tensors = kit.TargetStub(6), kit.eagle3(known=9, dim=12, more=more)
+    stub, tensors = heads.TargetStub(6), heads.eagle3(known=9, dim=12, more=more)
     config = {
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": kit.llama(architectures=None, model_type="qwen3", head_dim=12, **rope),
+        "transformer_layer_config": heads.llama(architectures=None, model_type="qwen3", head_dim=12, **rope),
         "draft_vocab_size": 9,
         "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
         "norm_before_residual": before,
     }
     run = start(stub, "eagle3", write(config, tensors))
-    reference = kit.RefEagle3(tensors, stub, theta=500.0, norm_before_residual=bool(before))
-    check(kit, run, reference, (1, 3, 6), kit.ids(tensors))
+    reference = heads.RefEagle3(tensors, stub, theta=500.0, norm_before_residual=bool(before))
+    check(run, reference, (1, 3, 6), heads.ids(tensors))
     assert any("lacks norm_before_residual" in line for line in run.lines) == (before is None)
 
 
@@ -167,46 +167,46 @@ NORMS: dict[str, tuple[dict[str, int], dict[str, bool], dict[str, Any], dict[str
 
 
 @pytest.mark.parametrize("norms", NORMS)
-def test_eagle3_with_norms_around_fc(kit: Any, write: Any, start: Any, norms: str) -> None:
+def test_eagle3_with_norms_around_fc(write: Any, start: Any, norms: str) -> None:
     more, described, stored, options = NORMS[norms]
-    stub, tensors = kit.TargetStub(8), kit.eagle3(more=more)
-    run = start(stub, "eagle3", write(kit.llama(draft_vocab_size=9) | described, tensors, **stored))
-    check(kit, run, kit.RefEagle3(tensors, stub, **options), (2, 4, 5), kit.ids(tensors))
+    stub, tensors = heads.TargetStub(8), heads.eagle3(more=more)
+    run = start(stub, "eagle3", write(heads.llama(draft_vocab_size=9) | described, tensors, **stored))
+    check(run, heads.RefEagle3(tensors, stub, **options), (2, 4, 5), heads.ids(tensors))
 
 
-def test_eagle3_narrower_than_its_target_reads_the_requested_layers(kit: Any, write: Any, start: Any) -> None:
+def test_eagle3_narrower_than_its_target_reads_the_requested_layers(write: Any, start: Any) -> None:
     """With matrices of its own a head may have another hidden size; aux_layers override its config."""
-    stub, tensors = kit.TargetStub(8), kit.eagle3(hidden=16)
-    tensors |= kit.randomise({"embed_tokens.weight": (13, 16)}, 8)
+    stub, tensors = heads.TargetStub(8), heads.eagle3(hidden=16)
+    tensors |= heads.randomise({"embed_tokens.weight": (13, 16)}, 8)
     listed = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    config = kit.llama(draft_vocab_size=9, hidden_size=16, target_hidden_size=kit.HIDDEN, **listed)
+    config = heads.llama(draft_vocab_size=9, hidden_size=16, target_hidden_size=heads.HIDDEN, **listed)
     run = start(stub, "eagle3", write(config, tensors), aux_layers=(7, 2, 8))
-    check(kit, run, kit.RefEagle3(tensors, stub), (7, 2, 8), kit.ids(tensors))
+    check(run, heads.RefEagle3(tensors, stub), (7, 2, 8), heads.ids(tensors))
 
 
 # -- MTP ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("turning", "count", "chunk"), crossed([8, 4, 2], [(4, 7), (1, 1000), (3, 3)]))
-def test_mtp_matches_reference(kit: Any, start: Any, count: int, chunk: int, turning: int) -> None:
+def test_mtp_matches_reference(start: Any, count: int, chunk: int, turning: int) -> None:
     """The rope is the target's; here a part of each head may be rotated in the head alone."""
-    tensors = kit.mtp()
-    stub = kit.TargetStub(2, mtp=kit.stored(tensors))
+    tensors = heads.mtp()
+    stub = heads.TargetStub(2, mtp=heads.stored(tensors))
     whole, plain = stub.config, stub.model()
     stub.config = replace(whole, rope=replace(whole.rope, rotary_dim=turning))
     stub.model = lambda: plain
-    reference = kit.RefMtp(tensors, stub, theta=77.0, turning=turning)
-    check(kit, start(stub, "mtp", None, count, chunk), reference, turns=7 if count == 4 else 3)
+    reference = heads.RefMtp(tensors, stub, theta=77.0, turning=turning)
+    check(start(stub, "mtp", None, count, chunk), reference, turns=7 if count == 4 else 3)
 
 
 @pytest.mark.parametrize("experts", [None, "each", "fused"])
-def test_mtp_of_a_moe_target(kit: Any, start: Any, experts: str | None) -> None:
+def test_mtp_of_a_moe_target(start: Any, experts: str | None) -> None:
     """The head's own MLP may be dense."""
-    tensors = kit.mtp(experts)
-    stub = kit.TargetStub(2, mtp=kit.stored(tensors))
+    tensors = heads.mtp(experts)
+    stub = heads.TargetStub(2, mtp=heads.stored(tensors))
     plain = stub.model()
-    stub.config, stub.model = ModelConfig.from_dict(kit.qwen3_next()), lambda: plain
-    check(kit, start(stub, "mtp", None, 3, 7), kit.RefMtp(tensors, stub, theta=77.0, turning=4))
+    stub.config, stub.model = ModelConfig.from_dict(heads.qwen3_next()), lambda: plain
+    check(start(stub, "mtp", None, 3, 7), heads.RefMtp(tensors, stub, theta=77.0, turning=4))
 
 
 # -- all ---------------------------------------------------------------------------------------------------------
@@ -216,25 +216,25 @@ ALGORITHMS = ("eagle", "eagle3", "mtp")
 
 
 @pytest.fixture
-def usual(kit: Any, write: Any, start: Any) -> Callable[[str], tuple[Any, Any, Any]]:
+def usual(write: Any, start: Any) -> Callable[[str], tuple[Any, Any, Any]]:
     """A run of an algorithm's usual head, its reference, and the tokens that it drafts."""
 
     def build(algorithm: str) -> tuple[Any, Any, Any]:
-        stub, folder, reference, ids = kit.usual(algorithm, write)
+        stub, folder, reference, ids = heads.usual(algorithm, write)
         return start(stub, algorithm, folder), reference, ids
 
     return build
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_greedy_drafts_are_argmax_as_the_batch_changes(kit: Any, usual: Any, algorithm: str) -> None:
+def test_greedy_drafts_are_argmax_as_the_batch_changes(usual: Any, algorithm: str) -> None:
     (run, reference, ids), randomness = usual(algorithm), random.Random(3)
     here = run.here
     while len(here.texts) > 1:
         step = here.step(3)
         proposal = run.drafter.propose(step)
         assert proposal.probabilities is None
-        expected = expected_logits(kit, run.target, here.texts, reference, proposal, ids)
+        expected = expected_logits(run.target, here.texts, reference, proposal, ids)
         assert proposal.tokens.tolist() == expected.argmax(-1).tolist()
         accepted = [randomness.randint(0, 3) for _ in here.texts]
         run.verify(step, proposal, accepted, [1] * len(here.texts))
@@ -243,7 +243,7 @@ def test_greedy_drafts_are_argmax_as_the_batch_changes(kit: Any, usual: Any, alg
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_draft_length_may_change_every_step(kit: Any, usual: Any, algorithm: str) -> None:
+def test_draft_length_may_change_every_step(usual: Any, algorithm: str) -> None:
     """Zero, one after zero, fewer than before: the head's cache has no gaps, and each distribution is right."""
     (run, reference, ids), randomness = usual(algorithm), random.Random(1)
     before = run.count
@@ -255,7 +255,7 @@ def test_draft_length_may_change_every_step(kit: Any, usual: Any, algorithm: str
         assert proposal.tokens.shape == (len(LENGTHS), count)
         assert proposal.drafted.tolist() == [count] * len(LENGTHS)
         if count:
-            expected = expected_logits(kit, run.target, run.here.texts, reference, proposal, ids)
+            expected = expected_logits(run.target, run.here.texts, reference, proposal, ids)
             torch.testing.assert_close(proposal.probabilities.double(), expected.softmax(-1), rtol=1e-4, atol=2e-5)
         run.count = before = count
         accepted = [randomness.randint(0, count) for _ in LENGTHS]

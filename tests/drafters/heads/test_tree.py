@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import draft_heads as heads
 import pytest
 import torch
 from crossed import crossed
@@ -49,19 +50,19 @@ def walk(ancestors: torch.Tensor, randomness: random.Random) -> list[int]:
 
 @pytest.mark.parametrize(("shape", "algorithm"), crossed(SHAPES, ["eagle", "eagle3", "mtp"]), ids=str)
 def test_tree_holds_the_most_likely_nodes_after_any_acceptance(
-    kit: Any, bench: Any, write: Callable[..., str], algorithm: str, shape: DraftShape
+    bench: Any, write: Callable[..., str], algorithm: str, shape: DraftShape
 ) -> None:
-    stub, folder, reference, ids = kit.usual(algorithm, write)
+    stub, folder, reference, ids = heads.usual(algorithm, write)
     randomness = random.Random(4)
     here = bench([[randomness.randrange(13) for _ in range(length)] for length in LENGTHS])
-    run = kit.Run(here, stub, algorithm, shape.tokens, folder, draft_steps=shape.steps, draft_topk=shape.topk)
+    run = heads.Run(here, stub, algorithm, shape.tokens, folder, draft_steps=shape.steps, draft_topk=shape.topk)
     assert run.plan.uncached_tail == shape.steps + 1
     run.prefill(5)
     for turn in range(4):
         step = here.step(shape.tokens, spare=8, temperature=float(turn % 2))
         proposal = run.drafter.propose(step)
         assert proposal.probabilities is None
-        features = kit.features_of(run.target, [text[:-1] for text in here.texts])
+        features = heads.features_of(run.target, [text[:-1] for text in here.texts])
         for index, text in enumerate(here.texts):
             tokens, ancestors = expected(reference, features[index], text, ids, shape)
             assert proposal.tokens[index].tolist() == tokens.tolist()
