@@ -19,33 +19,14 @@ from specbatch.models.dflash import DFlashConfig, published_layers, published_sh
 from specbatch.weights import open_checkpoint
 
 QWEN3_8B_B16: dict[str, Any] = {  # as z-lab publishes it
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "block_size": 16,
-    "bos_token_id": 151643,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "dtype": "bfloat16",
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "layer_types": ["full_attention"] * 5,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 5,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 8,
-    "num_target_layers": 36,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 16,
+    "bos_token_id": 151643, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16", "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 12288, "layer_types": ["full_attention"] * 5, "max_position_embeddings": 40960,
+    "max_window_layers": 5, "num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8,
+    "num_target_layers": 36, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 SLIDING = {
     "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
     "sliding_window": 2048,
@@ -67,7 +48,7 @@ def test_published_config() -> None:
     assert config.target_layers == (1, 9, 17, 25, 33)
     assert config.masks == (Mask(causal=False, window=None),) * 5
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.rope.theta) == (32, 8, 128, 1e6)
-    weights = config.parameter_count() - 5 * 2 * 1024 * 4096  # keys and values are there twice
+    weights = config.parameter_count() - 5 * 2 * 1024 * 4096  # keys and values are counted twice
     assert weights == pytest.approx(1.05e9, rel=0.01)
 
 
@@ -75,12 +56,10 @@ def test_published_config() -> None:
 @pytest.mark.parametrize("inside", [True, False])
 def test_keys_may_be_top_level_or_nested(key: str, inside: bool) -> None:
     own = {"block_size": 16, **QWEN3_8B_B16["dflash_config"], "num_target_layers": 36}
-    value = own.pop(key)
     rest = without("block_size", "dflash_config", "num_target_layers")
-    spelled = (
-        {**rest, key: value, "dflash_config": own} if not inside else {**rest, "dflash_config": {**own, key: value}}
-    )
-    assert DFlashConfig.from_dict(spelled) == read()
+    if not inside:
+        rest[key] = own.pop(key)
+    assert DFlashConfig.from_dict(rest | {"dflash_config": own}) == read()
 
 
 def test_rope_in_both_spellings() -> None:
@@ -205,10 +184,12 @@ def test_plan_and_log_of_a_dummy() -> None:
     for part in ("layers 1, 9, 17, 25, 33", "block of 16", "151669", "theta 1e+06", "32 heads of 128, 8 for keys"):
         assert part in text
     assert planned("qwen3-8b", draft_tokens=7)[0].drafted == 7
-    with pytest.raises(SpecbatchError, match="draft_steps=7: a block is drafted in one pass"):
-        planned("qwen3-8b", draft_tokens=7, draft_steps=7)
-    with pytest.raises(SpecbatchError, match="draft_tokens=16: the draft's block size is 16; use at most 15"):
-        planned("qwen3-8b", draft_tokens=16)
+    for asked, message in (
+        ({"draft_tokens": 7, "draft_steps": 7}, "draft_steps=7: a block is drafted in one pass"),
+        ({"draft_tokens": 16}, "draft_tokens=16: the draft's block size is 16; use at most 15"),
+    ):
+        with pytest.raises(SpecbatchError, match=message):
+            planned("qwen3-8b", **asked)
 
 
 def test_draft_for_another_target_is_refused(tmp_path: Path) -> None:
@@ -253,21 +234,24 @@ def test_folder_is_read_and_checked(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(described))
         save_file({**tensors, **changes}, tmp_path / "model.safetensors")
 
+    def opened() -> Any:
+        return open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+
     write({})
-    found = open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+    found = opened()
     assert found.config == config
     assert all(torch.equal(found.tensor(name), value) for name, value in tensors.items())
     extra = {"embed_tokens.weight": torch.randn(257, 64), "lm_head.weight": torch.randn(257, 64)}
     write(extra)
     with pytest.raises(SpecbatchError, match=r"describes no tensor embed_tokens\.weight"):
-        open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+        opened()
     write(extra, SMALL_SPECULATORS)
-    copied = open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+    copied = opened()
     assert sorted(copied.names()) == sorted(tensors)
-    assert copied.config.draft_vocab is None  # type: ignore[attr-defined]
+    assert copied.config.draft_vocab is None
     write({"mask_embedding": torch.randn(64)})
     with pytest.raises(SpecbatchError, match="describes no tensor mask_embedding"):
-        open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
+        opened()
 
 
 def test_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:

@@ -68,32 +68,28 @@ NEMOTRON = {
     "moe_intermediate_size": 128,
     "moe_shared_expert_intermediate_size": 256,
 }
+
+
+def qkv_of(*layers: int) -> set[str]:
+    return {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "qkv"}
+
+
 # Config, modules not converted, whether a layer's experts are one tensor, weights that are always dequantized.
 CASES: dict[str, tuple[dict[str, Any], list[str], bool, set[str]]] = {
     "dense": (QWEN3, ["lm_head", "model.layers.1.mlp"], False, set()),
     "dense, mixed": (QWEN3, ["model.layers.0.mlp.up_proj"], False, {"model.layers.0.mlp.gate_proj.weight"}),
-    "dense, uneven": (
-        {**QWEN3, "head_dim": 48},
-        ["lm_head"],
-        False,
-        {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkv"},
-    ),
+    "dense, uneven": ({**QWEN3, "head_dim": 48}, ["lm_head"], False, qkv_of(0, 1)),
     "moe": (MOE, ["lm_head", "model.layers.0.mlp.gate"], False, set()),
     "moe, fused": (MOE, [], True, set()),
-    "next": (
-        NEXT,
-        ["linear_attn.in_proj_ba"],
-        False,
-        {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"},
-    ),
-    "qwen3.5": (
-        QWEN35,
-        [f"model.layers.0.linear_attn.in_proj_{part}" for part in "ab"],
-        True,
-        {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"},
-    ),
+    "next": (NEXT, ["linear_attn.in_proj_ba"], False, qkv_of(1)),
+    "qwen3.5": (QWEN35, [f"model.layers.0.linear_attn.in_proj_{part}" for part in "ab"], True, qkv_of(1)),
     "nemotron": (NEMOTRON, [], False, set()),
 }
+
+
+QUANTIZATION = {
+    "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+}  # fmt: skip
 
 
 def quantized(unquantized: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,11 +110,7 @@ def quantized(unquantized: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 
 def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool) -> dict[str, torch.Tensor]:
     """Writes an FP8 checkpoint; returns its dequantized weights."""
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    described = {
-        **described,
-        "quantization_config": {**quantization, "activation_scheme": "dynamic", "modules_to_not_convert": plain},
-    }
+    described = described | {"quantization_config": QUANTIZATION | {"modules_to_not_convert": plain}}
     (folder / "config.json").write_text(json.dumps(described))
     config = ModelConfig.from_dict(described)
     shapes = (config.stacked() if fused else config).tensor_shapes()
@@ -151,14 +143,10 @@ def logits(model: Decoder, count: int = 23) -> torch.Tensor:
 
 
 def linear_types(model: Decoder) -> set[type]:
-    found = set()
-    for layer in model.layers:
-        for part in (layer.mixer, *layer.mlps):
-            found |= {type(item) for item in vars(part).values() if isinstance(item, Linear)}
-            found |= {
-                FP8Linear for item in vars(part).values() if isinstance(item, Experts) and item.up.scales is not None
-            }
-    return found
+    parts = [part for layer in model.layers for part in (layer.mixer, *layer.mlps)]
+    items = [item for part in parts for item in vars(part).values()]
+    experts = {FP8Linear for item in items if isinstance(item, Experts) and item.up.scales is not None}
+    return {type(item) for item in items if isinstance(item, Linear)} | experts
 
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
@@ -216,13 +204,7 @@ def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str
     ],
 )
 def test_fp8_mtp_head_matches_dequantized_head(
-    case: str,
-    changes: dict[str, Any],
-    unquantized: set[str],
-    joined: bool,
-    keeps: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, changes: Any, unquantized: set[str], joined: bool, keeps: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     described, plain, fused, _ = CASES[case]
     write(tmp_path, described | changes, plain, fused)
@@ -362,6 +344,5 @@ def test_unannounced_scales_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_other_quantizations_are_refused(changes: dict[str, Any], named: str) -> None:
-    known = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     with pytest.raises(SpecbatchError, match=named):
-        ModelConfig.from_dict({**QWEN3, "quantization_config": {**known, **changes}})
+        ModelConfig.from_dict({**QWEN3, "quantization_config": QUANTIZATION | changes})
