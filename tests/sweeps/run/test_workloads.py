@@ -29,24 +29,24 @@ def test_random_prompts_have_their_length_and_no_end_tokens():
     assert {token for prompt in prompts for token in prompt} == set(range(50)) - {3, 4, 5}
 
 
-def test_a_larger_point_starts_with_the_prompts_of_a_smaller_one():
+def test_larger_point_starts_with_the_prompts_of_a_smaller_one():
     workload = Workload(input_len=9)
     assert workload.prompts(TOKENIZER, 7)[:3] == workload.prompts(TOKENIZER, 3)
 
 
-def test_the_seed_chooses_the_prompts():
+def test_seed_chooses_the_prompts():
     one, again, other = (Workload(seed=seed).prompts(TOKENIZER, 2) for seed in (1, 1, 2))
     assert one == again
     assert one != other
     assert one[0] != one[1]
 
 
-def test_a_point_has_some_prompts_per_request_and_at_least_four():
+def test_number_of_prompts_of_a_point():
     workload = Workload(prompts_per_concurrency=2)
     assert [workload.count(concurrency) for concurrency in (1, 2, 8)] == [4, 4, 16]
 
 
-def test_questions_of_a_file_start_over_when_they_run_out(tmp_path):
+def test_questions_of_a_file_repeat(tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "2"}\n')
     workload = Workload(dataset="gsm8k", data=tmp_path / "q.jsonl", output_len=5)
     prompts = workload.prompts(TOKENIZER, 3)
@@ -75,21 +75,15 @@ def test_prompts_of_a_group_share_their_beginning_and_come_in_shuffled_order():
     assert prompts == workload.prompts(TOKENIZER, 20)
 
 
-def test_a_concurrency_above_the_prompts_is_refused():
+def test_concurrency_above_the_prompts_is_refused():
     few = {"dataset": "gsp", "groups": 2, "group_prompts": 3, "shared_len": 8}
     with pytest.raises(SpecbatchError, match="concurrency=7: there are 6 prompts; use at most 6, or more groups"):
         SweepOptions((1, 7), workload=Workload(**few))
     SweepOptions((1, 6), workload=Workload(**few))
-    SweepOptions((7,), workload=Workload(**few, request_rate=2.0))  # where it is the most that are worked on
+    SweepOptions((7,), workload=Workload(**few, request_rate=2.0))  # with arrivals it is only an upper limit
 
 
-def test_settings_of_groups_need_the_dataset_gsp():
-    for name, value in (("groups", 3), ("group_prompts", 2), ("shared_len", 9)):
-        with pytest.raises(SpecbatchError, match=f"{name}={value}: goes with --dataset gsp"):
-            Workload(**{name: value})
-
-
-def test_arrivals_are_seeded_and_keep_to_their_rate():
+def test_arrivals_are_seeded_and_have_their_rate():
     one, again, other = (Workload(request_rate=10, seed=seed).arrivals(4000) for seed in (1, 1, 2))
     assert one == again != other
     assert one[0] == 0.0
@@ -98,7 +92,7 @@ def test_arrivals_are_seeded_and_keep_to_their_rate():
     mean = sum(gaps) / len(gaps)
     assert 0.095 < mean < 0.105
     spread = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
-    assert 0.9 < spread / mean**2 < 1.1, "exponential: its spread is its mean"
+    assert 0.9 < spread / mean**2 < 1.1, "exponential: standard deviation = mean"
     assert Workload().arrivals(5) is None
 
 
@@ -113,9 +107,9 @@ def test_a_range_samples_lengths_and_fixed_lengths_keep_their_prompts():
     assert workload.params(7) == params[:7]
     assert Workload(input_len=(5, 40), seed=4).prompts(TOKENIZER, 7) != prompts[:7]
     assert workload.max_model_len == 49
-    said = workload.describe(prompts)
-    assert (said["input_len"], said["input_range"], said["output_range"]) == (None, [5, 40], [2, 9])
-    assert lines_of(said)["workload"] == "random, 5 to 40 input tokens each, output exactly 2 to 9, greedy, seed 3"
+    described = workload.describe(prompts)
+    assert (described["input_len"], described["input_range"], described["output_range"]) == (None, [5, 40], [2, 9])
+    assert lines_of(described)["workload"] == "random, 5 to 40 input tokens each, output exactly 2 to 9, greedy, seed 3"
     exact = Workload(input_len=6, output_len=4).describe([[1]])
     assert (exact["input_len"], exact["input_range"], exact["output_len"], exact["output_range"]) == (6, None, 4, None)
     assert sha256_of(Workload(input_len=9).prompts(TOKENIZER, 2)) == (
@@ -138,8 +132,11 @@ def test_groups_have_system_prompts_of_random_lengths():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
+        ({"groups": 3}, "groups=3: goes with --dataset gsp"),
+        ({"group_prompts": 2}, "group_prompts=2: goes with --dataset gsp"),
+        ({"shared_len": 9}, "shared_len=9: goes with --dataset gsp"),
         ({"input_len": (9, 3)}, "input_len='9-3': the smaller number comes first; use 3-9"),
         ({"output_len": (0, 3)}, "output_len=0: use a whole number of at least 1"),
         ({"burst": 4}, "burst=4: give --request-rate"),
@@ -149,10 +146,10 @@ def test_groups_have_system_prompts_of_random_lengths():
         ({"dataset": "gsp", "thinking": False}, "thinking=False: gsp prompts are not text"),
     ],
 )
-def test_impossible_settings_are_refused(settings, said):
+def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(SpecbatchError) as found:
         Workload(**settings)
-    assert said in str(found.value)
+    assert message in str(found.value)
 
 
 def test_bursts_arrive_together_at_the_same_mean_rate():
@@ -161,13 +158,11 @@ def test_bursts_arrive_together_at_the_same_mean_rate():
     assert all(one[place] == one[place // 8 * 8] for place in range(8000))
     assert starts == sorted(set(starts))
     assert 0.9 < starts[-1] / 800 < 1.1
-    assert len(Workload(request_rate=10, burst=8).arrivals(11)) == 11
-    assert (
-        Workload(request_rate=10, burst=8).arrivals(11)[8:] == [Workload(request_rate=10, burst=8).arrivals(9)[8]] * 3
-    )
+    eleven = Workload(request_rate=10, burst=8, seed=5).arrivals(11)
+    assert eleven == [one[0]] * 8 + [one[8]] * 3
 
 
-def test_all_at_once():
+def test_burst_of_0_sends_all_prompts_at_once():
     workload = Workload(burst=0)
     assert workload.arrivals(5) == [0.0] * 5
     assert lines_of(workload.describe([[1]]))["arrivals"].startswith("all prompts of a point at once")
@@ -180,7 +175,7 @@ def written(tmp_path, *rows):
 
 
 class Chatty:
-    """Shows what the template was told."""
+    """Renders the template's options and the messages."""
 
     encode = staticmethod(lambda text, add_special_tokens=True: list(f"{'<s>' * add_special_tokens}{text}".encode()))
 
@@ -192,17 +187,17 @@ def texts(workload, count=2):
     return [bytes(prompt).decode() for prompt in workload.prompts(Chatty(), count)]
 
 
-def test_texts_are_continued_or_asked_as_messages(tmp_path):
+def test_texts_are_continued_or_rendered_as_messages(tmp_path):
     source = written(tmp_path, {"question": "6 x 7?"}, {"messages": [{"role": "user", "content": "Hi"}]})
     assert texts(Workload(source)) == ["<s>Question: 6 x 7?\nAnswer:", "[user]Hi"]
     assert texts(Workload(source, chat_template=True)) == ["[user]6 x 7?", "[user]Hi"]
     assert texts(Workload(source, chat_template=False)) == ["<s>Question: 6 x 7?\nAnswer:", "<s>Hi"]
     assert texts(Workload(source, chat_template=True, thinking=False))[0] == "{'enable_thinking': False}[user]6 x 7?"
     shown = [work.params(1)[0].skip_special_tokens for work in (Workload(), Workload(source))]
-    assert shown == [True, False], "marks of a template are special tokens, too"
+    assert shown == [True, False], "tags of a template are special tokens, too"
     assert [Workload(source, chat_template=on).is_rendered for on in (None, True, False)] == [True, True, False]
-    said = lines_of(Workload(source, thinking=True).describe([[1]]))["workload"]
-    assert "text by the chat template, thinking on, output at most 128" in said
+    line = lines_of(Workload(source, thinking=True).describe([[1]]))["workload"]
+    assert "text by the chat template, thinking on, output at most 128" in line
 
 
 def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
@@ -216,7 +211,7 @@ def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
         Workload(source, output_len=(3, 4))
 
 
-def test_only_the_first_turn_is_asked(tmp_path):
+def test_only_the_first_turn_is_used(tmp_path):
     source = written(tmp_path, {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]})
     workload = Workload(source)
     assert texts(workload, 1) == ["[user]Write."]
@@ -226,10 +221,10 @@ def test_only_the_first_turn_is_asked(tmp_path):
         with pytest.raises(SpecbatchError, match="turns must be a list of strings"):
             Workload(written(tmp_path, {"turns": turns}))
     with pytest.raises(SpecbatchError, match=r"one of the keys prompt, prompt_token_ids, question, messages$"):
-        read_prompts(Path(written(tmp_path, {"turns": ["a"]})))  # generate would leave the others unanswered
+        read_prompts(Path(written(tmp_path, {"turns": ["a"]})))  # generate would not answer the other turns
 
 
-def test_a_task_has_examples_and_stop_texts():
+def test_task_has_examples_and_stop_texts():
     plain = Workload("lm-eval:one_digit_sums", output_len=5, read_task=task_prompts)
     first, second = texts(plain)
     assert first != second
@@ -241,7 +236,7 @@ def test_a_task_has_examples_and_stop_texts():
     assert len(plain.rows) > 20
 
 
-def test_a_task_reads_questions_from_a_file(tmp_path):
+def test_task_reads_questions_from_a_file(tmp_path):
     rows = [{"question": f"What is {n}?", "answer": f"It is #### {n}"} for n in range(8)]
     workload = Workload("lm-eval:gsm8k", Path(written(tmp_path, *rows)), read_task=task_prompts)
     first = texts(workload)[0]
