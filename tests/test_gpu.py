@@ -23,10 +23,7 @@ from specbatch.engine.draft_length import DraftLength
 from specbatch.sweeps.check import CheckOptions, run_check
 from specbatch.weights.shapes import SHAPES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
 
 SPECULATIONS = {
     "none": Speculation(),

@@ -72,12 +72,7 @@ def run(engine: Engine, prompts: list[list[int]]) -> None:
     ],
 )
 def test_replayed_calls_give_the_same_tensors(
-    targets: Targets,
-    monkeypatch: pytest.MonkeyPatch,
-    target: str,
-    drafter: str,
-    schedule: str,
-    expected: set[str],
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, target: str, drafter: str, schedule: str, expected: set[str]
 ) -> None:
     if drafter.endswith("auto"):
         random_draft_lengths(monkeypatch)

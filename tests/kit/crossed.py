@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -28,37 +28,6 @@ def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
 def first_quick(count: int, values: Iterable[Any]) -> list[Any]:
     """`values`, of which all but the first `count` are slow; a plain tuple holds several arguments."""
     return [_param([value], is_quick=place < count) for place, value in enumerate(values)]
-
-
-def pairwise(
-    *axes: Sequence[Any], apart: Collection[tuple[int, int]] = (), possible: Callable[..., bool] = lambda *_: True
-) -> list[tuple[Any, ...]]:
-    """A small subset of the product that covers every pair of values of two axes (pairwise testing).
-
-    apart: pairs of axes that need no coverage; they still vary. possible: whether a combination is valid.
-    Greedy and deterministic: takes the first missing pair and the combination that covers most, then the rarest values.
-    """
-    every = [item for item in itertools.product(*axes) if possible(*item)]
-    places = [both for both in itertools.combinations(range(len(axes)), 2) if both not in apart]
-    missing = dict.fromkeys((both, tuple(item[at] for at in both)) for item in every for both in places)
-    met: dict[tuple[tuple[int, int], Any], int] = {}
-    chosen: list[tuple[Any, ...]] = []
-    while missing:
-        both, pair = next(iter(missing))
-        fitting = [item for item in every if tuple(item[at] for at in both) == pair]
-
-        def worth(item: tuple[Any, ...]) -> tuple[int, int]:
-            new = sum((both, tuple(item[at] for at in both)) in missing for both in places)
-            old = sum(met.get((both, tuple(item[at] for at in both)), 0) for both in apart)
-            return new, -old
-
-        best = max(fitting, key=worth)
-        chosen.append(best)
-        for both in (*places, *apart):
-            pair = tuple(best[at] for at in both)
-            missing.pop((both, pair), None)
-            met[both, pair] = met.get((both, pair), 0) + 1
-    return chosen
 
 
 def _param(values: list[Any], *, is_quick: bool) -> Any:

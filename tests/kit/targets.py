@@ -59,12 +59,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], **_MOE, "norm_topk_prob": True, "mlp_only_layers": [2]},
     "qwen3-next": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_DELTA, **_SHARED},
     "qwen3.5": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **_DELTA},
-    "qwen3.5-moe": {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        **_DELTA,
-        **_SHARED,
-    },
+    "qwen3.5-moe": {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED},
     "nemotron-h": {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*-M", **_MAMBA},
     "nemotron-h-moe": {
         "architectures": ["NemotronHForCausalLM"],
@@ -176,7 +171,7 @@ def head_weights(shapes: dict[str, tuple[int, ...]], join: str, shift: float) ->
     return {name: tensor + shift if tensor.dim() == 1 else tensor for name, tensor in found.items()}
 
 
-LONGEST = 25
+LONGEST = 20
 
 
 class Targets:

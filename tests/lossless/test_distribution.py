@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from chi_square import p_value
 from crossed import first_quick
 from lossless import settings_of
-from scipy import stats
 from targets import Targets
 
 from specbatch import SamplingParams
 
-REQUESTS, TOKENS, TOP_K, TEMPERATURE = 1500, 4, 3, 1.5
+REQUESTS, TOKENS, TOP_K, TEMPERATURE = 800, 3, 3, 1.5
 
 # Sampled chains are verified by rejection sampling, trees by the target's own samples.
 CASES = [
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.mark.parametrize(("target", "drafter"), first_quick(2, CASES))
 def test_sampled_tokens_follow_the_target_distribution(targets: Targets, target: str, drafter: str) -> None:
-    engine = targets.engine(target, drafter, max_running=500, **settings_of(target, drafter))
+    engine = targets.engine(target, drafter, max_running=400, **settings_of(target, drafter))
     prompt = targets.prompts(target)[0]
     params = [
         SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, seed=seed, max_new_tokens=TOKENS, ignore_eos=True)
@@ -61,15 +61,3 @@ def distribution(targets: Targets, target: str, prompt: list[int]) -> dict[tuple
                 longer[(*text, token)] = chance * share
         texts = longer
     return texts
-
-
-def p_value(counts: list[int], expected: list[float]) -> float:
-    """P-value of the chi-square test; texts expected fewer than five times are pooled."""
-    common = [pair for pair in zip(counts, expected, strict=True) if pair[1] >= 5]
-    observed, wanted = map(list, zip(*common, strict=True))
-    rest = sum(expected) - sum(wanted)
-    if rest >= 5:
-        observed.append(sum(counts) - sum(observed))
-        wanted.append(rest)
-    scale = sum(observed) / sum(wanted)
-    return float(stats.chisquare(observed, [item * scale for item in wanted]).pvalue)

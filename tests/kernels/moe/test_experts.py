@@ -359,11 +359,7 @@ def randomise(block: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("twin")
 def test_qwen3_moe_matches_transformers(device: torch.device) -> None:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-        Qwen3MoeConfig,
-        Qwen3MoeRMSNorm,
-        Qwen3MoeSparseMoeBlock,
-    )
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
 
     config = Qwen3MoeConfig(
         hidden_size=32, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True

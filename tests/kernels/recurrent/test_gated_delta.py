@@ -170,12 +170,7 @@ def parents_of(randomness: random.Random, nodes: int, tree: bool) -> list[int]:
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     first_quick(
-        1,
-        [
-            (torch.float32, (1, 3, 24, 20)),
-            (torch.float16, (2, 4, 40, 24)),
-            (torch.bfloat16, (3, 6, 128, 128)),
-        ],
+        1, [(torch.float32, (1, 3, 24, 20)), (torch.float16, (2, 4, 40, 24)), (torch.bfloat16, (3, 6, 128, 128))]
     ),
 )
 def test_prompts_and_verifies(

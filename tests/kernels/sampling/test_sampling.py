@@ -46,10 +46,7 @@ def test_python_reference_is_splitmix64() -> None:
 
 @pytest.mark.parametrize("stream", slow_but([ACCEPT], STREAMS))
 @STEADY
-@given(
-    seed=st.integers(-(1 << 63), (1 << 63) - 1),
-    position=st.integers(0, (1 << 63) - 1) | st.integers(0, 100),
-)
+@given(seed=st.integers(-(1 << 63), (1 << 63) - 1), position=st.integers(0, (1 << 63) - 1) | st.integers(0, 100))
 def test_random_numbers_are_splitmix64(stream: int, seed: int, position: int) -> None:
     assert uniform_ref(torch.tensor(seed), torch.tensor(position), stream).item() == number(seed, position, stream)
 
