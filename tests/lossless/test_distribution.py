@@ -30,7 +30,7 @@ CASES = [
 @pytest.mark.parametrize(("target", "drafter"), first_quick(2, CASES))
 def test_sampled_tokens_follow_the_target_distribution(targets: Targets, target: str, drafter: str) -> None:
     engine = targets.engine(target, drafter, max_running=400, **settings_of(target, drafter))
-    prompt = targets.prompts(target)[0]
+    prompt = targets.prompts(target)[4]
     params = [
         SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, seed=seed, max_new_tokens=TOKENS, ignore_eos=True)
         for seed in range(REQUESTS)
