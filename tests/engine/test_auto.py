@@ -1,5 +1,5 @@
-"""`draft_tokens="auto"` in whole engines: whatever lengths are chosen, tokens and acceptance are those that they were;
-and what is chosen follows from the clock, which is a made-up one here."""
+"""`draft_tokens="auto"` in whole engines: the draft model catches up after steps without drafts, and the chosen length
+follows from step times, which a fake clock gives here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
-from stand_ins import fake_graphs, random_draft_lengths
+from stand_ins import fake_graphs, no_step_times, random_draft_lengths
 
 from specbatch import Engine, SamplingParams
 from specbatch.config import Graphs, Speculation
@@ -48,12 +48,12 @@ def auto(name: str, schedule: str = "v2", **changes: Any) -> Speculation:
 
 
 @pytest.mark.parametrize(("setting", "schedule"), list(zip(SETTINGS, ["v1", "v2", "v2"], strict=True)))
-def test_counts_and_the_catching_up_of_a_draft_model(
+def test_a_draft_model_catches_up_after_steps_without_drafts(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, setting: str, schedule: str
 ) -> None:
-    """A draft of the target's own weights errs only where it lacks what came before: it never does."""
+    """A draft with the target's own weights is wrong only where its KV cache lacks tokens: it never is."""
     random_draft_lengths(monkeypatch)
-    prompts = [list(prompt) for prompt in toy.prompts()[8:20]]
+    prompts = [list(prompt) for prompt in toy.prompts()[8:16]]
     engine = toy_engine(speculation=auto("same", schedule), **SETTINGS[setting])
     engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
     record = engine.record()
@@ -64,10 +64,10 @@ def test_counts_and_the_catching_up_of_a_draft_model(
     assert 0 < record.metrics["drafted_tokens"] < 5 * record.metrics["verify_steps"]
 
 
-def test_a_draft_that_rests_catches_up_in_passes_of_at_most_a_chunk(
+def test_an_idle_draft_model_catches_up_in_passes_of_at_most_a_chunk(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten iterations without drafts, then with; a probe brings up as many requests as a pass holds."""
+    """Ten steps without drafts, then with; for a probe, as many requests catch up as fit into a pass."""
     passes: list[list[tuple[int, int]]] = []
     catch_up = DraftModelChain.catch_up
 
@@ -82,22 +82,24 @@ def test_a_draft_that_rests_catches_up_in_passes_of_at_most_a_chunk(
         self.probing = length > 0 and plan[:1] == [0]
         return length
 
+    no_step_times(monkeypatch)
     engine = toy_engine(speculation=auto("same", "v1"), prefill_chunk=25, prefix_cache=False)
     monkeypatch.setattr(DraftModelChain, "catch_up", spied)
     monkeypatch.setattr(DraftModelChain, "prefill", lambda self, *args: catch_up(self, *args[:2]))
     monkeypatch.setattr(DraftLength, "choose", choose)
     engine.generate([list(prompt) for prompt in toy.prompts()[:4]], SamplingParams(max_new_tokens=40, ignore_eos=True))
     totals = [sum(end - start for start, end in spans) for spans in passes]
-    # The newest of the ten is left to the draft's own pass: ten each, the token before the root included. Two requests
-    # fit into the probe's; later the others lack 15 and these four, a pass at a time.
+    # The draft's own pass computes the newest of the ten: ten each, with the token before the root. Two requests fit
+    # into the probe's pass; later the others lack 15 tokens and these four, a pass at a time.
     assert totals == [20, 25, 13]
     assert engine.record().counters["acceptance"]["tried"][4] > 0
 
 
-def test_a_prefix_that_a_resting_draft_has_not_seen_is_not_shared(
+def test_a_prefix_that_an_idle_draft_model_has_not_computed_is_not_shared(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[int, int]] = []
+    no_step_times(monkeypatch)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
     release = Scheduler.release
 
@@ -118,32 +120,32 @@ def test_a_prefix_that_a_resting_draft_has_not_seen_is_not_shared(
         assert (shared <= prompt) is (name == "same")
 
 
-def test_a_request_that_is_retracted_is_read_again_by_its_draft_too(
+def test_the_draft_model_recomputes_a_retracted_request(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    behind: list[tuple[int | None, int | None]] = []
+    valid: list[tuple[int | None, int | None]] = []
     retract = Scheduler._retract
 
     def watched(self: Scheduler, request: Any) -> None:
         before = request.draft_kv_valid_until
         retract(self, request)
-        behind.append((before, request.draft_kv_valid_until))
+        valid.append((before, request.draft_kv_valid_until))
 
+    no_step_times(monkeypatch)
     monkeypatch.setattr(Scheduler, "_retract", watched)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
     engine = toy_engine(speculation=auto("same"), **SETTINGS["crowded"])
-    engine.generate(
-        [list(prompt) for prompt in toy.prompts()[8:20]], SamplingParams(max_new_tokens=25, ignore_eos=True)
-    )
-    assert any(before is not None for before, _ in behind)
-    assert all(after is None for _, after in behind)
+    prompts = [list(prompt) for prompt in toy.prompts()[8:16]]
+    engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
+    assert any(before is not None for before, _ in valid)
+    assert all(after is None for _, after in valid)
 
 
-# -- what is chosen ---------------------------------------------------------------------------------------------------
+# -- the chosen length ------------------------------------------------------------------------------------------------
 
 
-class MadeUpClock(StepTimer):
-    """An iteration takes what `cost` says of its rows and drafts."""
+class FakeClock(StepTimer):
+    """A step takes `cost` seconds."""
 
     now = 0.0
 
@@ -153,7 +155,7 @@ class MadeUpClock(StepTimer):
 
     def __init__(self) -> None:
         self._previous: Any = None
-        self._start = MadeUpClock.now
+        self._start = FakeClock.now
 
     @classmethod
     def begin(cls, device: torch.device) -> StepTimer:
@@ -161,33 +163,33 @@ class MadeUpClock(StepTimer):
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
-        self._took = MadeUpClock.now - self._start
+        self._took = FakeClock.now - self._start
 
     def seconds(self) -> tuple[float, float | None]:
         return self._took, 0.0 if self.follows else None
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpClock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> type[FakeClock]:
     run = DecodeStep.__call__
 
     def timed(self: DecodeStep, step: Any) -> Any:
-        MadeUpClock.now += MadeUpClock.cost(len(step.slots), step.num_drafts)
+        FakeClock.now += FakeClock.cost(len(step.slots), step.num_drafts)
         return run(self, step)
 
     def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-        start = MadeUpClock.now
+        start = FakeClock.now
         work()
-        return MadeUpClock.now - start
+        return FakeClock.now - start
 
     monkeypatch.setattr(DecodeStep, "__call__", timed)
-    monkeypatch.setattr("specbatch.engine.runner.StepTimer", MadeUpClock)
+    monkeypatch.setattr("specbatch.engine.runner.StepTimer", FakeClock)
     monkeypatch.setattr("specbatch.engine.step_times.seconds_of", seconds_of)
-    return MadeUpClock
+    return FakeClock
 
 
 def shares(engine: Engine) -> dict[str, float]:
-    """Of the steps, by drafts, all batches together."""
+    """Share of the steps by number of drafts, all batches together."""
     rows = engine.record().counters["draft_lengths"].values()
     total = sum(count for row in rows for count in row.values())
     found: dict[str, float] = {}
@@ -202,23 +204,23 @@ def shares(engine: Engine) -> dict[str, float]:
     crossed([(6.0, "5"), (1.0, "0"), (1.95, "1")], [("same", Graphs()), ("eagle3", BOTH)], ["v1", "v2"]),
 )
 @pytest.mark.usefixtures("clock")
-def test_off_where_nothing_is_accepted_and_the_most_where_all_is(
+def test_no_drafts_where_none_is_accepted_and_the_most_where_all_are(
     toy: Any, toy_engine: Callable[..., Engine], name: str, mean: float, wanted: str, schedule: str, graphs: Graphs
 ) -> None:
-    """By accept length drawn by a coin; an average of one draft is no reason for a second one."""
+    """By a simulated accept length; an average of one draft is no reason for a second one."""
     speculation = replace(auto(name, schedule), simulate_accept_length=mean)
-    engine = toy_engine(speculation=speculation, graphs=graphs, max_model_len=500, max_running=4)
-    prompts = [list(prompt) for prompt in toy.prompts()[:4]]
-    engine.generate(prompts, SamplingParams(max_new_tokens=100, ignore_eos=True))  # it learns
+    engine = toy_engine(speculation=speculation, graphs=graphs, max_model_len=300, max_running=2)
+    prompts = [list(prompt) for prompt in toy.prompts()[:2]]
+    engine.generate(prompts, SamplingParams(max_new_tokens=60, ignore_eos=True))  # it learns
     engine.reset_record()
-    engine.generate(prompts, SamplingParams(max_new_tokens=200, ignore_eos=True))
+    engine.generate(prompts, SamplingParams(max_new_tokens=120, ignore_eos=True))
     assert shares(engine)[wanted] > 0.9
 
 
-def test_what_it_takes_to_draft_fewer_is_no_part_of_a_step(
-    toy: Any, toy_engine: Callable[..., Engine], clock: type[MadeUpClock], monkeypatch: pytest.MonkeyPatch
+def test_shortening_the_draft_is_not_part_of_the_step_time(
+    toy: Any, toy_engine: Callable[..., Engine], clock: type[FakeClock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A probe of nothing drafted begins with it each time, and would never find out that nothing is best."""
+    """A probe without drafts begins with it each time, and would never find out that drafting nothing is best."""
     shorten, took = FeatureChain.shorten, DraftLength.took
     found: dict[int, set[float]] = {}
 
@@ -234,20 +236,20 @@ def test_what_it_takes_to_draft_fewer_is_no_part_of_a_step(
     monkeypatch.setattr(DraftLength, "took", see)
     speculation = replace(auto("eagle3"), simulate_accept_length=2.0)
     engine = toy_engine(speculation=speculation, max_model_len=300, max_running=2)
-    engine.generate([list(prompt) for prompt in toy.prompts()[:2]], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    engine.generate([list(prompt) for prompt in toy.prompts()[:2]], SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert engine.caps["draft_length_s"]["2"]["0"] == pytest.approx(1.0)
     assert len(found) > 2
     assert found == {length: {round(1.0 + 0.1 * length, 6)} for length in found}
 
 
-def test_the_length_is_each_batchs_own(
-    toy: Any, toy_engine: Callable[..., Engine], clock: type[MadeUpClock], monkeypatch: pytest.MonkeyPatch
+def test_each_batch_size_has_its_own_length(
+    toy: Any, toy_engine: Callable[..., Engine], clock: type[FakeClock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device that verifies for nothing in small batches and at the price of decoding in large ones."""
+    """On a device where verifying costs nothing in small batches, and as much as decoding in large ones."""
     monkeypatch.setattr(clock, "cost", lambda rows, drafts: 1.0 + drafts * (0.02 if rows < 8 else 1.0))
     speculation = replace(auto("same"), simulate_accept_length=3.5)
     engine = toy_engine(speculation=speculation, max_model_len=300)
-    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in [60] * 6 + [250] * 2]
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in [40] * 6 + [200] * 2]
     engine.generate([list(prompt) for prompt in toy.prompts()[:8]], params)
     steps = engine.record().counters["draft_lengths"]
     assert steps["8"]["0"] > 0.8 * sum(steps["8"].values())
@@ -258,10 +260,10 @@ def test_the_length_is_each_batchs_own(
     assert times["8"] == pytest.approx({"0": 1.0, "1": 2.0, "2": 3.0, "4": 5.0, "5": 6.0})
 
 
-def test_times_at_start_do_not_fall_where_more_is_run(
-    toy_engine: Callable[..., Engine], clock: type[MadeUpClock], monkeypatch: pytest.MonkeyPatch
+def test_times_at_start_rise_with_batch_and_drafts(
+    toy_engine: Callable[..., Engine], clock: type[FakeClock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine that does something else while two requests, or one draft, are timed."""
+    """Also on a machine that is busy while two requests, or one draft, are timed."""
     monkeypatch.setattr(clock, "cost", lambda rows, drafts: 9.0 if rows == 2 or drafts == 1 else rows + drafts)
     times = toy_engine(speculation=auto("same"), max_model_len=300).caps["draft_length_s"]
     assert times["8"] == pytest.approx({"0": 8.0, "1": 9.0, "2": 10.0, "4": 12.0, "5": 13.0})
@@ -269,12 +271,10 @@ def test_times_at_start_do_not_fall_where_more_is_run(
     assert times["1"] == pytest.approx({"0": 1.0, "1": 3.0, "2": 3.0, "4": 5.0, "5": 6.0})
 
 
-@pytest.mark.usefixtures("clock")
-def test_what_is_drafted_without_what_came_before_teaches_nothing(
+def test_acceptance_of_drafts_without_context_is_ignored(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A probe of a draft that rested, for one request of eight: of the others' drafts, which lack context, nothing is
-    learned."""
+    """A probe of an idle draft model, which catches up for one request of eight: the others' drafts lack context."""
     learned: list[tuple[int, int]] = []
     monkeypatch.setattr(DraftLength, "learn", lambda self, n, found: learned.append((n, len(list(found)))))
     plan = [0] * 12 + [5] + [0] * 40
@@ -285,16 +285,17 @@ def test_what_is_drafted_without_what_came_before_teaches_nothing(
         return length
 
     monkeypatch.setattr(DraftLength, "choose", choose)
+    no_step_times(monkeypatch)
     engine = toy_engine(speculation=auto("same"), prefill_chunk=15, prefix_cache=False)
-    engine.generate([list(toy.prompts()[0])] * 8, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    engine.generate([list(toy.prompts()[0])] * 8, SamplingParams(max_new_tokens=20, ignore_eos=True))
     assert [found for found in learned if found[0]] == [(5, 1)]
 
 
-# -- how it is asked for and what it shows ----------------------------------------------------------------------------
+# -- settings and log -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("asked", "lengths"),
+    ("settings", "lengths"),
     [
         ({"algorithm": "eagle3", "draft": "x"}, (0, 1, 2, 3)),
         ({"algorithm": "ngram"}, (0, 1, 2, 4)),
@@ -303,16 +304,16 @@ def test_what_is_drafted_without_what_came_before_teaches_nothing(
         ({"algorithm": "none"}, (0,)),
     ],
 )
-def test_the_most_is_what_would_be_drafted_otherwise(asked: dict[str, Any], lengths: tuple[int, ...]) -> None:
-    speculation = Speculation(draft_tokens="auto", **asked)
+def test_the_most_is_the_default_number_of_drafts(settings: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    speculation = Speculation(draft_tokens="auto", **settings)
     assert speculation.lengths == lengths
     assert speculation.drafted == lengths[-1]
-    fixed = Speculation(**asked)
+    fixed = Speculation(**settings)
     assert fixed.lengths == (lengths[-1],)
     assert speculation.shape == fixed.shape
 
 
-def test_it_shows_at_load_and_takes_a_recording_of_each_length(toy_engine: Callable[..., Engine]) -> None:
+def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., Engine]) -> None:
     lines: list[str] = []
     seen: list[tuple[int, int]] = []
     engine = toy_engine(
@@ -335,7 +336,7 @@ def test_it_shows_at_load_and_takes_a_recording_of_each_length(toy_engine: Calla
     assert fixed.record().counters["draft_lengths"] == {}
 
 
-def test_recordings_of_all_lengths_are_planned_for() -> None:
+def test_the_memory_plan_includes_the_graphs_of_all_lengths() -> None:
     few, many = (graph_bytes(Graphs(decode="whole"), most=8, chunk=64, layers=8, lengths=n) for n in (1, 5))
     assert many == 5 * few > 0
     piecewise = Graphs(prefill="piecewise")

@@ -40,8 +40,15 @@ def late_results(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AsyncCopy, "ready", lambda self: False)
 
 
+def no_step_times(patch: pytest.MonkeyPatch) -> None:
+    """Engines with `draft_tokens="auto"` neither time steps at start nor learn from step times."""
+    patch.setattr(DraftLength, "took", lambda *_: None)
+    patch.setattr("specbatch.engine.builder.measure_step_times", lambda *_, **__: {})
+
+
 def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
-    """`draft_tokens="auto"` chooses at random, some lengths for several iterations, and measures no times at start."""
+    """`draft_tokens="auto"` chooses at random, some lengths for several steps, and measures no times."""
+    no_step_times(patch)
     chance, chosen = random.Random(seed), [0]
 
     def choose(self: DraftLength, rows: int) -> int:
@@ -50,5 +57,3 @@ def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
         return chosen[0]
 
     patch.setattr(DraftLength, "choose", choose)
-    patch.setattr(DraftLength, "took", lambda *_: None)
-    patch.setattr("specbatch.engine.builder.measure_step_times", lambda *_, **__: {})
