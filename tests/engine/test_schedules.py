@@ -1,5 +1,5 @@
-"""Schedules: stops, limits, aborts and random settings leave greedy tokens as they are; the order of launches and
-results; and no launch waits for the device."""
+"""Schedules: stops, limits, aborts and random settings do not change greedy tokens; the order of launches and results;
+and no launch waits for the device."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ SCHEDULES = ["v1", "v2", "v2-late"]
 
 @pytest.fixture(params=SCHEDULES)
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """v2-late: the device is never done when the host asks, as a GPU is."""
+    """v2-late: the device is never done when the host asks, like a busy GPU."""
     if request.param == "v2-late":
         late_results(monkeypatch)
     return str(request.param)[:2]
 
 
-def settle(engine: Engine) -> None:
-    """After the work every page is free or in the cache alone, and no slot is taken."""
+def check_released(engine: Engine) -> None:
+    """Checks that every page is free or held by the cache alone, and every slot is free."""
     scheduler = engine._scheduler
     pool, cache = scheduler._pool, scheduler._cache
     assert scheduler.unfinished == 0
@@ -63,11 +63,11 @@ def settle(engine: Engine) -> None:
 def mixed(toy: Any) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts of mixed lengths; limits from 1 on; stops of every kind."""
     chance = random.Random(7)
-    prompts = [list(prompt) for prompt in toy.prompts()]
+    prompts = [list(prompt) for prompt in toy.prompts()[::2]]
     params = []
     for index, prompt in enumerate(prompts):
         tokens = toy.greedy(tuple(prompt))
-        limit = [1, 2, 3, 4, 12, 25, 40][index % 7]
+        limit = [1, 2, 3, 12, 25][index % 5]
         kind = chance.choice(["none", "token", "string", "both"])
         params.append(
             SamplingParams(
@@ -86,7 +86,7 @@ def stop_string(toy: Any, tokens: tuple[int, ...], at: int) -> str:
 
 
 def expected(toy: Any, prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
-    """Tokens, reason and text by the plainest rules."""
+    """Tokens, finish reason and text in plain Python."""
     ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {toy.eos})
     kept: list[int] = []
     for token in toy.greedy(tuple(prompt))[: params.max_new_tokens]:
@@ -112,7 +112,7 @@ def check(toy: Any, engine: Engine, prompts: list[list[int]], params: list[Sampl
         assert numbers.verify_steps == sum(numbers.emitted_histogram)
         assert numbers.emitted == sum(kept * count for kept, count in enumerate(numbers.emitted_histogram))
         assert 0 <= numbers.accepted <= numbers.drafted
-    settle(engine)
+    check_released(engine)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_stops_and_limits(toy: Any, toy_engine: Callable[..., Engine], schedule:
     assert (record.metrics["verify_steps"] or 0) > 0
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_any_settings_give_the_tokens_of_the_baseline(
     data: st.DataObject, toy: Any, toy_engine: Callable[..., Engine]
@@ -155,14 +155,14 @@ def test_any_settings_give_the_tokens_of_the_baseline(
         prefix_cache=draw(st.booleans(), "prefix_cache"),
     )
     pool = toy.prompts()
-    prompts = [list(pool[i]) for i in draw(st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=10), "prompts")]
+    prompts = [list(pool[i]) for i in draw(st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=6), "prompts")]
     params = []
     for prompt in prompts:
         tokens = toy.greedy(tuple(prompt))
         place = st.integers(0, 30)
         params.append(
             SamplingParams(
-                max_new_tokens=draw(st.sampled_from([1, 2, 3, 4, 9, 30, 40])),
+                max_new_tokens=draw(st.sampled_from([1, 2, 3, 4, 9, 24])),
                 ignore_eos=draw(st.booleans()),
                 stop_token_ids=(tokens[draw(place)],) if draw(st.booleans()) else (),
                 stop=(stop_string(toy, tokens, draw(place)),) if draw(st.booleans()) else (),
@@ -173,28 +173,28 @@ def test_any_settings_give_the_tokens_of_the_baseline(
         if late:
             late_results(patch)
         check(toy, engine, prompts, params, concurrency=concurrency)
-        check(toy, engine, prompts[::-1], params[::-1])  # once more, with the prefixes of before
+        check(toy, engine, prompts[::-1], params[::-1])  # again, with cached prefixes
 
 
 @pytest.mark.parametrize(
     ("drafter", "schedule"), crossed(["none", "ngram-7-1", "self", "tree"], SCHEDULES), indirect=["schedule"]
 )
-def test_aborts_in_the_middle_leave_the_others_alone(
+def test_aborts_do_not_affect_other_requests(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str
 ) -> None:
     engine = toy_engine(speculation=Speculation(schedule=schedule, **DRAFTERS[drafter]), kv_pages=34, max_model_len=90)
     prompts = [list(prompt) for prompt in toy.prompts()[:16]]
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=14, ignore_eos=True)
     chance = random.Random(5)
     got: dict[int, list[int]] = {index: [] for index in range(16)}
     ended: dict[int, Any] = {}
     aborted = set()
     for event in engine.stream(prompts, params):
-        assert event.index not in ended, "nothing comes behind the completion"
+        assert event.index not in ended, "nothing comes after the completion"
         got[event.index] += event.token_ids
         if event.completion is not None:
             ended[event.index] = event.completion
-        if chance.random() < 0.1:
+        if chance.random() < 0.2:
             victim = chance.randrange(16)
             if victim not in ended:
                 aborted.add(victim)
@@ -202,20 +202,20 @@ def test_aborts_in_the_middle_leave_the_others_alone(
     assert len(aborted) >= 3
     assert set(ended) == set(range(16))
     for index, completion in ended.items():
-        wanted = toy.greedy(tuple(prompts[index]))[:30]
+        wanted = toy.greedy(tuple(prompts[index]))[:14]
         assert tuple(completion.token_ids) == wanted[: len(completion.token_ids)]
         assert got[index] == completion.token_ids
         if completion.finish_reason == "abort":
             assert index in aborted
         else:
-            assert len(completion.token_ids) == 30
-    settle(engine)
+            assert len(completion.token_ids) == 14
+    check_released(engine)
 
 
 # -- order and counts -------------------------------------------------------------------------------------------------
 
 
-def test_the_first_token_is_handed_over_before_any_later_one(
+def test_the_first_token_comes_alone_and_first(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handled: list[tuple[int, bool]] = []
@@ -238,16 +238,16 @@ def test_the_first_token_is_handed_over_before_any_later_one(
         assert not any(kinds[1:])
 
 
-def test_the_first_token_does_not_wait_for_the_iteration_behind_it(
+def test_the_first_token_does_not_wait_for_the_next_step(
     toy: Any, toy_engine: Callable[..., Engine], schedule: str
 ) -> None:
-    """One call of step: prefill and first iteration are launched, and the first token is there."""
+    """After one call of the schedule: prefill and first decode step are launched, and the first token has arrived."""
     engine = toy_engine(speculation=Speculation(schedule=schedule))
     stream = engine.stream([list(toy.prompts()[3])], SamplingParams(max_new_tokens=9, ignore_eos=True))
     assert next(stream).token_ids == [toy.greedy(toy.prompts()[3])[0]]
     assert engine._runner.counters.iterations == 1
     stream.close()  # type: ignore[attr-defined]
-    settle(engine)
+    check_released(engine)
 
 
 def test_v2_launches_before_it_handles_and_v1_does_not(
@@ -271,16 +271,16 @@ def test_v2_launches_before_it_handles_and_v1_does_not(
     engine.generate([list(toy.prompts()[3])], SamplingParams(max_new_tokens=5, ignore_eos=True))
     if schedule == "v1":
         assert order == ["first", *["launch", "handle"] * 4]
-    else:  # a first token that is there is looked at before anything else
+    else:  # a first token that has arrived is handled before anything else
         begin = ["first", "launch"] if AsyncCopy().ready() else ["launch", "first"]
         assert order == [*begin, *["launch", "handle"] * 3, "handle"]
 
 
 @pytest.mark.parametrize("drafter", first_quick(1, ["self", "ngram"]))
-def test_accepted_drafts_save_iterations(toy: Any, toy_engine: Callable[..., Engine], drafter: str) -> None:
-    """The same numbers under both schedules, fewer iterations than without drafts."""
-    prompts = [list(prompt) for prompt in toy.prompts()[:6]]
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+def test_accepted_drafts_save_steps(toy: Any, toy_engine: Callable[..., Engine], drafter: str) -> None:
+    """The same counts with both schedules, and fewer steps than without drafts."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:4]]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     numbers = {}
     for name in ("none", drafter):
         for schedule in ("v1", "v2"):
@@ -299,55 +299,53 @@ def test_accepted_drafts_save_iterations(toy: Any, toy_engine: Callable[..., Eng
             numbers[name, schedule] = (verifies, emitted, accepted, record.metrics["accept_rate"])
             if name == "none":
                 assert (record.metrics["accept_length"], record.metrics["accept_rate"]) == (1.0, None)
-                assert record.counters["iterations"] == 39
+                assert record.counters["iterations"] == 23
                 assert record.counters["void_results"] == 0
     assert numbers["none", "v1"] == numbers["none", "v2"]
     assert numbers[drafter, "v1"] == numbers[drafter, "v2"]
     verifies, emitted, accepted, rate = numbers[drafter, "v2"]
     assert verifies < numbers["none", "v2"][0]
     assert 0 < rate < 1
-    assert accepted >= emitted - verifies  # a trimmed run may end with a correct draft and no bonus
-
-
-# -- nothing is read on the host -------------------------------------------------------------------------------------
+    assert (
+        accepted >= emitted - verifies
+    )  # an output cut at its limit may end with an accepted draft and no bonus token
 
 
 @pytest.mark.parametrize(("chain", "tree"), first_quick(1, [("ngram", "ngram-tree"), ("self", "tree-chain")]))
-def test_a_tree_accepts_at_least_what_a_chain_of_its_steps_does(
-    toy: Any, toy_engine: Callable[..., Engine], chain: str, tree: str
-) -> None:
+def test_a_tree_accepts_more_than_a_chain(toy: Any, toy_engine: Callable[..., Engine], chain: str, tree: str) -> None:
     shapes = DRAFTERS | {"tree-chain": {**_SELF, "draft_steps": 3, "draft_topk": 3, "draft_tokens": 12}}
     shapes["ngram"] = {"algorithm": "ngram", "draft_tokens": 4, "ngram_min": 1}
-    prompts = [list(prompt) for prompt in toy.prompts()[::2]]
+    prompts = [list(prompt) for prompt in toy.prompts()[::4]]
     found = {}
     for name in (chain, tree):
         engine = toy_engine(speculation=Speculation(**shapes[name]))
-        engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        engine.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
         found[name] = engine.record().metrics["accept_length"]
     assert found[tree] > found[chain] > 1
 
 
 @pytest.mark.parametrize("drafter", first_quick(1, ["tree", "self"]))
-def test_what_a_prefix_cache_keeps_is_right_for_the_draft_too(
-    toy: Any, toy_engine: Callable[..., Engine], drafter: str
-) -> None:
-    """Texts that go on where others ended draft as they do without the cache: its pages hold the draft's keys."""
+def test_cached_prefixes_hold_the_drafts_keys_too(toy: Any, toy_engine: Callable[..., Engine], drafter: str) -> None:
+    """Prompts that continue finished texts are drafted as without the cache."""
     numbers = {}
     for prefix_cache in (True, False):
         engine = toy_engine(
             speculation=Speculation(**DRAFTERS[drafter], schedule="v1"), prefix_cache=prefix_cache, page_size=1
         )
-        firsts = [list(prompt) for prompt in toy.prompts()[::3]]
-        ends = engine.generate(firsts, SamplingParams(max_new_tokens=17, ignore_eos=True))
+        firsts = [list(prompt) for prompt in toy.prompts()[::7]]
+        ends = engine.generate(firsts, SamplingParams(max_new_tokens=9, ignore_eos=True))
         longer = [prompt + end.token_ids for prompt, end in zip(firsts, ends, strict=True)]
-        done = engine.generate(longer, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        done = engine.generate(longer, SamplingParams(max_new_tokens=12, ignore_eos=True))
         assert any(item.metrics.cached_tokens for item in done) is prefix_cache
         numbers[prefix_cache] = [item.metrics.emitted_histogram for item in done]
     assert numbers[True] == numbers[False]
 
 
+# -- launches never wait ----------------------------------------------------------------------------------------------
+
+
 class NoHostRead(TorchDispatchMode):
-    """Stands in for a GPU's sync check: operators whose result's shape or value the host must wait for raise."""
+    """Like CUDA's sync debug mode: operators for whose result the host must wait raise."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
 
