@@ -16,7 +16,7 @@ from specbatch.engine.device_worker import CALLS, DeviceWorker
 
 PARAMS = [
     SamplingParams(
-        max_new_tokens=9, ignore_eos=True, logprobs=index % 2 == 0, temperature=0.8 * (index % 3), seed=index
+        max_new_tokens=6, ignore_eos=True, logprobs=index % 2 == 0, temperature=0.8 * (index % 3), seed=index
     )
     for index in range(6)
 ]

@@ -1,4 +1,5 @@
-"""Choosing how much to draft, against a device and a text that are made up: what it costs, and what it must not."""
+"""Choice of the draft length on a simulated device with given step times and acceptance: throughput against the best
+fixed length, probes, and adaptation."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ Times = Callable[[int], float]
 @pytest.mark.parametrize(
     ("most", "lengths"), [(1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 2, 3)), (7, (0, 1, 2, 4, 7)), (8, (0, 1, 2, 4, 8))]
 )
-def test_lengths_are_none_powers_of_two_and_the_most(most: int, lengths: tuple[int, ...]) -> None:
+def test_lengths_are_zero_powers_of_two_and_the_most(most: int, lengths: tuple[int, ...]) -> None:
     assert lengths_of(most) == lengths
 
 
 class World:
-    """Requests that accept draft j with chance p[j] where they accepted all before it, on a device of given times; a
-    result is known one step late."""
+    """Requests accept draft j with probability p[j] if all before it were accepted; a step of n drafts takes times(n)
+    seconds; results are known one step late."""
 
     def __init__(self, rows: int, most: int, times: Times, seed: int = 0) -> None:
         self.rows, self.most, self.times = rows, most, times
@@ -40,7 +41,7 @@ class World:
         self.late: tuple[int, list[int], float] | None = None
 
     def run(self, steps: int, p: list[float], extra: Times = lambda n: 0.0) -> float:
-        """Tokens a second of these steps; extra: what they take beyond the times that were measured at start."""
+        """Tokens per second of these steps; extra: seconds beyond the times that were measured at start."""
         tokens, seconds = self.tokens, self.seconds
         for _ in range(steps):
             length = self.chooser.choose(self.rows)
@@ -65,15 +66,15 @@ class World:
         return self.rows * left / (self.times(length) + extra(length))
 
 
-# What was measured: a verify of 128 rows takes long, of a single one next to nothing more.
+# As measured: verifying drafts of 128 requests takes long, of a single one hardly longer than decoding.
 LARGE: Times = lambda n: 8.62e-3 + (1.4e-3 + 2.0e-3 * n if n else 0.1e-3)  # noqa: E731
 SMALL: Times = lambda n: 4.14e-3 + 0.35e-3 * n  # noqa: E731
 
 
-@pytest.mark.parametrize(("rows", "times"), first_quick(2, [(128, LARGE), (32, SMALL), (1, SMALL)]))
+@pytest.mark.parametrize(("rows", "times"), first_quick(1, [(32, LARGE), (128, LARGE), (32, SMALL), (1, SMALL)]))
 @pytest.mark.parametrize(("most", "p"), crossed([3, 15], [0.0, 0.3, 0.6, 0.95]))
 def test_no_slower_than_off_or_the_most(most: int, rows: int, times: Times, p: float) -> None:
-    """By the measure of the whole feature, 3%, of which what this chooses may take two thirds."""
+    """Within 2% of the better of both; the whole feature may cost 3%."""
     world, chances = World(rows, most, times), [p] * most
     found = world.run(2000 if rows > 1 else 8000, chances)
     assert found > 0.98 * max(world.fixed(length, chances) for length in (0, most))
@@ -82,11 +83,11 @@ def test_no_slower_than_off_or_the_most(most: int, rows: int, times: Times, p: f
 
 
 @pytest.mark.parametrize(
-    ("p", "clock"), first_quick(2, [(0.3, 0.7), (0.6, 1.5), *itertools.product([0.4, 0.5, 0.7], [0.7, 1.5])])
+    ("p", "clock"), first_quick(1, [(0.6, 1.5), (0.3, 0.7), *itertools.product([0.4, 0.5, 0.7], [0.7, 1.5])])
 )
-def test_a_clock_that_is_not_that_of_the_start_decides_nothing(p: float, clock: float) -> None:
-    """Then all lengths take other times by a factor, which is not the same for all in seconds."""
-    world = World(128, 3, LARGE)
+def test_another_clock_rate_than_at_start_does_not_matter(p: float, clock: float) -> None:
+    """All step times change by a factor, so by different amounts."""
+    world = World(32, 3, LARGE)
     for _ in range(2):
         found = world.run(2000, [p] * 3, extra=lambda n: (clock - 1) * LARGE(n))
     best = max(world.fixed(n, [p] * 3, lambda n: (clock - 1) * LARGE(n)) for n in range(4))
@@ -95,23 +96,23 @@ def test_a_clock_that_is_not_that_of_the_start_decides_nothing(p: float, clock: 
 
 @pytest.mark.parametrize(
     ("rows", "times", "p"),
-    crossed([(1, SMALL), (8, lambda n: 5e-3 + 1.2e-3 * n), (128, LARGE)], [0.05, 0.3, 0.6, 0.8, 0.9]),
+    crossed([(1, SMALL), (8, lambda n: 5e-3 + 1.2e-3 * n), (64, LARGE)], [0.05, 0.3, 0.6, 0.8, 0.9]),
 )
-def test_what_is_guessed_before_anything_was_drafted_costs_little(rows: int, times: Times, p: float) -> None:
-    """0.03 of the first 400 steps; guessing 0.3 it would be half for some."""
+def test_the_initial_guess_of_acceptance_costs_little(rows: int, times: Times, p: float) -> None:
+    """4% of the first 400 steps; a guess of 0.3 would cost half of some."""
     worlds = [World(rows, 15, times, seed) for seed in range(4)]
     best = max(worlds[0].fixed(length, [p] * 15) for length in lengths_of(15))
     assert sum(world.run(400, [p] * 15) for world in worlds) / len(worlds) > 0.96 * best
 
 
 def test_times_at_start_rise_with_batch_and_length() -> None:
-    """Noise that is added to some is taken off by those above; times that rise already stay."""
+    """Noise is bounded by the times of more requests or drafts; times that rise already do not change."""
     true = {rows: {n: 1.0 + n * (1 + rows / 8) for n in (0, 1, 2, 4)} for rows in (1, 4, 32)}
     assert rising(true) == true
     assert [list(row) for row in rising(true).values()] == [[0, 1, 2, 4]] * 3
     randomness = random.Random(3)
     noisy = {rows: {n: t + randomness.choice((0, 0, 30.0)) for n, t in row.items()} for rows, row in true.items()}
-    noisy[32][4] = true[32][4]  # above which there is nothing
+    noisy[32][4] = true[32][4]  # the largest, which nothing bounds
     found = rising(noisy)
     assert noisy != true
     for rows, row in found.items():
@@ -123,14 +124,14 @@ def test_times_at_start_rise_with_batch_and_length() -> None:
 
 
 @pytest.mark.parametrize(("p", "wanted"), [(0.05, 0), (0.98, 15)])
-def test_off_where_little_is_accepted_and_the_most_where_all_is(p: float, wanted: int) -> None:
+def test_no_drafts_where_few_are_accepted_and_the_most_where_all_are(p: float, wanted: int) -> None:
     world = World(8, 15, SMALL)
     world.run(2000, [p] * 15)
     assert world.steps[wanted] > 0.95 * 2000
 
 
 @pytest.mark.parametrize("rows", first_quick(1, [8, 128]))
-def test_it_finds_out_that_more_is_accepted_than_before_and_the_other_way_round(rows: int) -> None:
+def test_it_adapts_when_acceptance_changes(rows: int) -> None:
     world = World(rows, 7, SMALL)
     for p, wanted in ((0.02, 0), (0.95, 7), (0.02, 0), (0.95, 7)):
         world.run(3000, [p] * 7)
@@ -139,21 +140,21 @@ def test_it_finds_out_that_more_is_accepted_than_before_and_the_other_way_round(
         assert world.steps.most_common(1)[0][0] == wanted
 
 
-def test_probes_take_less_than_a_hundredth() -> None:
-    """Of a device where the longest draft takes ten times as long as none."""
-    world = World(128, 15, lambda n: 8e-3 * (1 + 0.6 * n))
-    world.run(1000, [0.2] * 15)  # what it takes to find out is not looked at
+def test_probes_cost_less_than_one_percent() -> None:
+    """On a device where the longest draft takes ten times as long as none."""
+    world = World(16, 15, lambda n: 8e-3 * (1 + 0.6 * n))
+    world.run(1000, [0.2] * 15)
     world.probes, before = 0, Counter(world.steps)
     found = world.run(10_000, [0.2] * 15)
     assert found > 0.99 * world.fixed(0, [0.2] * 15)
     made = world.steps - before
     assert world.probes == 10_000 - made[0]
-    assert made[15] > 5
-    assert made[1] > 5
+    assert made[15] >= 4
+    assert made[1] >= 4
 
 
 def test_a_longer_context_makes_drafts_cheaper() -> None:
-    """Steps that take longer than at start, whatever is drafted, move all lengths; by the times at start 0 is best."""
+    """Steps that all take longer than at start shift all lengths; by the times at start 0 is best."""
     world, p = World(64, 3, lambda n: 5e-3 + 3e-3 * n), [0.55] * 3
     world.run(1000, p)
     assert world.steps.most_common(1)[0][0] == 0
@@ -163,8 +164,8 @@ def test_a_longer_context_makes_drafts_cheaper() -> None:
     assert world.steps[0] < 300
 
 
-def test_a_length_that_was_timed_wrongly_is_corrected_by_its_probes() -> None:
-    world, p = World(64, 3, lambda n: 5e-3 + 4e-3 * n), [0.9] * 3
+def test_probes_correct_a_wrong_time() -> None:
+    world, p = World(16, 3, lambda n: 5e-3 + 4e-3 * n), [0.9] * 3
     world.run(6000, p, extra=lambda n: -3e-3 * n)  # drafts cost a quarter of what they did at start
     world.steps.clear()
     world.run(200, p, extra=lambda n: -3e-3 * n)
@@ -180,7 +181,7 @@ def test_an_outlier_changes_little() -> None:
     assert world.steps[0] > 90
 
 
-def test_each_bucket_has_its_own_length() -> None:
+def test_each_batch_size_has_its_own_length() -> None:
     chooser = DraftLength((0, 1, 2, 3), [1, 4, 128])
     chooser.times = {1: {n: SMALL(n) for n in range(4)}, 4: {n: SMALL(n) for n in range(4)}}
     chooser.times[128] = {n: 5e-3 * (1 + n) for n in range(4)}
@@ -189,12 +190,12 @@ def test_each_bucket_has_its_own_length() -> None:
     assert [chooser.choose(rows) for rows in (1, 2, 5, 100)] == [3, 3, 0, 0]
 
 
-def test_acceptance_is_that_of_each_place() -> None:
+def test_acceptance_is_estimated_by_position() -> None:
     chooser = DraftLength((0, 1, 2, 4), [8])
     for _ in range(2000):
         chooser.learn(4, [0, 1, 1, 2, 2, 3, 4, 4])
     assert chooser.acceptance() == pytest.approx([7 / 8, 5 / 7, 3 / 5, 2 / 3], rel=0.01)
-    for _ in range(2000):  # places that are not tried stay as they were
+    for _ in range(2000):  # positions that are not tried do not change
         chooser.learn(1, [1] * 8)
     assert chooser.acceptance() == pytest.approx([1, 5 / 7, 3 / 5, 2 / 3], rel=0.05)
     for _ in range(2000):
@@ -202,15 +203,15 @@ def test_acceptance_is_that_of_each_place() -> None:
     assert chooser.acceptance()[0] > 0.99
 
 
-def test_of_places_that_nobody_tried_the_one_before_is_taken() -> None:
+def test_untried_positions_use_the_acceptance_of_the_previous_one() -> None:
     chooser = DraftLength((0, 1, 2, 3), [8])
     for _ in range(1000):
         chooser.learn(1, [1, 0, 0, 0])
     assert chooser.acceptance() == pytest.approx([0.25] * 3, rel=0.01)
 
 
-def test_what_is_known_is_not_forgotten_while_nothing_is_drafted() -> None:
-    """One lucky draft after a long time decides nothing."""
+def test_acceptance_is_kept_while_nothing_is_drafted() -> None:
+    """One lucky draft after a long time changes little."""
     chooser = DraftLength((0, 1), [1])
     for _ in range(500):
         chooser.learn(1, [0])
@@ -220,8 +221,8 @@ def test_what_is_known_is_not_forgotten_while_nothing_is_drafted() -> None:
     assert chooser.acceptance()[0] < 0.1
 
 
-def test_what_is_hardly_better_changes_nothing() -> None:
-    """Of one draft half are accepted; where that only just pays, none is better by what no step shows."""
+def test_small_gains_do_not_change_the_length() -> None:
+    """Half of the single drafts are accepted; no drafts have costs that no step time shows, so they win ties."""
     for before, gain, wanted in ((0, 1.025, 0), (0, 1.04, 1), (1, 1.015, 1), (1, 1.0, 0)):
         chooser = DraftLength((0, 1), [8])
         for _ in range(1000):
@@ -232,7 +233,7 @@ def test_what_is_hardly_better_changes_nothing() -> None:
         assert chooser.choose(8) == wanted
 
 
-def test_what_catching_up_costs_is_a_probes_cost() -> None:
+def test_probes_count_the_time_of_catching_up() -> None:
     found = {}
     for seconds in (0.0, 1.0):
         world = World(32, 3, lambda n: 5e-3 * (1 + n))
@@ -249,7 +250,7 @@ def test_a_single_length_is_always_chosen() -> None:
     assert [chooser.choose(rows) for rows in (1, 8)] == [5, 5]
 
 
-def test_what_was_chosen_is_told_by_batch() -> None:
+def test_report_lists_chosen_lengths_by_batch() -> None:
     runs = [{"draft_lengths": {"128": {"3": 3, "0": 97}, "8": {"3": 15}, "16": {"0": 1}}}, {}]
     runs.append({"draft_lengths": {"128": {"0": 100}}})
     times = {"128": {"0": 0.00862, "3": 0.01596}, "8": {"0": 0.0042, "3": 0.00586}}

@@ -22,7 +22,7 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [item.token_ids for item in engine.generate(PROMPTS, PARAMS)]
 
 
-def test_an_engine_on_anothers_weights_gives_its_tokens():
+def test_engines_that_share_weights_give_the_same_tokens():
     with build() as first, build(first, max_model_len=200, speculation=Speculation("ngram", "v1")) as second:
         assert tokens(second) == tokens(first)
         assert second._model.embedding is first._model.embedding
@@ -59,15 +59,15 @@ def test_the_lender_may_close_first():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"seed": 1}, "weights_of='seed=1': the weights are those of seed=0"),
         ({"model": "smollm2-135m"}, "weights_of='model=smollm2-135m': the weights are those of model='toy'"),
         ({"dtype": "bfloat16"}, "weights_of='bfloat16 on cpu': the weights are float32 on cpu"),
     ],
 )
-def test_other_weights_are_refused(changes, said):
-    with build() as first, pytest.raises(SpecbatchError, match=said):
+def test_other_weights_are_refused(changes, message):
+    with build() as first, pytest.raises(SpecbatchError, match=message):
         build(first, **changes)
 
 
