@@ -11,9 +11,8 @@ from specbatch.memory.page_pool import PagePool
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import StateCache, StateCounters
 
-PAGES, PLACES, SIZE = 14, 3, 2
+PAGES, SLOTS, SIZE = 14, 3, 2
 Prefix = tuple[int, ...]
-
 
 # Zeros with at most one 1: few enough that many prompts share a prefix.
 PROMPTS = st.builds(lambda count, one: [int(at == one) for at in range(count)], st.integers(1, 11), st.integers(0, 11))
@@ -27,36 +26,36 @@ class Owner:
 
 
 class StateCacheMachine(RuleBasedStateMachine):
-    """The model: prefixes with a state in order of use, and the content of each device slot."""
+    """The model: prefixes with a state in order of use, and the content of each slot on the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(PAGES)
         self.cache = PrefixCache(self.pool, SIZE)
-        self.state_cache = StateCache(self.cache, SIZE, PLACES)
+        self.state_cache = StateCache(self.cache, SIZE, SLOTS)
         self.owners: list[Owner] = []
         self.probationary: list[Prefix] = []
         self.protected: list[Prefix] = []
-        self.place_of: dict[Prefix, int] = {}
-        self.device: dict[int, Prefix] = {}  # as the passes before this one have left it
-        self.saves: list[tuple[int, Prefix]] = []  # of the pass that is being planned
+        self.slot_of: dict[Prefix, int] = {}
+        self.device: dict[int, Prefix] = {}  # content after the launched passes
+        self.saves: list[tuple[int, Prefix]] = []  # stored by the pass that is being planned
         self.counted = StateCounters()
 
     def is_cached(self, prefix: Prefix) -> bool:
         return len(self.cache.path(list(prefix), len(prefix))) * SIZE == len(prefix)
 
     def is_due(self, prefix: Prefix) -> bool:
-        return (self.place_of[prefix], prefix) in self.saves
+        return (self.slot_of[prefix], prefix) in self.saves
 
     def evict(self, count: int) -> None:
         """Evicts pages and, with them, their states."""
         self.cache.evict(count)
-        for prefix in [prefix for prefix in self.place_of if not self.is_cached(prefix)]:
+        for prefix in [prefix for prefix in self.slot_of if not self.is_cached(prefix)]:
             self.drop(prefix)
 
     def drop(self, prefix: Prefix) -> None:
         (self.probationary if prefix in self.probationary else self.protected).remove(prefix)
-        del self.place_of[prefix]
+        del self.slot_of[prefix]
         self.counted.evicted += 1
 
     @rule(tokens=PROMPTS)
@@ -64,14 +63,14 @@ class StateCacheMachine(RuleBasedStateMachine):
         """The state that a prompt starts from was computed for the same prefix by an earlier pass."""
         known = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
         known = [prefix for prefix in known if self.is_cached(prefix)]
-        kept = [prefix for prefix in known if prefix in self.place_of]
+        kept = [prefix for prefix in known if prefix in self.slot_of]
         found = self.state_cache.find(tokens)
         assert found.branch == SIZE * len(known)
         assert found.due == bool(kept and self.is_due(kept[-1]))
         if not kept or found.due:
             assert (found.pages, found.state) == ([], 0)
         else:
-            assert found.state == self.place_of[kept[-1]]
+            assert found.state == self.slot_of[kept[-1]]
             assert len(found.pages) * SIZE == len(kept[-1])
             assert self.device[found.state] == kept[-1]
         if found.due:
@@ -99,19 +98,19 @@ class StateCacheMachine(RuleBasedStateMachine):
         owner.done = end
         self.cache.insert(owner.tokens, end, owner.pages)
         prefix, is_branch = tuple(owner.tokens[:end]), end == owner.branch
-        place = self.state_cache.keep(owner.tokens, end, is_branch=is_branch)
-        assert bool(place) == self.has_room(prefix, is_branch)
-        if place:
+        slot = self.state_cache.keep(owner.tokens, end, is_branch=is_branch)
+        assert bool(slot) == self.has_room(prefix, is_branch)
+        if slot:
             (self.protected if is_branch else self.probationary).append(prefix)
-            self.place_of[prefix] = place
-            self.saves.append((place, prefix))
+            self.slot_of[prefix] = slot
+            self.saves.append((slot, prefix))
             self.counted.kept += 1
 
     def has_room(self, prefix: Prefix, is_branch: bool) -> bool:
-        if len(prefix) % SIZE or prefix in self.place_of:
+        if len(prefix) % SIZE or prefix in self.slot_of:
             return False
-        busy = {*self.place_of.values(), *(place for place, _ in self.saves)}
-        if len(busy) < PLACES:
+        busy = {*self.slot_of.values(), *(slot for slot, _ in self.saves)}
+        if len(busy) < SLOTS:
             return True
         oldest = self.probationary[:1] + self.protected[:1]
         for victim in oldest if is_branch else oldest[:1]:
@@ -123,7 +122,7 @@ class StateCacheMachine(RuleBasedStateMachine):
     @rule()
     def launch(self) -> None:
         self.state_cache.planned()
-        assert len({place for place, _ in self.saves}) == len(self.saves), "two states go to one place in a pass"
+        assert len({slot for slot, _ in self.saves}) == len(self.saves), "two states are stored to one slot in a pass"
         self.device |= dict(self.saves)
         self.saves.clear()
 
@@ -133,38 +132,38 @@ class StateCacheMachine(RuleBasedStateMachine):
         for page in self.owners.pop(pick % len(self.owners)).pages:
             self.pool.release(page)
 
-    @rule(count=st.integers(1, 6))
-    def pages_go(self, count: int) -> None:
+    @rule(count=st.integers(1, 6) | st.just(PAGES))
+    def evict_pages(self, count: int) -> None:
         self.evict(count)
 
     @invariant()
-    def every_place_is_accounted_for(self) -> None:
+    def every_slot_is_free_lost_or_used(self) -> None:
         ours = self.state_cache
-        assert {tuple(path): node.state for path, node in self.nodes() if node.state} == self.place_of
-        assert len(ours) == len(self.place_of) == len(set(self.place_of.values()))
+        assert {tuple(path): node.state for path, node in self.nodes() if node.state} == self.slot_of
+        assert len(ours) == len(self.slot_of) == len(set(self.slot_of.values()))
         for kept, expected in ((ours._probationary, self.probationary), (ours._protected, self.protected)):
-            assert [node.state for node in kept.values()] == [self.place_of[item] for item in expected]
-        assert sorted([*ours._free, *ours._lost, *self.place_of.values()]) == list(range(1, PLACES + 1))
+            assert [node.state for node in kept.values()] == [self.slot_of[item] for item in expected]
+        assert sorted([*ours._free, *ours._lost, *self.slot_of.values()]) == list(range(1, SLOTS + 1))
+        assert not {slot for slot, _ in self.saves} & set(ours._free), "the planned pass still writes to this slot"
         assert ours.counters == self.counted
 
     def nodes(self) -> list[tuple[list[int], object]]:
         found = []
         for node in self.cache._order.values():
-            tokens, place = [], node
-            while place.parent is not None:
-                tokens = [*place.key, *tokens]
-                place = place.parent
+            tokens, parent = [], node
+            while parent.parent is not None:
+                tokens = [*parent.key, *tokens]
+                parent = parent.parent
             found.append((tokens, node))
         return found
 
     def teardown(self) -> None:
-        for owner in self.owners:
-            for page in owner.pages:
-                self.pool.release(page)
+        while self.owners:
+            self.end(0)
         self.launch()
         self.cache.evict(PAGES)
         assert (len(self.state_cache), self.pool.free) == (0, PAGES)
-        assert sorted(self.state_cache._free) == list(range(1, PLACES + 1))
+        assert sorted(self.state_cache._free) == list(range(1, SLOTS + 1))
 
 
 TestStateCache = StateCacheMachine.TestCase
