@@ -1,4 +1,4 @@
-"""Prefill and verify passes against sequences kept in plain lists: who writes where, and who sees what."""
+"""Attention of prefill and verify passes over a paged cache equals attention over plain tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from targets import SIZES
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import prefill_backend
@@ -19,36 +20,18 @@ DIM = 8
 
 
 class Bench:
-    """Sequences with their true keys and values per layer, beside a paged cache that is full of huge stale numbers."""
+    """Sequences with their keys and values per layer, and a paged cache that is full of large stale numbers."""
 
     def __init__(self, sequences: int, width: int, page_size: int, kv_heads: int, group: int) -> None:
         self.heads, self.kv_heads, self.page_size = kv_heads * group, kv_heads, page_size
-        config = ModelConfig.from_dict(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "vocab_size": 8,
-                "hidden_size": 8,
-                "intermediate_size": 8,
-                "num_hidden_layers": LAYERS,
-                "num_attention_heads": self.heads,
-                "num_key_value_heads": kv_heads,
-                "head_dim": DIM,
-                "max_position_embeddings": 512,
-                "rms_norm_eps": 1e-5,
-            }
-        )
+        sizes = {"num_attention_heads": self.heads, "num_key_value_heads": kv_heads, "head_dim": DIM}
+        config = ModelConfig.from_dict(SIZES | sizes | {"architectures": ["LlamaForCausalLM"]})
         self.generator = torch.Generator().manual_seed(page_size)
         per_row = -(-width // page_size)
         pages = per_row * (sequences + 1)
-        self.cache = KVCache(
-            config,
-            LAYERS,
-            pages,
-            page_size,
-            torch.float32,
-            torch.device("cpu"),
-            prefill_backend("torch", torch.device("cpu"), torch.float32, 16),
-        )
+        cpu = torch.device("cpu")
+        attention = prefill_backend("torch", cpu, torch.float32, 16)
+        self.cache = KVCache(config, LAYERS, pages, page_size, torch.float32, cpu, attention)
         for item in (*self.cache.k, *self.cache.v):
             item.fill_(1e20)
         # Row 0 is for padding: its pages are page 0.
@@ -62,7 +45,7 @@ class Bench:
         return torch.randn(tokens, heads, DIM, generator=self.generator)
 
     def run(self, metadata: PrefillMetadata | DecodeMetadata, parts: list[tuple[int, int, int]]) -> None:
-        """Attend in every layer and compare; parts (row, start, count) lie one behind the other among the tokens."""
+        """Attend in every layer and compare; parts (row, start, count) follow each other among the tokens."""
         total = sum(count for _, _, count in parts)
         if isinstance(metadata, PrefillMetadata):
             places = [at for _, start, count in parts for at in range(start, start + count)]
@@ -87,9 +70,9 @@ class Bench:
     def through(
         self, metadata: PrefillMetadata | DecodeMetadata, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """One layer's attention, with a rotation by nothing: what goes in is what is compared."""
-        still = torch.ones(600, DIM), torch.zeros(600, DIM)
-        heads = QKVLayout(self.heads, self.kv_heads, DIM, None, None, 1e-5, *still)
+        """Attention of one layer, with an identity rotation."""
+        identity = torch.ones(600, DIM), torch.zeros(600, DIM)
+        heads = QKVLayout(self.heads, self.kv_heads, DIM, None, None, 1e-5, *identity)
         qkv = torch.cat([q, k, v], 1).flatten(1)
         return metadata.bind(self.cache).attend(layer, qkv, heads, torch.zeros(len(qkv), dtype=torch.int64))
 
@@ -113,7 +96,7 @@ class Bench:
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 3), (2, 4)])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_a_life_of_chunks_and_verifies(page_size: int, kv_heads: int, group: int) -> None:
+def test_chunked_prefill_then_verifies(page_size: int, kv_heads: int, group: int) -> None:
     """Prompts in chunks of changing sizes, then verifies of changing width that accept some of their rows."""
     bench = Bench(4, 64, page_size, kv_heads, group)
     randomness = random.Random(page_size)
@@ -130,11 +113,11 @@ def test_a_life_of_chunks_and_verifies(page_size: int, kv_heads: int, group: int
     for count in (1, 4, 2, 5, 1, 4):
         rows = randomness.sample(range(1, 5), randomness.randint(1, 4))
         bench.verify(rows, [done[row] for row in rows], count, spare_pages=randomness.randint(0, 1))
-        for row in rows:  # what was not accepted is stale from here on
+        for row in rows:  # rows that were not accepted are stale
             done[row] += randomness.randint(1, count)
 
 
-def test_a_sequence_may_read_pages_that_another_one_fills_in_the_same_pass() -> None:
+def test_sequence_reads_pages_that_another_writes_in_the_same_pass() -> None:
     bench = Bench(2, 16, 4, 2, 2)
     bench.table[2, :2] = bench.table[1, :2]
     for reader_first in (False, True):

@@ -1,5 +1,5 @@
-"""Prompts with embeddings in place of some tokens': as transformers has them, for drafts too, in chunks, pieces and
-after retractions, and never found again by their tokens."""
+"""Prompts with embeddings of some positions: answers equal those of transformers, with chunks, drafts, retractions and
+the prefix cache, which never matches such prompts by their token ids alone."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """With prefixes in the cache that begin with the same tokens, too, and other embeddings."""
+def test_answers_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Also with cached prefixes of the same tokens and other embeddings."""
     torch.manual_seed(3)
     theirs = MODELS[name]().eval().float()
     with torch.no_grad():
@@ -74,22 +74,22 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         for start, values in given.items():
             inputs[start : start + len(values)] = values
         prompts.append(EmbeddedPrompt(tokens.tolist(), given))
-        asked = {"inputs_embeds": inputs[None], "attention_mask": torch.ones(1, length)}
-        found = theirs.generate(**asked, max_new_tokens=8, do_sample=False)
+        inputs_of = {"inputs_embeds": inputs[None], "attention_mask": torch.ones(1, length)}
+        found = theirs.generate(**inputs_of, max_new_tokens=8, do_sample=False)
         wanted.append(found[0].tolist())
     for speculation, chunk in RUNS[name]:
         config = EngineConfig(str(tmp_path), device="cpu", max_running=3, page_size=4, prefill_chunk=chunk,
                               max_model_len=64, speculation=speculation)  # fmt: skip
         with Engine(config) as engine:
-            for _ in range(3):  # the second time prefixes are there, the third time their states
+            for _ in range(3):  # the second time prefixes are cached, the third time their states
                 done = engine.generate(prompts, GREEDY)
                 assert [item.token_ids for item in done] == wanted
             assert [item.metrics.cached_tokens for item in done] == [0, 0, 0, 12, 12, 4]
             assert [item.metrics.embedded_tokens for item in done] == [7, 7, 11, 1, 0, 3]
 
 
-def hidden_as(checkpoint: Any, tokens: list[int], parts: list[range]) -> EmbeddedPrompt:
-    """`tokens` by their embeddings in some places, where others stand for them."""
+def embedded(checkpoint: Any, tokens: list[int], parts: list[range]) -> EmbeddedPrompt:
+    """`tokens` with the embeddings of some of them, whose ids are replaced by another id."""
     embedding = checkpoint.tensors[checkpoint.config.names.embedding]
     written = [3 if any(place in part for part in parts) else token for place, token in enumerate(tokens)]
     return EmbeddedPrompt(written, {part.start: embedding[tokens[part.start : part.stop]] for part in parts})
@@ -102,14 +102,14 @@ def hidden_as(checkpoint: Any, tokens: list[int], parts: list[range]) -> Embedde
         ("qwen3-moe", "model-tree"),
     ]),
 )  # fmt: skip
-def test_drafts_get_what_the_target_gets(targets: Targets, name: str, algorithm: str) -> None:
-    """Where the embeddings given are those of other tokens, all is as with these, in the draft's cache too."""
+def test_drafter_reads_the_same_embeddings(targets: Targets, name: str, algorithm: str) -> None:
+    """With the embeddings of other tokens everything is as with these tokens, also in the KV cache of the draft."""
     whole, kept, few = targets.prompts(name)[:4], [], SamplingParams(max_new_tokens=4, ignore_eos=True)
     parts = [range(2, 5), range(7, 8)]
     for hides in (False, True):
         more = {"draft": "self:skip=1"} if algorithm == "model-tree" else None
         engine = targets.engine(name, algorithm, more=more, prefill_chunk=5, prefix_cache=False)
-        prompts = [hidden_as(targets.checkpoint(name), p, parts) if hides and len(p) > 8 else p for p in whole]
+        prompts = [embedded(targets.checkpoint(name), p, parts) if hides and len(p) > 8 else p for p in whole]
         done = engine.generate(prompts, few)
         cache = engine._worker.decode_step.drafter._cache
         kept.append((cache.keys.clone(), cache.values.clone()))
@@ -119,10 +119,10 @@ def test_drafts_get_what_the_target_gets(targets: Targets, name: str, algorithm:
         assert torch.equal(with_tokens, with_embeddings)
 
 
-def test_a_retraction_computes_them_again(targets: Targets) -> None:
+def test_retracted_request_uses_its_embeddings_again(targets: Targets) -> None:
     prompts, checkpoint = targets.prompts("lfm2")[:3], targets.checkpoint("lfm2")
     engine = targets.engine("lfm2", "ngram", "v1")
-    events = engine.stream([hidden_as(checkpoint, prompt, [range(len(prompt))]) for prompt in prompts], GREEDY)
+    events = engine.stream([embedded(checkpoint, prompt, [range(len(prompt))]) for prompt in prompts], GREEDY)
     found = {event.index: event.completion for event in [next(events)]}
     for request in list(engine._scheduler._running):
         engine._scheduler._retract(request)
@@ -151,7 +151,7 @@ ROWS = torch.ones(2, 40)
         ([ROWS], "list: give tensors by their first position"),
     ],
 )
-def test_what_does_not_fit_is_refused(embeddings: Any, message: str) -> None:
+def test_invalid_embeddings_are_refused(embeddings: Any, message: str) -> None:
     with pytest.raises(SpecbatchError) as caught:
         EmbeddedPrompt([3, 4, 5, 6], embeddings).checked(0, 40)
     assert str(caught.value).replace("'", "").startswith(f"embeddings of prompt 0={message}")

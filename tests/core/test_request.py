@@ -1,4 +1,4 @@
-"""A request's life on the host: trimming, text, timings, counts."""
+"""Requests on the host: stop conditions, text, timings, counts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(tokens: list[int], split: list[int] | None = None, **params: Any) -> Com
 
 
 def expected(tokens: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
-    """What is kept, why it ended and the text, said as plainly as possible."""
+    """Tokens, finish reason and text, computed in the plainest way."""
     ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
     for count in range(1, len(tokens) + 1):
         kept = tokens[:count]
@@ -56,7 +56,7 @@ def expected(tokens: list[int], params: SamplingParams) -> tuple[list[int], str,
     return tokens, "abort", decode(tokens)
 
 
-# -- trimming -------------------------------------------------------------------------------------------------------
+# -- stop conditions -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,19 @@ def expected(tokens: list[int], params: SamplingParams) -> tuple[list[int], str,
         ({"max_new_tokens": 3}, [2, 3, 4], "length", "abab"),
         ({"max_new_tokens": 4}, [2, 3, 4, 0], "stop", "abab"),  # the stop lies inside the budget
         ({"max_new_tokens": 3, "stop": "bab"}, [2, 3, 4], "stop", "a"),
-        ({"max_new_tokens": 2, "stop": "bab"}, [2, 3], "length", "ab"),  # the stop lies behind the budget
+        ({"max_new_tokens": 2, "stop": "bab"}, [2, 3], "length", "ab"),  # the stop lies after the budget
         ({"max_new_tokens": 2, "stop_token_ids": (3,)}, [2, 3], "stop", "a"),
     ],
 )
 @pytest.mark.parametrize("split", [[1] * 6, [6], [1, 5], [2, 4], [3, 3]])
-def test_a_run_is_cut_at_the_first_stop_or_at_the_limit(
+def test_tokens_end_at_the_first_stop_or_at_the_limit(
     params: dict[str, Any], kept: list[int], reason: str, text: str, split: list[int]
 ) -> None:
     found = run([2, 3, 4, 0, 1, 2], split, **params)
     assert (found.token_ids, found.finish_reason, found.text) == (kept, reason, text)
 
 
-def test_append_says_how_many_tokens_it_kept() -> None:
+def test_append_returns_the_number_of_kept_tokens() -> None:
     request = make(max_new_tokens=5, stop_token_ids=(3,))
     assert request.append([2, 2], 1.0) == 2
     assert not request.finished
@@ -107,7 +107,7 @@ PARAMS = st.builds(
 
 
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=16), st.lists(st.integers(1, 6), max_size=8), PARAMS)
-def test_any_split_gives_what_one_by_one_gives(tokens: list[int], split: list[int], params: SamplingParams) -> None:
+def test_result_does_not_depend_on_the_split(tokens: list[int], split: list[int], params: SamplingParams) -> None:
     options = {name: getattr(params, name) for name in ("max_new_tokens", "ignore_eos", "stop_token_ids", "stop")}
     whole, single = run(tokens, split, **options), run(tokens, **options)
     assert (whole.token_ids, whole.finish_reason, whole.text) == (single.token_ids, single.finish_reason, single.text)
@@ -121,7 +121,7 @@ def test_logprobs_stay_aligned(tokens: list[int], split: list[int], params: Samp
     assert found.logprobs == [float(-token) for token in found.token_ids]
 
 
-def test_logprobs_that_were_not_asked_for_are_not_there() -> None:
+def test_logprobs_are_off_by_default() -> None:
     assert run([2, 3]).logprobs is None
 
 
@@ -134,7 +134,7 @@ def test_half_characters_are_held_back() -> None:
     assert text.text == "aéb😀b"
 
 
-def test_broken_bytes_are_handed_over_with_what_follows() -> None:
+def test_invalid_bytes_are_returned_with_the_next_text() -> None:
     text = IncrementalText(decode)
     assert [text.push(token) for token in [7, 6, 2, 7]] == ["", "", "\ufffd\ufffda", ""]
 
@@ -146,7 +146,7 @@ def test_pushed_text_is_the_text(tokens: list[int]) -> None:
     assert pushed == text.text == decode(tokens).rstrip("\ufffd")
 
 
-def test_joining_rules_see_the_token_before() -> None:
+def test_decoding_sees_the_previous_token() -> None:
     def words(tokens: list[int]) -> str:  # as in sentencepiece: the first word loses its space
         return "".join(f" w{token}" for token in tokens).removeprefix(" ")
 
@@ -154,7 +154,7 @@ def test_joining_rules_see_the_token_before() -> None:
     assert [text.push(token) for token in (1, 2, 3)] == ["w1", " w2", " w3"]
 
 
-def test_a_character_in_single_bytes_follows_one_in_single_bytes() -> None:
+def test_characters_in_byte_tokens() -> None:
     def fallback(tokens: list[int]) -> str:  # as in sentencepiece: a group of byte tokens is whole or not at all
         data = bytes(tokens)
         try:
@@ -166,28 +166,27 @@ def test_a_character_in_single_bytes_follows_one_in_single_bytes() -> None:
     assert [text.push(token) for token in "éß".encode()] == ["", "é", "", "ß"]
 
 
-def test_a_stop_string_may_span_tokens_and_characters() -> None:
-    assert run([2, 6, 7, 2, 2], stop="éa").text == "a"
-    assert run([2, 6, 7, 2, 2], stop="aé").token_ids == [2, 6, 7]
-    assert run([3, 4, 4, 3], stop="babab").text == ""
-    assert run([2, 8, 9, 2], stop="😀").text == "ab"
+@pytest.mark.parametrize(
+    ("tokens", "stop", "kept", "text"),
+    [
+        ([2, 6, 7, 2, 2], "éa", 4, "a"),  # spans tokens and characters
+        ([2, 6, 7, 2, 2], "aé", 3, ""),
+        ([3, 4, 4, 3], "babab", 3, ""),
+        ([2, 8, 9, 2], "😀", 3, "ab"),
+        ([5, 4], ("a a", " "), 1, "ba"),  # the earliest of several
+        ([3, 5], ("a ", "bb"), 2, ""),
+        ([2] * 50 + [3, 3] + [2] * 9, "bb", 52, "a" * 50),
+    ],
+)
+def test_stop_string_ends_the_text(tokens: list[int], stop: Any, kept: int, text: str) -> None:
+    found = run(tokens, stop=stop)
+    assert (len(found.token_ids), found.text) == (kept, text)
 
 
 @pytest.mark.parametrize(("rest", "reason"), [([EOS], "stop"), ([], "stop"), ([9, 2], "stop")])
-def test_a_stop_string_before_half_a_character_counts_at_once(rest: list[int], reason: str) -> None:
+def test_stop_string_before_half_a_character_counts_at_once(rest: list[int], reason: str) -> None:
     found = run([2, 8, *rest], stop="ab", max_new_tokens=2)
     assert (found.token_ids, found.text, found.finish_reason) == ([2, 8], "", reason)
-
-
-def test_the_earliest_of_several_stop_strings_cuts() -> None:
-    assert run([5, 4], stop=("a a", " ")).text == "ba"
-    assert run([3, 5], stop=("a ", "bb")).text == ""
-
-
-def test_a_long_text_is_searched_only_where_it_is_new() -> None:
-    found = run([2] * 50 + [3, 3] + [2] * 9, stop="bb")
-    assert found.text == "a" * 50
-    assert len(found.token_ids) == 52
 
 
 def test_only_the_newest_tokens_are_decoded_again() -> None:
@@ -222,14 +221,14 @@ def test_timings_follow_their_definitions() -> None:
     assert sum(found.itl_s) == pytest.approx(found.e2e_s - found.ttft_s)
 
 
-def test_one_token_has_no_time_between_tokens() -> None:
+def test_single_token_has_no_inter_token_latency() -> None:
     request = make(max_new_tokens=1)
     request.append([2], 14.0)
     found = request.completion(99.0).metrics
     assert (found.ttft_s, found.tpot_s, found.itl_s, found.e2e_s) == (4.0, None, [], 4.0)
 
 
-def test_a_request_that_never_ran_waited_to_its_end() -> None:
+def test_request_that_never_ran_has_queue_time_only() -> None:
     request = make()
     request.finish_reason = "abort"
     found = request.completion(25.0)
@@ -237,7 +236,7 @@ def test_a_request_that_never_ran_waited_to_its_end() -> None:
     assert (found.token_ids, found.text, found.metrics.accept_length) == ([], "", None)
 
 
-def test_a_clock_at_zero_is_a_time() -> None:
+def test_timestamps_may_be_zero() -> None:
     request = Request(0, [1], SamplingParams(max_new_tokens=1), end_tokens=frozenset(), decode=decode, submitted=-2.0)
     request.admitted = -1.0
     request.append([2], 0.0)
@@ -245,7 +244,7 @@ def test_a_clock_at_zero_is_a_time() -> None:
     assert (found.ttft_s, found.e2e_s, found.queue_s) == (2.0, 2.0, 1.0)
 
 
-def test_a_verify_counts_what_it_left() -> None:
+def test_verify_counts_kept_tokens() -> None:
     request = make(max_new_tokens=7)
     request.append([2], 1.0)
     for tokens, accepted in (([2, 2, 2], 2), ([2], 0), ([2, 2, 2, 2], 3)):  # the last is trimmed to two
@@ -255,13 +254,13 @@ def test_a_verify_counts_what_it_left() -> None:
     assert found.emitted_histogram == [0, 1, 1, 1, 0, 0]
     assert found.accept_length == 2.0
     assert found.emitted == found.output_tokens - 1
-    # Behind 4, 7 and 8 tokens there was room for 6, 3 and 2; what the drafts beyond that were nobody counts.
+    # After 4, 7 and 8 tokens there was room for 6, 3 and 2; drafts past that are ignored.
     assert found.acceptance == Acceptance(
         drafted=[0, 0, 1, 1, 1], accepted=[1, 0, 2], exhausted=[0, 0, 1], verifies=[0, 0, 2, 1], emitted=[0, 0, 4, 2]
     )
 
 
-def test_a_verify_that_left_nothing_counts_nowhere() -> None:
+def test_verify_without_kept_tokens_is_ignored() -> None:
     request = make()
     request.count_verify(0, drafted=4, accepted=2, depth=4)
     request.finish_reason = "abort"
@@ -270,7 +269,7 @@ def test_a_verify_that_left_nothing_counts_nowhere() -> None:
     assert found.acceptance == Acceptance()
 
 
-def test_a_draft_counts_at_its_depth() -> None:
+def test_draft_counts_at_its_depth() -> None:
     request = make()
     request.append([2], 1.0)
     request.count_verify(request.append([2, 2], 2.0), drafted=12, accepted=1, depth=3)  # a tree of 12
@@ -280,7 +279,7 @@ def test_a_draft_counts_at_its_depth() -> None:
     assert found.acceptance.as_counters()["tried"] == [1, 1, 0]
 
 
-def test_of_drafts_behind_a_stop_nobody_says_whether_they_were_right() -> None:
+def test_drafts_after_a_stop_are_ignored() -> None:
     request = make()
     request.append([2], 1.0)
     request.count_verify(request.append([2, EOS, 2, 2], 2.0), drafted=4, accepted=3, depth=4)
@@ -290,7 +289,7 @@ def test_of_drafts_behind_a_stop_nobody_says_whether_they_were_right() -> None:
     assert (found.drafted, found.accepted) == (2, 2)
 
 
-def test_of_a_tree_the_levels_cut_off_count_as_not_drafted() -> None:
+def test_tree_levels_after_a_stop_count_as_not_drafted() -> None:
     request = make()
     request.append([2], 1.0)
     request.count_verify(request.append([2, EOS, 2], 2.0), drafted=12, accepted=2, depth=3)
@@ -299,7 +298,7 @@ def test_of_a_tree_the_levels_cut_off_count_as_not_drafted() -> None:
     assert found.acceptance.as_counters()["drafted"] == [1, 1]
 
 
-def test_a_completions_row_holds_the_numbers_and_not_the_tokens() -> None:
+def test_row_of_a_completion_has_numbers_and_no_tokens() -> None:
     row = run([2, 3, 0]).as_row()
     assert (row["index"], row["finish_reason"], row["output_tokens"]) == (3, "stop", 3)
     assert not {"text", "token_ids", "prompt_token_ids"} & set(row)
