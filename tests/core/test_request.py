@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specbatch.core.acceptance import Acceptance
@@ -46,7 +46,7 @@ def expected(tokens: list[int], params: SamplingParams) -> tuple[list[int], str,
     for count in range(1, len(tokens) + 1):
         kept = tokens[:count]
         if kept[-1] in ends:
-            return kept, "stop", decode(kept[:-1])
+            return kept, "stop", decode(kept[:-1] if params.skip_special_tokens else kept)
         text = decode(kept).rstrip("\ufffd")
         cuts = [text.find(stop) for stop in params.stop if stop in text]
         if cuts:
@@ -59,34 +59,6 @@ def expected(tokens: list[int], params: SamplingParams) -> tuple[list[int], str,
 # -- stop conditions -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("params", "kept", "reason", "text"),
-    [
-        ({}, [2, 3, 4, 0], "stop", "abab"),
-        ({"ignore_eos": True, "max_new_tokens": 6}, [2, 3, 4, 0, 1, 2], "length", "ababa"),
-        ({"stop_token_ids": (3,)}, [2, 3], "stop", "a"),
-        ({"stop_token_ids": (3,), "skip_special_tokens": False}, [2, 3], "stop", "ab"),
-        ({"stop_token_ids": (1,), "ignore_eos": True}, [2, 3, 4, 0, 1], "stop", "abab"),
-        ({"stop": "ba"}, [2, 3, 4], "stop", "a"),
-        ({"stop": ("zz", "bab", "ab")}, [2, 3], "stop", ""),
-        ({"stop": ("b",), "stop_token_ids": (3,)}, [2, 3], "stop", "a"),
-        ({"max_new_tokens": 1}, [2], "length", "a"),
-        ({"max_new_tokens": 2}, [2, 3], "length", "ab"),
-        ({"max_new_tokens": 3}, [2, 3, 4], "length", "abab"),
-        ({"max_new_tokens": 4}, [2, 3, 4, 0], "stop", "abab"),  # the stop lies inside the budget
-        ({"max_new_tokens": 3, "stop": "bab"}, [2, 3, 4], "stop", "a"),
-        ({"max_new_tokens": 2, "stop": "bab"}, [2, 3], "length", "ab"),  # the stop lies after the budget
-        ({"max_new_tokens": 2, "stop_token_ids": (3,)}, [2, 3], "stop", "a"),
-    ],
-)
-@pytest.mark.parametrize("split", [[1] * 6, [6], [1, 5], [2, 4], [3, 3]])
-def test_tokens_end_at_the_first_stop_or_at_the_limit(
-    params: dict[str, Any], kept: list[int], reason: str, text: str, split: list[int]
-) -> None:
-    found = run([2, 3, 4, 0, 1, 2], split, **params)
-    assert (found.token_ids, found.finish_reason, found.text) == (kept, reason, text)
-
-
 def test_append_returns_the_number_of_kept_tokens() -> None:
     request = make(max_new_tokens=5, stop_token_ids=(3,))
     assert request.append([2, 2], 1.0) == 2
@@ -97,28 +69,35 @@ def test_append_returns_the_number_of_kept_tokens() -> None:
     assert make(max_new_tokens=3).append([2, 2, 2, 2, 2], 1.0) == 3
 
 
-PARAMS = st.builds(
-    SamplingParams,
-    max_new_tokens=st.integers(1, 12),
-    ignore_eos=st.booleans(),
-    stop_token_ids=st.sampled_from([(), (1,), (2,), (1, 9)]),
-    stop=st.lists(st.sampled_from(["a", "ba", "aba", "é", "aé", "😀a", "b", " ", "\n\n", "bb"]), max_size=2),
+PARAMS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(1, 12),
+        "ignore_eos": st.booleans(),
+        "skip_special_tokens": st.booleans(),
+        "stop_token_ids": st.sampled_from([(), (1,), (2,), (1, 9)]),
+        "stop": st.lists(
+            st.sampled_from(["a", "ba", "aba", "é", "aé", "éa", "😀a", "b", " ", "\n\n", "bb"]), max_size=2
+        ),
+    }
 )
 
 
+@settings(max_examples=100)
+@example([2, 3, 4], [3], {"max_new_tokens": 3, "stop": ("bab",)})  # the stop is within the limit
+@example([2, 3, 4], [3], {"max_new_tokens": 2, "stop": ("bab",)})  # the stop is after the limit
+@example([2, 3, 4, 0], [4], {"stop": ("b",), "stop_token_ids": (3,), "skip_special_tokens": False})
+@example([5, 4], [2], {"stop": ("a a", " ")})  # the earliest of several
+@example([2] * 50 + [3, 3] + [2] * 9, [7], {"stop": ("bb",)})
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=16), st.lists(st.integers(1, 6), max_size=8), PARAMS)
-def test_result_does_not_depend_on_the_split(tokens: list[int], split: list[int], params: SamplingParams) -> None:
-    options = {name: getattr(params, name) for name in ("max_new_tokens", "ignore_eos", "stop_token_ids", "stop")}
-    whole, single = run(tokens, split, **options), run(tokens, **options)
-    assert (whole.token_ids, whole.finish_reason, whole.text) == (single.token_ids, single.finish_reason, single.text)
-    kept, reason, text = expected(tokens, params)
-    assert (single.token_ids, single.finish_reason, single.text) == (kept, reason, text)
-
-
-@given(st.lists(st.integers(0, 11), min_size=1, max_size=16), st.lists(st.integers(1, 6), max_size=8), PARAMS)
-def test_logprobs_stay_aligned(tokens: list[int], split: list[int], params: SamplingParams) -> None:
-    found = run(tokens, split, logprobs=True, max_new_tokens=params.max_new_tokens, stop=params.stop)
-    assert found.logprobs == [float(-token) for token in found.token_ids]
+def test_request_ends_at_the_first_stop_or_at_the_limit(
+    tokens: list[int], split: list[int], params: dict[str, Any]
+) -> None:
+    """For any split into steps."""
+    wanted = expected(tokens, SamplingParams(**{"max_new_tokens": 100} | params))
+    for lengths in (split, None):
+        found = run(tokens, lengths, logprobs=True, **params)
+        assert (found.token_ids, found.finish_reason, found.text) == wanted
+        assert found.logprobs == [float(-token) for token in found.token_ids]
 
 
 def test_logprobs_are_off_by_default() -> None:
@@ -164,23 +143,6 @@ def test_characters_in_byte_tokens() -> None:
 
     text = IncrementalText(fallback)
     assert [text.push(token) for token in "éß".encode()] == ["", "é", "", "ß"]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "stop", "kept", "text"),
-    [
-        ([2, 6, 7, 2, 2], "éa", 4, "a"),  # spans tokens and characters
-        ([2, 6, 7, 2, 2], "aé", 3, ""),
-        ([3, 4, 4, 3], "babab", 3, ""),
-        ([2, 8, 9, 2], "😀", 3, "ab"),
-        ([5, 4], ("a a", " "), 1, "ba"),  # the earliest of several
-        ([3, 5], ("a ", "bb"), 2, ""),
-        ([2] * 50 + [3, 3] + [2] * 9, "bb", 52, "a" * 50),
-    ],
-)
-def test_stop_string_ends_the_text(tokens: list[int], stop: Any, kept: int, text: str) -> None:
-    found = run(tokens, stop=stop)
-    assert (len(found.token_ids), found.text) == (kept, text)
 
 
 @pytest.mark.parametrize(("rest", "reason"), [([EOS], "stop"), ([], "stop"), ([9, 2], "stop")])
