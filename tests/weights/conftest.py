@@ -80,8 +80,16 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture
-def write_gguf() -> Callable[..., Path]:
-    return _write_gguf
+def write_gguf(tmp_path: Path, backend: Tokenizer) -> Callable[..., Path]:
+    """`write_gguf(model or family, tokenizer, name=..., **options)`, by default "model.gguf" with `backend`."""
+
+    def write(
+        model: PreTrainedModel | str, tokenizer: Tokenizer = backend, *, name: str = "model", **more: Any
+    ) -> Path:
+        made = _tiny_model(model) if isinstance(model, str) else model
+        return _write_gguf(tmp_path / f"{name}.gguf", made, tokenizer, **more)
+
+    return write
 
 
 @pytest.fixture
@@ -147,11 +155,11 @@ def _write_gguf(
     tokenizer: Tokenizer,
     *,
     pre: str = "smollm",
-    quantised: GGMLQuantizationType = GGMLQuantizationType.F32,
+    quantized: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: dict[str, Any] | None = None,
     extra_tensors: dict[str, np.ndarray[Any, Any]] | None = None,
 ) -> Path:
-    """Write a model like llama.cpp's converter: matrices in `quantised`, vectors in float32."""
+    """Write a model like llama.cpp's converter: matrices in `quantized`, vectors in float32."""
     config = model.config
     arch = config.model_type
     writer = GGUFWriter(path, arch)
@@ -195,9 +203,9 @@ def _write_gguf(
             count = heads if ".q_proj." in name else kv_heads
             halves = values.reshape(count, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        if values.ndim == 2 and quantised != GGMLQuantizationType.F32:
-            packed = gguf.quants.quantize(values, quantised)
-            writer.add_tensor(_gguf_name(name), packed, raw_dtype=quantised)
+        if values.ndim == 2 and quantized != GGMLQuantizationType.F32:
+            packed = gguf.quants.quantize(values, quantized)
+            writer.add_tensor(_gguf_name(name), packed, raw_dtype=quantized)
         else:
             writer.add_tensor(_gguf_name(name), values)
     for name, values in (extra_tensors or {}).items():

@@ -24,20 +24,13 @@ Make = Callable[..., Any]
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_gguf_matches_the_folder(
-    tmp_path: Path,
-    tiny_model: Make,
-    save: Make,
-    write_gguf: Make,
-    backend: Backend,
-    family: str,
-    tied: bool,
-    read_all: Make,
+    tiny_model: Make, save: Make, write_gguf: Make, family: str, tied: bool, read_all: Make
 ) -> None:
     rope = {"rope_theta": 1e5, "rope_type": "default"}
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     model = tiny_model(family, tie_word_embeddings=tied, rope_parameters=rope, **biases)
     original = open_checkpoint(str(save(model)))
-    converted = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", model, backend)))
+    converted = open_checkpoint(str(write_gguf(model)))
     expected, loaded = read_all(original), read_all(converted)
     assert set(loaded) == set(expected)
     for name, tensor in expected.items():
@@ -66,12 +59,10 @@ def test_rope_permutation_is_undone_per_head() -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
-def test_tensor_types_are_kept_or_dequantized_exactly(
-    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, kind: str
-) -> None:
-    quantised = GGMLQuantizationType[kind]
+def test_tensor_types_are_kept_or_dequantized_exactly(tiny_model: Make, write_gguf: Make, kind: str) -> None:
+    quantized = GGMLQuantizationType[kind]
     model = tiny_model("llama")
-    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", model, backend, quantised=quantised)))
+    checkpoint = open_checkpoint(str(write_gguf(model, quantized=quantized)))
     kept = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
     for name, tensor in model.state_dict().items():
         found = checkpoint.tensor(name)
@@ -80,8 +71,8 @@ def test_tensor_types_are_kept_or_dequantized_exactly(
         elif kept is not None:
             assert torch.equal(found, tensor.to(kept)), name
         else:
-            # Quantising works on runs of 32 inputs, so permuting rows before or after makes no difference.
-            again = gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), quantised), quantised)
+            # Quantization works on runs of 32 inputs, so permuting rows before or after makes no difference.
+            again = gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), quantized), quantized)
             assert found.dtype == torch.float32
             assert torch.equal(found, torch.from_numpy(again)), name
 
@@ -103,16 +94,10 @@ def test_k_quants_match_the_gguf_package(tmp_path: Path) -> None:
 
 
 def test_conversion_is_cached_in_bounded_files(
-    tmp_path: Path,
-    tiny_model: Make,
-    write_gguf: Make,
-    backend: Backend,
-    monkeypatch: pytest.MonkeyPatch,
-    cache: Path,
-    read_all: Make,
+    tmp_path: Path, write_gguf: Make, monkeypatch: pytest.MonkeyPatch, cache: Path, read_all: Make
 ) -> None:
     monkeypatch.setattr(gguf_checkpoint, "SHARD_BYTES", 20_000)
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
+    path = write_gguf("llama")
     lines: list[str] = []
     first = open_checkpoint(str(path), log=lines.append)
     assert len(lines) == 1
@@ -125,7 +110,7 @@ def test_conversion_is_cached_in_bounded_files(
     assert not list(cache.glob(".part-*"))
 
 
-def test_rope_scaling_is_converted(tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend) -> None:
+def test_rope_scaling_is_converted(tiny_model: Make, write_gguf: Make) -> None:
     llama3 = {
         "rope_theta": 5e5,
         "rope_type": "llama3",
@@ -141,7 +126,7 @@ def test_rope_scaling_is_converted(tmp_path: Path, tiny_model: Make, write_gguf:
     assert divisors.max() == pytest.approx(8.0)
     extra = {"rope_freqs.weight": divisors}
     keys = {"llama.rope.dimension_count": 32, "llama.attention.key_length": 32}
-    path = write_gguf(tmp_path / "scaled.gguf", model, backend, extra_tensors=extra, metadata=keys)
+    path = write_gguf(model, name="scaled", extra_tensors=extra, metadata=keys)
     rope = open_checkpoint(str(path)).config.rope
     assert rope.kind == "divisors"
     torch.testing.assert_close(rope.inverse_frequencies(), reference.inverse_frequencies(), rtol=1e-6, atol=0)
@@ -151,18 +136,18 @@ def test_rope_scaling_is_converted(tmp_path: Path, tiny_model: Make, write_gguf:
         "qwen2.rope.scaling.factor": 4.0,
         "qwen2.rope.scaling.original_context_length": 512,
     }
-    path = write_gguf(tmp_path / "yarn.gguf", tiny_model("qwen2"), backend, metadata=yarn)
+    path = write_gguf("qwen2", name="yarn", metadata=yarn)
     config = open_checkpoint(str(path)).config
     assert (config.rope.kind, config.rope.factor, config.max_position) == ("yarn", 4.0, 2048)
 
 
-def test_per_layer_values_must_be_equal(tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend) -> None:
+def test_per_layer_values_must_be_equal(tiny_model: Make, write_gguf: Make) -> None:
     model = tiny_model("llama")
-    equal = write_gguf(tmp_path / "equal.gguf", model, backend, metadata={"llama.feed_forward_length": [96, 96]})
+    equal = write_gguf(model, name="equal", metadata={"llama.feed_forward_length": [96, 96]})
     assert open_checkpoint(str(equal)).config.intermediate_size == 96
-    mixed = write_gguf(tmp_path / "mixed.gguf", model, backend, metadata={"llama.feed_forward_length": [96, 0]})
+    mixed = write_gguf(model, name="mixed", metadata={"llama.feed_forward_length": [96, 0]})
     assert r"feed_forward_length=[96, 0]" in refusal(mixed)
-    path = write_gguf(tmp_path / "window.gguf", model, backend, metadata={"llama.attention.sliding_window": 128})
+    path = write_gguf(model, name="window", metadata={"llama.attention.sliding_window": 128})
     with pytest.raises(SpecbatchError, match="sliding_window=128"):
         open_checkpoint(str(path))
 
@@ -174,10 +159,8 @@ def refusal(path: Path) -> str:
     return str(error.value)
 
 
-def test_truncated_or_invalid_files_are_refused(
-    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, cache: Path
-) -> None:
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend)
+def test_truncated_or_invalid_files_are_refused(write_gguf: Make, cache: Path) -> None:
+    path = write_gguf("llama")
     whole = path.read_bytes()
     for size in (0, 3, 20, 200, 3000, len(whole) - 1000):
         path.write_bytes(whole[:size])
@@ -189,13 +172,11 @@ def test_truncated_or_invalid_files_are_refused(
     assert not list(cache.glob("gguf-*/*"))
 
 
-def test_unsupported_features_are_refused_by_name(
-    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
-) -> None:
-    llama, number = tiny_model("llama"), iter(range(99))
+def test_unsupported_features_are_refused_by_name(tiny_model: Make, write_gguf: Make) -> None:
+    llama = tiny_model("llama")
 
     def refusal_of(model: Any = llama, **options: Any) -> str:
-        return refusal(write_gguf(tmp_path / f"{next(number)}.gguf", model, backend, **options))
+        return refusal(write_gguf(model, **options))
 
     extra = np.ones(4, dtype=np.float32)
     assert "blk.0.attn_sinks.weight" in refusal_of(extra_tensors={"blk.0.attn_sinks.weight": extra})
@@ -218,10 +199,10 @@ def test_unsupported_features_are_refused_by_name(
 
 
 def test_tokenizer_matches_the_original(
-    tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend, texts: list[str]
+    tiny_model: Make, save: Make, write_gguf: Make, backend: Backend, texts: list[str]
 ) -> None:
     model = tiny_model("llama", vocab_size=310)
-    path = write_gguf(tmp_path / "model.gguf", model, backend)
+    path = write_gguf(model)
     ours, original = open_checkpoint(str(path)).tokenizer(), open_checkpoint(str(save(model))).tokenizer()
     for text in [*texts, "<|im_start|>user\nhi<|im_end|>"]:
         assert ours.encode(text) == original.encode(text) == backend.encode(text).ids
@@ -235,30 +216,26 @@ def test_tokenizer_matches_the_original(
     assert json.loads((open_checkpoint(str(path)).folder / "config.json").read_text())["vocab_size"] == 310
 
 
-def test_user_defined_tokens_are_atomic_and_visible(
-    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend
-) -> None:
+def test_user_defined_tokens_are_atomic_and_visible(tiny_model: Make, write_gguf: Make, backend: Backend) -> None:
     with_tool = Backend.from_str(backend.to_str())
     with_tool.add_tokens(["<tool_call>"])
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama", vocab_size=301), with_tool)
+    path = write_gguf(tiny_model("llama", vocab_size=301), with_tool)
     tokenizer = open_checkpoint(str(path)).tokenizer()
     assert tokenizer.encode("<tool_call>") == [300]
     assert tokenizer.decode([300]) == "<tool_call>"
 
 
-def test_pre_tokenizer_rules(
-    tmp_path: Path, tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str]
-) -> None:
+def test_pre_tokenizer_rules(tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str]) -> None:
     model = json.loads(backend.to_str())["model"]
     qwen = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
-    path = write_gguf(tmp_path / "qwen.gguf", tiny_model("qwen2"), backend, pre="qwen2")
+    path = write_gguf("qwen2", name="qwen", pre="qwen2")
     tokenizer = open_checkpoint(str(path)).tokenizer()
     for text in texts:
         assert tokenizer.encode(text) == qwen.encode(text)
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
 
     # Llama 3 starts every text with its first token unless the file overrides it.
-    path = write_gguf(tmp_path / "llama.gguf", tiny_model("llama"), backend, pre="llama-bpe")
+    path = write_gguf("llama", name="llama", pre="llama-bpe")
     tokenizer = open_checkpoint(str(path)).tokenizer()
     assert tokenizer.encode("Tom")[0] == 298
     assert tokenizer.encode("e\u0301") != tokenizer.encode("\u00e9")
@@ -270,17 +247,17 @@ def test_pre_tokenizer_rules(
     words.add_special_tokens(special)
     model = tiny_model("llama", vocab_size=301)
     keys = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.eot_token_id": 17}
-    path = write_gguf(tmp_path / "words.gguf", model, words, pre="llama-bpe", metadata=keys)
+    path = write_gguf(model, words, pre="llama-bpe", metadata=keys)
     tokenizer = open_checkpoint(str(path)).tokenizer()
     assert tokenizer.encode("zebra") == [297]
     assert tokenizer.eos_ids == {17, 298, 300}
 
 
 def test_known_name_provides_a_tokenizer_without_weights(
-    cache: Path, tiny_model: Make, write_gguf: Make, backend: Backend, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    cache: Path, write_gguf: Make, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (cache / "models").mkdir(parents=True)
-    path = write_gguf(cache / "models" / "tiny.gguf", tiny_model("llama"), backend)
+    path = write_gguf("llama", name="cache/models/tiny")
     source = known_models.HubFile("someone/tiny", "0", path.name)
     known = known_models.KnownModel(
         "tiny", "someone", path.name, 0, file_hash(path), "Apache-2.0", "F32", "unknown", source
@@ -300,10 +277,10 @@ def test_known_name_provides_a_tokenizer_without_weights(
 
 
 def test_unknown_pre_tokenizer_needs_an_explicit_tokenizer(
-    tmp_path: Path, tiny_model: Make, save: Make, write_gguf: Make, backend: Backend
+    tiny_model: Make, save: Make, write_gguf: Make, backend: Backend
 ) -> None:
     model = tiny_model("llama")
-    path = write_gguf(tmp_path / "model.gguf", model, backend, pre="newfangled")
+    path = write_gguf(model, pre="newfangled")
     with pytest.raises(SpecbatchError, match=r"tokenizer.ggml.pre='newfangled'"):
         open_checkpoint(str(path)).tokenizer()
     replaced = open_checkpoint(str(path), tokenizer=str(save(model))).tokenizer()

@@ -170,14 +170,9 @@ def test_table_lists_origin_license_and_state(fake_pip: KnownModel) -> None:
 
 
 def test_known_name_opens_its_file(
-    tiny: KnownModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_model: Callable[..., Any],
-    write_gguf: Callable[..., Path],
-    backend: Any,
+    tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, write_gguf: Callable[..., Path]
 ) -> None:
-    content = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), backend).read_bytes()
+    content = write_gguf("llama").read_bytes()
     model = replace(tiny, size=len(content), sha256=sha256(content))
     monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", model)
     model.path.parent.mkdir(parents=True)
