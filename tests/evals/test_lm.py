@@ -1,3 +1,5 @@
+"""The engine as a model of lm-eval: parameters, prompts, reasoning and errors of generation requests."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -18,8 +20,9 @@ def ask(context: str, doc_id: int = 0, **wanted: Any) -> Instance:
 
 
 def params_of(make_engine: Any, wanted: dict[str, Any], **options: Any) -> SamplingParams:
-    engine = make_engine(lambda prompt: "x")
-    SpecBatchLM(engine, "toy", **options).generate_until([ask("a", **wanted)])
+    engine, request = make_engine(lambda prompt: "x"), ask("a", **wanted)
+    SpecBatchLM(engine, "toy", **options).generate_until([request])
+    assert request.args[1] == {"until": ["\n"], **wanted}, "the task's arguments are not changed"
     params: SamplingParams = engine.calls[0]["params"][0]
     return params
 
@@ -32,11 +35,8 @@ def test_all_requests_go_to_the_engine_at_once_and_return_in_order(make_engine: 
     assert texts == ["<a>", "<b>", "<c>"]
     assert len(engine.calls) == 1
     assert engine.calls[0]["concurrency"] == 3
-    assert [(answer.doc_id, answer.completion.text) for answer in model.answers] == [
-        (10, "<a>"),
-        (20, "<b>"),
-        (30, "<c>"),
-    ]
+    found = [(answer.doc_id, answer.completion.text) for answer in model.answers]
+    assert found == [(10, "<a>"), (20, "<b>"), (30, "<c>")]
     assert seen == [(30, 3), (20, 3), (10, 3)]  # as they finish
     assert model.prompts == ["a", "b", "c"]
 
@@ -59,7 +59,7 @@ def test_sampling_parameters_are_the_tasks(
     assert (params.temperature, params.top_p) == (temperature, top_p)
 
 
-def test_the_answer_limit_is_the_users_then_the_tasks_then_the_default(make_engine: Any) -> None:
+def test_answer_limit_of_user_task_and_default(make_engine: Any) -> None:
     assert params_of(make_engine, {}).max_new_tokens == MAX_NEW_TOKENS == 512
     assert params_of(make_engine, {"max_gen_toks": 32}).max_new_tokens == 32
     assert params_of(make_engine, {"max_gen_toks": 32}, max_new_tokens=7).max_new_tokens == 7
@@ -72,13 +72,7 @@ def test_stop_strings_that_are_tokens_are_stop_tokens_too(make_engine: Any) -> N
     assert params_of(make_engine, {"until": "END"}).stop == ("END",)
 
 
-def test_the_tasks_arguments_are_not_changed(make_engine: Any) -> None:
-    request = ask("a", do_sample=True)
-    SpecBatchLM(make_engine(lambda prompt: "x"), "toy").generate_until([request])
-    assert request.args[1] == {"until": ["\n"], "do_sample": True}
-
-
-def test_unknown_generation_arguments_are_an_error(make_engine: Any) -> None:
+def test_unknown_generation_arguments_are_refused(make_engine: Any) -> None:
     with pytest.raises(SpecbatchError, match="task='toy': sets num_beams"):
         params_of(make_engine, {"num_beams": 4})
 
@@ -93,14 +87,14 @@ def test_special_tokens_are_added_once(make_engine: Any) -> None:
     assert chat == [256, 257, *b"user\nab", 258, 10, 257, *b"assistant\n"]
 
 
-def test_an_answer_begun_by_the_task_is_continued(make_engine: Any) -> None:
+def test_answer_that_the_task_begins_is_continued(make_engine: Any) -> None:
     model = SpecBatchLM(make_engine(lambda prompt: "x"), "toy", chat_template=True)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The answer is"}]
     text = model.apply_chat_template(turns, add_generation_prompt=False)
     assert text == "<s><|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nThe answer is"
 
 
-def test_prompts_that_do_not_fit_are_an_error_before_any_work(make_engine: Any) -> None:
+def test_prompts_that_do_not_fit_are_refused_first(make_engine: Any) -> None:
     engine = make_engine(lambda prompt: "x", max_model_len=40)
     fits, long = ask("a" * 29, 3), ask("a" * 30, 4)  # and the <s>
     SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits])
@@ -123,27 +117,25 @@ def test_answers_reach_lm_evals_cache(make_engine: Any) -> None:
     model = SpecBatchLM(make_engine(lambda prompt: prompt.upper()), "toy")
     model.cache_hook = Hook()
     model.generate_until([ask("a"), ask("b")])
-    assert [(kind, args[0], text) for kind, args, text in kept] == [
-        ("generate_until", "a", "A"),
-        ("generate_until", "b", "B"),
-    ]
+    found = [(kind, args[0], text) for kind, args, text in kept]
+    assert found == [("generate_until", "a", "A"), ("generate_until", "b", "B")]
 
 
 def test_reasoning_is_not_scored_but_kept_in_the_answers(make_engine: Any) -> None:
-    said = {"a": "<think>7?</think> 8", "b<think>": "7?</think>9", "c": "10", "d": "<think>11?", "e<think>\n": "12?"}
-    model = SpecBatchLM(make_engine(said.__getitem__), "toy", chat_template=True)
-    assert model.generate_until([ask(prompt) for prompt in said]) == ["8", "9", "10", "", ""]
-    assert [answer.completion.text for answer in model.answers] == list(said.values())
+    replies = {"a": "<think>7?</think> 8", "b<think>": "7?</think>9", "c": "10", "d": "<think>11?", "e<think>\n": "12?"}
+    model = SpecBatchLM(make_engine(replies.__getitem__), "toy", chat_template=True)
+    assert model.generate_until([ask(prompt) for prompt in replies]) == ["8", "9", "10", "", ""]
+    assert [answer.completion.text for answer in model.answers] == list(replies.values())
 
 
 @pytest.mark.parametrize(("thinking", "switch"), [(None, {}), (False, {"enable_thinking": False})])
 def test_enable_thinking(make_engine: Any, thinking: bool | None, switch: dict[str, bool]) -> None:
-    engine, told = make_engine(lambda prompt: "x"), []
-    engine.tokenizer.apply_chat_template = lambda messages, **options: told.append(options) or "rendered"
+    engine, passed = make_engine(lambda prompt: "x"), []
+    engine.tokenizer.apply_chat_template = lambda messages, **options: passed.append(options) or "rendered"
     model = SpecBatchLM(engine, "toy", chat_template=True, thinking=thinking)
     model.apply_chat_template([{"role": "user", "content": "a"}])
     model.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False)
-    assert told == [switch, switch]
+    assert passed == [switch, switch]
 
 
 def test_end_of_text_token() -> None:

@@ -26,10 +26,8 @@ OUT = [{"index": 0, "id": "a", "token_ids": [1, 2]}, {"index": 4, "token_ids": [
 def saved(path: Path) -> str:
     """ROWS at `path`, in the format of its name."""
     table = datasets.Dataset.from_list(ROWS)
-    if path.suffix == ".csv":
-        table.to_csv(path)
-    elif path.suffix == ".tsv":
-        table.to_csv(path, sep="\t")
+    if path.suffix in (".csv", ".tsv"):
+        table.to_csv(path, sep="," if path.suffix == ".csv" else "\t")
     elif path.suffix == ".parquet":
         table.to_parquet(path)
     elif path.suffix == ".arrow":
@@ -100,7 +98,7 @@ def test_an_unreachable_hub(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "reason"),
     [
         ("d.parquet", "hello", "Parquet"),
         ("d.csv", 'prompt\n"a', "EOF inside string"),
@@ -109,15 +107,19 @@ def test_an_unreachable_hub(monkeypatch):
         ("none.csv", None, r"\(No such file or directory\)"),
     ],
 )
-def test_errors_contain_the_librarys_reason(tmp_path, name, content, said, capfd, monkeypatch):
+def test_errors_contain_the_librarys_reason(tmp_path, name, content, reason, capfd, monkeypatch):
     logged = logging.Handler()
     logged.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # type: ignore[method-assign]
     monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [logged])
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(SpecbatchError, match=f"{name}': cannot be read .*{said}"):
+    with pytest.raises(SpecbatchError, match=f"{name}': cannot be read .*{reason}"):
         read_rows("input", tmp_path / name, None, ("prompt",))
     assert capfd.readouterr().err == ""
+
+
+def loaded(path):
+    return datasets.load_from_disk(path) if path.is_dir() else datasets.Dataset.from_parquet(str(path))
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out"])
@@ -125,7 +127,7 @@ def test_a_written_table_has_types_and_replaces_an_old_one(tmp_path, name, capfd
     path = tmp_path / name
     for rows in (OUT[:1], OUT):
         write_rows(path, rows, TYPES)
-        found = datasets.load_from_disk(path) if path.is_dir() else datasets.Dataset.from_parquet(str(path))
+        found = loaded(path)
         assert found.to_list() == [dict.fromkeys(TYPES) | row for row in rows]
         assert found.features["accept_length"].dtype == "float64"  # though there is none
         assert found.features["token_ids"].feature.dtype == "int32"
@@ -139,22 +141,17 @@ def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch, name, fails):
     path = tmp_path / name
     write_rows(path, OUT[:1], TYPES)
     replace = os.replace
-    if fails == "convert":
-        wrong = [{"index": "no number"}]
-    else:
-        wrong = OUT
 
-        def stops(source, target):
-            if ".part" in Path(source).name:
-                raise KeyboardInterrupt
-            replace(source, target)
+    def move(source, target):
+        if fails == "move" and ".part" in Path(source).name:
+            raise KeyboardInterrupt
+        replace(source, target)
 
-        monkeypatch.setattr("specbatch.jobs.dataset.os.replace", stops)
+    monkeypatch.setattr("specbatch.jobs.dataset.os.replace", move)
     with pytest.raises((ValueError, KeyboardInterrupt)):
-        write_rows(path, wrong, TYPES)
+        write_rows(path, OUT if fails == "move" else [{"index": "no number"}], TYPES)
     assert list(tmp_path.iterdir()) == [path]
-    found = datasets.load_from_disk(path) if path.is_dir() else datasets.Dataset.from_parquet(str(path))
-    assert len(found) == 1
+    assert len(loaded(path)) == 1
 
 
 def test_a_folder_with_other_files_is_not_a_saved_data_set(tmp_path):

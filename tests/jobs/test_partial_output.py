@@ -54,7 +54,7 @@ def test_a_job_continues_from_what_a_crash_leaves(opened, left, taken):
 
 
 @pytest.mark.parametrize(
-    ("left", "says"),
+    ("left", "message"),
     [
         ("notes", "rows': is not the partial output of a job"),
         ("notes\n", "rows': is not the partial output of a job"),
@@ -75,12 +75,12 @@ def test_a_job_continues_from_what_a_crash_leaves(opened, left, taken):
         (text_of(HEADER) + "\udcff\n", "rows:2': is not a row"),
     ],
 )
-def test_other_files_are_an_error_and_unchanged(opened, left, says):
+def test_other_files_are_an_error_and_unchanged(opened, left, message):
     kept = opened()
     kept.path.write_text(left, errors="surrogateescape")
     with pytest.raises(SpecbatchError) as caught:
         kept.load()
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert kept.path.read_bytes() == left.encode(errors="surrogateescape")
 
 

@@ -1,4 +1,4 @@
-"""Runs on disk: what is one point, what pairs, and what is refused."""
+"""Runs on disk: their points, and refused folders and pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specbatch.sweeps.compare import compare
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"prompts_sha256": "other"}, "prompts_sha256 same and other"),
         ({"prompts": 3}, "prompts 12 and 3"),
@@ -24,10 +24,10 @@ from specbatch.sweeps.compare import compare
         ({"config": EngineConfig(load_format="dummy")}, "load_format auto and dummy"),
     ],
 )
-def test_other_models_and_workloads_are_refused_with_what_differs(tmp_path, change, said):
+def test_runs_of_different_models_or_workloads_are_refused(tmp_path, change, message):
     old = saved(tmp_path / "a", make_record([metrics_of()] * 12))
     new = saved(tmp_path / "b", make_record([metrics_of()] * 12, **change))
-    with pytest.raises(SpecbatchError, match=said) as error:
+    with pytest.raises(SpecbatchError, match=message) as error:
         compare(old, new)
     assert "\n" not in str(error.value)
     assert "at v1" not in str(error.value)
@@ -61,12 +61,12 @@ def test_a_folder_of_different_runs_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("{", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "TypeError"), ('{"schema": 2}', "TypeError")],
 )
-def test_a_damaged_record_is_one_line(tmp_path, text, said):
+def test_damaged_record_is_refused_in_one_line(tmp_path, text, message):
     (tmp_path / "record.json").write_text(text)
-    with pytest.raises(SpecbatchError, match=said) as error:
+    with pytest.raises(SpecbatchError, match=message) as error:
         load_run("before", tmp_path, read_output)
     assert "\n" not in str(error.value)
 
@@ -82,7 +82,7 @@ def test_no_record_and_another_schema_are_refused(tmp_path):
         load_run("before", saved(tmp_path, record), read_output)
 
 
-def test_places_of_a_bench(tmp_path):
+def test_points_of_a_bench(tmp_path):
     for section, size in (("decode", 1), ("machine", 0)):
         record = make_record([metrics_of()] * 10, section=section, size=size, output_len=4)
         record.metrics["step_s"] = 0.004

@@ -1,4 +1,4 @@
-"""Every number by its definition, and records that survive a round trip."""
+"""Metrics by their definitions, and records on disk."""
 
 from __future__ import annotations
 
@@ -33,48 +33,28 @@ def completion(index: int = 0, reason: str = "length", **numbers: Any) -> Comple
 
 TWO = [
     completion(
-        prompt_tokens=10,
-        cached_tokens=4,
-        output_tokens=5,
-        queue_s=0.5,
-        ttft_s=1.0,
-        tpot_s=0.25,
-        e2e_s=2.0,
-        verify_steps=2,
-        emitted=4,
-        drafted=8,
-        accepted=2,
-        emitted_histogram=[0, 1, 0, 1],
+        prompt_tokens=10, cached_tokens=4, output_tokens=5, queue_s=0.5, ttft_s=1.0, tpot_s=0.25, e2e_s=2.0,
+        verify_steps=2, emitted=4, drafted=8, accepted=2, emitted_histogram=[0, 1, 0, 1], retractions=1,
         acceptance=Acceptance(drafted=[1, 0, 3], accepted=[2, 2], exhausted=[1], verifies=[0, 4], emitted=[0, 6]),
         itl_s=[0.1, 0.1, 0.1, 0.7],
-        retractions=1,
     ),
     completion(
-        prompt_tokens=20,
-        output_tokens=13,
-        ttft_s=3.0,
-        tpot_s=0.75,
-        e2e_s=12.0,
-        verify_steps=6,
-        emitted=12,
-        drafted=24,
-        accepted=6,
-        emitted_histogram=[0, 2, 2, 2],
+        prompt_tokens=20, output_tokens=13, ttft_s=3.0, tpot_s=0.75, e2e_s=12.0, verify_steps=6, emitted=12,
+        drafted=24, accepted=6, emitted_histogram=[0, 2, 2, 2], itl_s=[0.5],
         acceptance=Acceptance(drafted=[0, 1], accepted=[0, 1], exhausted=[0, 1], verifies=[1], emitted=[2]),
-        itl_s=[0.5],
     ),
-]
+]  # fmt: skip
 
 
-def test_totals_are_sums_over_the_run_and_not_means_of_means() -> None:
+def test_totals_are_sums_over_the_run() -> None:
     found = summarize(TWO, 4.0, concurrency=2)
-    assert (found["requests"], found["input_tokens"], found["output_tokens"], found["cached_tokens"]) == (2, 30, 18, 4)
-    assert found["accept_length"] == 16 / 8
-    assert found["accept_rate"] == 8 / 32
-    assert (found["request_throughput"], found["input_throughput"], found["output_throughput"]) == (0.5, 7.5, 4.5)
-    assert (found["total_throughput"], found["per_user_throughput"]) == (12.0, 2.25)
-    assert (found["verify_steps"], found["drafted_tokens"], found["accepted_tokens"]) == (8, 32, 8)
-    assert (found["retractions"], found["duration_s"]) == (1, 4.0)
+    expected = {
+        "requests": 2, "input_tokens": 30, "output_tokens": 18, "cached_tokens": 4, "accept_length": 16 / 8,
+        "accept_rate": 8 / 32, "request_throughput": 0.5, "input_throughput": 7.5, "output_throughput": 4.5,
+        "total_throughput": 12.0, "per_user_throughput": 2.25, "verify_steps": 8, "drafted_tokens": 32,
+        "accepted_tokens": 8, "retractions": 1, "duration_s": 4.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_spreads() -> None:
@@ -89,7 +69,7 @@ def test_spreads() -> None:
         assert {f"{kind}_{name}" for kind in ("mean", "median", "p90", "p99", "max")} <= set(found)
 
 
-def test_what_was_not_measured_is_none() -> None:
+def test_missing_measurements_are_none() -> None:
     found = summarize([], 0.0)
     assert (found["requests"], found["output_tokens"]) == (0, 0)
     for name in ("output_throughput", "accept_length", "accept_rate", "mean_ttft_s", "p99_itl_s", "max_e2e_s"):
@@ -98,7 +78,7 @@ def test_what_was_not_measured_is_none() -> None:
     assert (one["mean_tpot_s"], one["accept_length"], one["mean_ttft_s"]) == (None, None, 1.0)
 
 
-def test_aborted_requests_count_nowhere() -> None:
+def test_aborted_requests_are_not_counted() -> None:
     counts = Acceptance([0, 9], [9], [], [9], [9])
     aborted = completion(
         reason="abort", output_tokens=99, verify_steps=9, emitted=9, emitted_histogram=[0, 9], acceptance=counts
@@ -110,15 +90,11 @@ def test_aborted_requests_count_nowhere() -> None:
 
 def test_acceptance_by_draft_and_context_is_summed_over_requests() -> None:
     total = total_acceptance(TWO)
-    assert total.as_counters() == {
-        "drafted": [4, 3],
-        "tried": [4, 2],
-        "accepted": [3, 0],
-        "context": [[1, 1, 2], [2, 4, 6]],
-    }
+    counters = {"drafted": [4, 3], "tried": [4, 2], "accepted": [3, 0], "context": [[1, 1, 2], [2, 4, 6]]}
+    assert total.as_counters() == counters
     assert summarize(TWO, 1.0)["first_draft_accept_rate"] == 3 / 4
     assert summarize([], 1.0)["first_draft_accept_rate"] is None
-    assert TWO[0].metrics.acceptance.verifies == [0, 4], "summing leaves the requests' own counts alone"
+    assert TWO[0].metrics.acceptance.verifies == [0, 4], "summing does not change the counts of requests"
 
 
 COUNTERS: dict[str, Any] = {
@@ -136,12 +112,12 @@ COUNTERS: dict[str, Any] = {
         ({"device_steps": 0, "device_gaps": 0, "iterations": 0}, None),
     ],
 )
-def test_the_time_of_a_step(changes: dict[str, Any], wanted: float | None) -> None:
+def test_step_time(changes: dict[str, Any], wanted: float | None) -> None:
     found = device_metrics(COUNTERS | changes)["step_time_s"]
     assert found == (None if wanted is None else pytest.approx(wanted))
 
 
-def test_the_time_of_a_step_by_requests_that_ran() -> None:
+def test_step_time_by_number_of_requests() -> None:
     counters = {"steps_by_rows": {"1": [2, 0.5], "32": [4, 0.1]}}
     assert steps_at(counters, 32) == (4, pytest.approx(0.025))
     assert steps_at(counters, 1) == (2, 0.25)
@@ -149,21 +125,21 @@ def test_the_time_of_a_step_by_requests_that_ran() -> None:
 
 
 def timed(seconds: float | None, **more: list[float]) -> RunRecord:
-    """A step of 8 requests takes so long; more: steps and seconds by the number of requests, such as n4."""
+    """seconds: of a step of 8 requests; more: steps and seconds by the number of requests, such as n4."""
     steps = {"8": [10, 10 * seconds]} if seconds else {}
     return RunRecord({}, {}, {}, {"steps_by_rows": steps | {name[1:]: item for name, item in more.items()}}, [])
 
 
-def test_break_even_is_over_the_fastest_plain_step() -> None:
+def test_break_even_is_relative_to_the_fastest_baseline_step() -> None:
     plain = [timed(0.02), timed(0.01), timed(None), RunRecord({}, {}, {}, {}, [])]
     assert break_even(timed(0.015), plain) == pytest.approx(1.5)
     assert break_even(timed(0.008), plain) == pytest.approx(0.8)
     assert break_even(timed(None), plain) is None
     assert break_even(timed(0.015), plain[2:]) is None
-    assert break_even(RunRecord({}, {}, {}, {}, []), plain) is None  # of a point that failed, or an older one
+    assert break_even(RunRecord({}, {}, {}, {}, []), plain) is None  # of a failed point or an older version
 
 
-def test_break_even_compares_steps_of_as_many_requests() -> None:
+def test_break_even_compares_steps_with_the_same_number_of_requests() -> None:
     """Where requests end one by one, drafting has more of its steps with few of them."""
     plain = timed(0.010, n4=[1, 0.004], n2=[5, 0.001])
     drafting = timed(0.020, n4=[30, 0.180], n3=[9, 9.0])
@@ -172,14 +148,8 @@ def test_break_even_compares_steps_of_as_many_requests() -> None:
 
 def test_histograms_add_up() -> None:
     assert emitted_histogram(TWO) == [0, 3, 2, 3]
-    assert emitted_histogram([completion(), *TWO, completion(emitted_histogram=[0, 1, 0, 0, 0, 2])]) == [
-        0,
-        4,
-        2,
-        3,
-        0,
-        2,
-    ]
+    longer = completion(emitted_histogram=[0, 1, 0, 0, 0, 2])
+    assert emitted_histogram([completion(), *TWO, longer]) == [0, 4, 2, 3, 0, 2]
     assert emitted_histogram([]) == []
     counts = emitted_histogram(TWO)
     found = summarize(TWO, 1.0)["accept_length"]
@@ -187,19 +157,13 @@ def test_histograms_add_up() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 100))
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
+def test_percentiles_match_numpy(values: list[float], percent: float) -> None:
     assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
 
 
 def test_a_record_survives_a_round_trip(tmp_path: Path) -> None:
-    record = RunRecord(
-        config={"model": "modèle"},
-        caps={"kv_pages": 7},
-        metrics=summarize(TWO, 4.0),
-        counters={"iterations": 3},
-        requests=[item.as_row() for item in TWO],
-        workload={"seed": 1},
-    )
+    rows, metrics = [item.as_row() for item in TWO], summarize(TWO, 4.0)
+    record = RunRecord({"model": "modèle"}, {"kv_pages": 7}, metrics, {"iterations": 3}, rows, {"seed": 1})
     record.save(tmp_path)
     loaded = RunRecord.load(tmp_path)
     assert loaded == record
@@ -213,7 +177,7 @@ def test_a_record_survives_a_round_trip(tmp_path: Path) -> None:
     assert RunRecord.load(tmp_path).requests == []
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.json"
     write_atomic(path, "old")
 
@@ -230,14 +194,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert [item.name for item in tmp_path.iterdir()] == ["file.json"]
 
 
-def test_files_are_utf8_whatever_the_machine_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_utf8_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("locale.getencoding", lambda: "latin-1")
     monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "latin-1")
     write_atomic(tmp_path / "x", "é☃")
     assert (tmp_path / "x").read_bytes() == "é☃".encode()
 
 
-def test_a_record_says_what_it_was_made_with() -> None:
+def test_environment_of_a_record() -> None:
     assert {"python", "torch"} <= set(versions())
     found = hardware()
     assert found["cores"] >= 1

@@ -1,8 +1,9 @@
-"""The gate: verdicts of rules, what every run must have, and the files."""
+"""The gate: verdicts of rules, requirements of every run, and its files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from specbatch.evals.gate.gate import GateResult, run_gate
 from specbatch.evals.gate.report import junit, markdown, save
 from specbatch.evals.report import EvalReport
 from specbatch.records.mcnemar import changes, detectable_drop
-from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.compare import compare
 
 RULES = '[accuracy]\nfilter = "loose"\n'
@@ -47,7 +47,7 @@ def check(result: GateResult, name: str) -> Any:
     ("lost", "gained", "passed"),
     [(4, 0, True), (5, 0, False), (0, 20, True), (7, 1, False), (6, 1, True), (9, 3, True), (10, 3, False)],
 )
-def test_accuracy_may_not_fall(put, policy, lost, gained, passed):
+def test_accuracy_must_not_fall(put, policy, lost, gained, passed):
     before = "1" * 20 + "0" * 20
     after = "0" * lost + "1" * (20 - lost) + "1" * gained + "0" * (20 - gained)
     result = run_gate(policy(RULES), put("new", make_report(after)), put("old", make_report(before)))
@@ -63,16 +63,16 @@ def test_accuracy_may_not_fall(put, policy, lost, gained, passed):
     assert f"p = {p:.4f}" in markdown(result)
 
 
-def test_alpha_is_the_policys(put, policy):
+def test_alpha_comes_from_the_policy(put, policy):
     old, new = put("old", make_report("1" * 20)), put("new", make_report("0" * 5 + "1" * 15))
     for name in ("requests.jsonl", "summary.md", "summary.csv"):
-        (old / name).unlink()  # what the docs do not commit of a baseline
+        (old / name).unlink()  # the documentation does not commit these
     result = run_gate(policy(RULES + "alpha = 0.03125"), new, old)
     assert (result.passed, result.tests[0].p_value) == (True, 0.03125), "p may equal alpha"
     assert not run_gate(policy(RULES + "alpha = 0.0313"), new, old).passed
 
 
-def test_the_other_filter_says_the_opposite(put, policy):
+def test_rule_names_its_filter(put, policy):
     old, new = put("old", make_report("1" * 20)), put("new", make_report("0" * 9 + "1" * 11))
     assert not run_gate(policy(RULES), new, old).passed
     assert run_gate(policy('[accuracy]\nfilter = "strict"'), new, old).passed
@@ -109,7 +109,7 @@ def test_without_a_test_no_baseline_is_needed(put, policy):
 
 def test_questions_pair_by_number_and_prompt(put, policy):
     old, new = make_report("1100"), make_report("1100")
-    new.questions[1:3] = reversed(new.questions[1:3])  # the order of the file means nothing
+    new.questions[1:3] = reversed(new.questions[1:3])  # the order of the file is ignored
     assert run_gate(policy(RULES), put("new", new), put("old", old)).tests[0].lost == []
     for number, spoil in enumerate([lambda rows: rows[2].update(prompt_hash="x"), lambda rows: rows.pop(2)]):
         other = make_report("1100")
@@ -120,16 +120,16 @@ def test_questions_pair_by_number_and_prompt(put, policy):
             run_gate(policy(RULES), put(f"other {number}", other), put(f"again {number}", old))
 
 
-def test_what_no_verdict_can_be_made_of(put, policy, tmp_path):
+def test_runs_without_a_verdict_are_refused(put, policy, tmp_path):
     old = put("old", make_report("1100"))
-    for name, report, said in (
+    for name, report, message in (
         ("task", make_report("1100", task="gsm8k"), "task sums and gsm8k"),
         ("prompts", make_report("1100", prompts_sha256="other"), "prompts_sha256 same and other"),
         ("model", make_report("1100", config=EngineConfig("toy")), "model smollm2-135m and toy"),
-        ("coin", make_report("1100", config=EngineConfig(
+        ("simulated", make_report("1100", config=EngineConfig(
             speculation=Speculation("ngram", simulate_accept_length=2.0))), "acceptance was simulated"),
     ):  # fmt: skip
-        with pytest.raises(SpecbatchError, match=said):
+        with pytest.raises(SpecbatchError, match=message):
             run_gate(policy(RULES), put(name, report), old)
     graded = make_report("1100")
     graded.questions[0]["scores"]["loose"]["match"] = 0.4
@@ -184,7 +184,7 @@ def test_absolute_bounds(put, policy, rule, passed):
         ("output_throughput", 100.0, None, 0.05, False),
     ],
 )
-def test_bounds_against_the_baseline_know_the_worse_side(put, policy, metric, old, new, share, passed):
+def test_bounds_relative_to_the_baseline(put, policy, metric, old, new, share, passed):
     before, after = make_report("1100"), make_report("1100")
     before.record.metrics[metric], after.record.metrics[metric] = old, new
     rules = policy(f"[bounds]\n{metric} = {{worsens_at_most = {share}}}")
@@ -192,7 +192,7 @@ def test_bounds_against_the_baseline_know_the_worse_side(put, policy, metric, ol
     assert found.passed == passed
 
 
-def test_times_of_another_device_are_no_baseline(put, policy):
+def test_times_of_another_device_are_refused(put, policy):
     new = make_report("1100")
     new.record.hardware["cpu"] = "slide rule"
     old, after = put("old", make_report("1100")), put("new", new)
@@ -203,7 +203,7 @@ def test_times_of_another_device_are_no_baseline(put, policy):
     ).passed
 
 
-# What every run must have
+# Requirements of every run
 
 
 def replays(report: EvalReport, **counts: int) -> EvalReport:
@@ -213,7 +213,7 @@ def replays(report: EvalReport, **counts: int) -> EvalReport:
     return report
 
 
-def test_graphs_that_were_asked_for_are_replayed(put, policy):
+def test_requested_graphs_must_be_replayed(put, policy):
     rules = policy("[bounds]\naccept_length = {at_least = 1}")
     good = replays(make_report("1100"), decode=7, target_prefill=1, draft_prefill=2)
     assert run_gate(rules, put("good", good)).passed
@@ -241,19 +241,16 @@ def test_unfinished_requests_fail(put, policy):
     assert [(item.name, item.found, item.allowed) for item in result.failed] == [("requests finished", "3", "all 4")]
 
 
-def sweep(folder: Path, *concurrency: int, **spoil: Any) -> Path:
-    for number in concurrency:
-        record = make_report("1100").record
-        record.workload = {"configuration": "v1", "concurrency": number, "repeat": 1, "prompts": 4, "place": 0}
-        if number in spoil.get("failed", ()):
-            record = RunRecord(record.config, {}, {}, {}, [], record.workload | {"error": "no memory"})
-        place = folder / "v1" / f"c{number}" / "r1"
-        place.mkdir(parents=True)
-        record.save(place)
-    return folder
+def sweep(folder: Path, *concurrency: int, failed: Sequence[int] = ()) -> Path:
+    records = [make_record([metrics_of()] * 4, concurrency=number) for number in concurrency]
+    for record in records:
+        if record.workload["concurrency"] in failed:
+            record.metrics, record.caps, record.requests = {}, {}, []
+            record.workload["error"] = "no memory"
+    return saved(folder, *records)
 
 
-def test_every_point_is_judged_and_none_may_be_missing(tmp_path, policy):
+def test_every_point_is_checked_and_none_may_be_missing(tmp_path, policy):
     rules = policy("[bounds]\naccept_length = {worsens_at_most = 0.1}")
     old, less, more = (sweep(tmp_path / name, *sizes) for name, sizes in (("a", (1, 4)), ("b", (4,)), ("c", (1, 4, 8))))
     assert {item.point for item in run_gate(rules, old, old).checks} == {"concurrency 1", "concurrency 4"}
@@ -267,10 +264,10 @@ def test_every_point_is_judged_and_none_may_be_missing(tmp_path, policy):
     assert "measured at concurrency 4: no memory" in markdown(result)
 
 
-# What is written
+# Files
 
 
-def test_a_sweep_that_was_cut_short_fails(tmp_path, policy):
+def test_interrupted_sweep_fails(tmp_path, policy):
     rules = policy("[bounds]\noutput_throughput = { at_least = 1 }")
     records = (
         make_record([metrics_of()] * 12, configuration=name, repeat=repeat)
@@ -310,7 +307,7 @@ def test_files(put, policy, tmp_path):
     suites = ElementTree.parse(tmp_path / "out/junit.xml").getroot()
     (suite,) = suites
     counts = {"tests": "5", "failures": "2", "errors": "0"}
-    assert suites.attrib == counts  # the schema of Jenkins (junit-10.xsd) knows no others here
+    assert suites.attrib == counts  # no others in the schema of Jenkins (junit-10.xsd)
     assert suite.attrib == {"name": "specbatch gate", **counts, "skipped": "0"}
     assert [case.get("name") for case in suite] == [item.name for item in result.checks]
     failures = {case.get("name"): case[0].get("message") for case in suite if len(case)}

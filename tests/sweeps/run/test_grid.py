@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_file_overrides_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "has no configurations"),
         ("x = 3", "write a table of options"),
@@ -81,12 +82,12 @@ def test_a_file_overrides_the_command_line(tmp_path: Path) -> None:
         ('[a]\nspec = "v3"', "spec='v3': use one of"),
     ],
 )
-def test_refused_files(tmp_path: Path, text: str, says: str) -> None:
+def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "grid.toml"
     path.write_text(text)
     with pytest.raises(SpecbatchError) as refused:
         _engines(EngineOptions(device="cpu"), str(path))
-    assert says in str(refused.value)
+    assert message in str(refused.value)
     assert f"{path}" in str(refused.value)
 
 
@@ -98,12 +99,11 @@ def test_true_and_false_are_yamls_only_booleans(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_missing_file_and_bad_yaml(tmp_path: Path) -> None:
-    with pytest.raises(SpecbatchError, match="cannot be read"):
-        read_grid(tmp_path / "none.yaml")
+def test_missing_file_and_bad_yaml_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(SpecbatchError, match="not YAML"):
-        read_grid(tmp_path / "bad.yaml")
+    for name, message in (("none.yaml", "cannot be read"), ("bad.yaml", "not YAML")):
+        with pytest.raises(SpecbatchError, match=message):
+            read_grid(tmp_path / name)
 
 
 def test_models_have_different_names() -> None:
@@ -156,27 +156,29 @@ def test_unfinished_points_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("options", "pages", "message"),
     [
-        ({"repeats": 3}, r"repeats \(2 there, 3 now\)"),
-        ({"workload": Workload(input_len=5, output_len=3)}, r"input_len \(4 there, 5 now\)"),
-        ({"concurrency": (1,)}, r"concurrency \(\[1, 2\] there, \[1\] now\)"),
+        ({"repeats": 3}, {}, r"repeats \(2 there, 3 now\)"),
+        ({"workload": Workload(input_len=5, output_len=3)}, {}, r"input_len \(4 there, 5 now\)"),
+        ({"concurrency": (1,)}, {}, r"concurrency \(\[1, 2\] there, \[1\] now\)"),
+        ({}, {"baseline": None}, r"configurations \(baseline, v2 there, v2 now\)"),
+        ({}, {"v2": 32}, r"page_size \(16 there, 32 now\)"),
+        ({}, {"baseline": 32, "v2": 32}, r"another page_size \(16 there, 32 now\);"),  # once for all
     ],
 )
-def test_the_folder_of_another_sweep(tmp_path: Path, change: dict[str, object], says: str) -> None:
+def test_folder_of_another_sweep_is_refused(
+    tmp_path: Path, options: dict[str, Any], pages: dict[str, int | None], message: str
+) -> None:
+    """pages: the page size of a configuration, or None for a configuration that is left out."""
     configs = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v2"))
     save(tmp_path, plan_of(configs, OPTIONS), next(points(configs, OPTIONS)), record())
-    with pytest.raises(SpecbatchError, match=says):
-        check_plan(tmp_path, plan_of(configs, replace(OPTIONS, **change)))  # type: ignore[arg-type]
-    fewer = {"v2": configs["v2"]}
-    with pytest.raises(SpecbatchError, match=r"configurations \(baseline, v2 there, v2 now\)"):
-        check_plan(tmp_path, plan_of(fewer, OPTIONS))
-    other = configs | {"v2": replace(configs["v2"], page_size=32)}
-    with pytest.raises(SpecbatchError, match=r"page_size \(16 there, 32 now\)"):
-        check_plan(tmp_path, plan_of(other, OPTIONS))
-    every = {name: replace(config, page_size=32) for name, config in configs.items()}
-    with pytest.raises(SpecbatchError, match=r"another page_size \(16 there, 32 now\);"):  # said once
-        check_plan(tmp_path, plan_of(every, OPTIONS))
+    now = {name: replace(config, page_size=pages.get(name, 16) or 16) for name, config in configs.items()}
+    now = {name: config for name, config in now.items() if pages.get(name, 16) is not None}
+    with pytest.raises(SpecbatchError, match=message):
+        check_plan(tmp_path, plan_of(now, replace(OPTIONS, **options)))
+
+
+def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / PLAN).write_text("{")
     with pytest.raises(SpecbatchError, match="cannot be read"):
-        check_plan(tmp_path, plan_of(configs, OPTIONS))
+        check_plan(tmp_path, plan_of(named(EngineConfig(), ("baseline",)), OPTIONS))
