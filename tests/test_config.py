@@ -1,4 +1,4 @@
-"""Configurations: defaults, what follows from them, and that they are values."""
+"""Configurations: defaults, derived values, equality and serialisation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specbatch.draft_shape import shape_of
 from specbatch.errors import SpecbatchError
 
 
-def test_the_baseline_drafts_nothing() -> None:
+def test_baseline_drafts_nothing() -> None:
     assert Speculation().drafted == 0
     assert Speculation(draft_tokens=9).drafted == 0
     assert Speculation("ngram").drafted == 4
@@ -41,12 +41,12 @@ def test_the_baseline_drafts_nothing() -> None:
         ("ngram", {"draft_topk": 12, "draft_steps": 16, "draft_tokens": 63}, (16, 12, 63)),
     ],
 )
-def test_what_is_not_given_of_a_draft_follows(
+def test_missing_settings_of_a_draft_shape_are_derived(
     algorithm: str, given: dict[str, int], expected: tuple[int, int, int]
 ) -> None:
-    asked = Speculation(algorithm, draft="self:skip=1" if algorithm == "standalone" else None, **given)  # type: ignore[arg-type]
-    assert asked.shape == expected
-    assert asked.drafted == expected[2]
+    speculation = Speculation(algorithm, draft="self:skip=1" if algorithm == "standalone" else None, **given)  # type: ignore[arg-type]
+    assert speculation.shape == expected
+    assert speculation.drafted == expected[2]
     assert shape_of(algorithm, *expected) == expected
 
 
@@ -54,36 +54,36 @@ def test_what_is_not_given_of_a_draft_follows(
     algorithm=st.sampled_from(["ngram", "standalone"]),
     given=st.tuples(*[st.none() | st.integers(1, 11) | st.sampled_from([31, 63])] * 3),
 )
-def test_a_shape_is_possible_or_the_nearest_is_named(algorithm: str, given: tuple[int | None, ...]) -> None:
+def test_shape_is_accepted_or_the_nearest_is_named(algorithm: str, given: tuple[int | None, ...]) -> None:
     try:
         shape = shape_of(algorithm, *given)
     except SpecbatchError as error:
         named = tuple(int(number) for number in re.findall(r"draft_\w+=(\d+)", str(error).rpartition("; use ")[2]))
         assert shape_of(algorithm, *named) == named
         return
-    assert all(asked in (None, found) for asked, found in zip(given, shape, strict=True))
+    assert all(value in (None, found) for value, found in zip(given, shape, strict=True))
     assert shape.steps <= shape.tokens <= 63
     assert shape.topk > 1 or shape.steps == shape.tokens
     assert algorithm == "ngram" or shape.draft_slots <= 64
 
 
-def test_a_tree_says_so() -> None:
+def test_text_of_a_tree() -> None:
     assert "7 drafted as a tree (5 steps, top 3)" in str(Speculation("ngram", draft_steps=5, draft_topk=3))
     assert "tree" not in str(Speculation("ngram"))
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:13"])
-def test_devices_are_spelled_as_in_torch(device: str) -> None:
+def test_device_names_are_those_of_torch(device: str) -> None:
     assert EngineConfig(device=device).device == device
 
 
-def test_edges_that_are_allowed() -> None:
+def test_limits_are_accepted() -> None:
     EngineConfig(max_running=1, max_model_len=2, page_size=1, kv_pages=2, prefill_chunk=1, memory_fraction=1.0)
     Speculation("ngram", draft_tokens=63, ngram_min=16, ngram_max=16)
     Speculation("ngram", draft_tokens=1, ngram_min=1, ngram_max=1)
 
 
-def test_a_configuration_is_a_value_that_goes_into_a_record() -> None:
+def test_configuration_is_frozen_and_serialisable() -> None:
     config = EngineConfig(speculation=Speculation("ngram"), kv_pages=7)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.kv_pages = 8  # type: ignore[misc]

@@ -1,5 +1,4 @@
-"""What the docs tell people to type: every command is one, and the blocks marked `sh run` and the Python do run, with a
-toy in place of the model and little in place of much."""
+"""Documentation: commands parse, links and files exist, numbers are in results, and examples run on a toy model."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from specbatch.records.metrics import METRICS
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "results").rglob("*.md"))]
-LITTLE = {"--steps": "2", "--concurrency": "1,2", "--prompts": "2"}
-# The toy model is fast; what is asked of it is short.
+SMALLER = {"--steps": "2", "--concurrency": "1,2", "--prompts": "2"}
 TOY = ["--model", "toy", "--load-format", "dummy", "--device", "cpu"]
 SHORT = {"sweep": ["--output-len", "4", "--prompts-per-concurrency", "1"], "check": ["--max-new-tokens", "4"]}
 SHORT["train-draft"] = ["--max-new-tokens", "6"]
@@ -37,17 +35,15 @@ def commands(text: str) -> list[list[str]]:
 
 
 def found(page: Path) -> list[list[str]]:
-    """The commands of its blocks, and those that stand in a line or a table."""
+    """Commands in blocks, in text and in tables."""
     text = page.read_text()
-    whole = [
-        words for language in ("", "sh", "sh run") for block in blocks(page, language) for words in commands(block)
-    ]
+    whole = [words for kind in ("", "sh", "sh run") for block in blocks(page, kind) for words in commands(block)]
     inline = re.findall(r"`(specbatch [a-z-]+(?: [^`]*)?)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
     return whole + [shlex.split(line)[1:] for line in inline]
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "results" / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_of_the_docs_are_commands(page: Path) -> None:
+def test_commands_parse(page: Path) -> None:
     """Names and values of options are those that the command takes."""
     group = typer.main.get_command(app)
     for words in found(page):
@@ -57,7 +53,7 @@ def test_commands_of_the_docs_are_commands(page: Path) -> None:
             continue
         if hasattr(command, "commands"):
             command, rest = command.commands[rest[0]], rest[1:]
-        # Without what is required beside it: a line may speak of an option alone.
+        # Required options may be missing: a line may be about one option.
         parsed = Context(command, info_name=name, resilient_parsing=True)
         command.parse_args(parsed, rest)
         assert not parsed.args, f"{page.name}: specbatch {shlex.join(words)}"
@@ -67,7 +63,7 @@ def test_commands_of_the_docs_are_commands(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_the_docs_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("https://"):
             continue
@@ -78,9 +74,9 @@ def test_links_of_the_docs_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_named_in_the_docs_exist(page: Path) -> None:
-    """Paths from the root, from the package, or from the page; those under out/ and ci/ are the reader's own, and
-    those "at" a commit were removed."""
+def test_named_files_exist(page: Path) -> None:
+    """Paths from the root, the package or the page. Those under out/ and ci/ are outputs; those "at" a commit were
+    removed."""
     named = re.findall(r"`((?!out/|ci/)[\w./-]+/[\w.-]+\.(?:py|md|toml|csv))`(?! at [0-9a-f]{7})", page.read_text())
     missing = [
         path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "specbatch", page.parent))
@@ -101,7 +97,7 @@ def numbers(text: str) -> set[str]:
 
 
 def test_numbers_in_the_readme_are_in_results() -> None:
-    """As they stand there, or rounded."""
+    """Exact or rounded."""
     text = (ROOT / "README.md").read_text()
     claims = text[text.index("## Why") : text.index("## Install")]
     claims += text[text.index("## Results") : text.index("## What is supported")]
@@ -112,7 +108,7 @@ def test_numbers_in_the_readme_are_in_results() -> None:
         assert any(round(value, digits) == float(number) for value in measured), number
 
 
-def test_the_layers_of_the_architecture_are_those_of_the_import_contract() -> None:
+def test_layers_are_those_of_the_import_contract() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (contract,) = [item for item in settings["contracts"] if item["type"] == "layers"]
     table = (ROOT / "docs" / "architecture.md").read_text().partition("| layer |")[2].partition("\n\n")[0]
@@ -120,14 +116,14 @@ def test_the_layers_of_the_architecture_are_those_of_the_import_contract() -> No
     assert rows == [set(re.findall(r"[a-z_]+", layer)) for layer in contract["layers"]]
 
 
-def test_the_glossary_has_the_name_of_every_metric_in_records() -> None:
+def test_glossary_has_every_metric() -> None:
     named = set(re.findall(r"`([a-z0-9_]+)`", (ROOT / "docs" / "glossary.md").read_text()))
     assert {re.sub(r"^(mean|median|p\d+|max)_", "", key) for key in METRICS} <= named
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the docs speak of."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the files that the docs use."""
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{n} and {n}?", "answer": f"so #### {2 * n}"} for n in range(10, 60)]
     for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
@@ -135,35 +131,33 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def little(words: list[str]) -> list[str]:
+def shortened(words: list[str]) -> list[str]:
     """The same command on the toy model."""
     name, *rest = words
-    short = [LITTLE.get(before, word) for before, word in zip([name, *rest], rest, strict=False)]
-    answered = name == "train-draft" and "--answers" in rest  # the length of answers is no question then
+    short = [SMALLER.get(before, word) for before, word in zip([name, *rest], rest, strict=False)]
+    answered = name == "train-draft" and "--answers" in rest  # then there are no answers to generate
     return [name, *short, *(TOY if name in SHORT else []), *([] if answered else SHORT.get(name, []))]
 
 
 @pytest.mark.slow
-def test_the_way_to_a_draft_of_ones_own(desk: Path) -> None:
-    """docs/own-draft.md from its first command to its last."""
+def test_own_draft_guide(folder: Path) -> None:
+    """docs/own-draft.md from the first command to the last."""
     page = ROOT / "docs" / "own-draft.md"
     (grid,) = blocks(page, "toml")
-    (desk / "grid.toml").write_text(grid)
+    (folder / "grid.toml").write_text(grid)
     ran = []
     for block in blocks(page, "sh run"):
         for words in commands(block):
-            result = CliRunner().invoke(app, little(words))
-            assert result.exit_code == 0, f"specbatch {shlex.join(little(words))}\n{result.output}"
+            result = CliRunner().invoke(app, shortened(words))
+            assert result.exit_code == 0, f"specbatch {shlex.join(shortened(words))}\n{result.output}"
             ran.append(words[0])
     assert ran == ["train-draft", "train-draft", "check", "sweep", "report", "sweep", "sweep"]
-    assert (desk / "out/head/report.html").is_file()
-    assert "accept length" in (desk / "out/lengths/summary.md").read_text()
+    assert (folder / "out/head/report.html").is_file()
+    assert "accept length" in (folder / "out/lengths/summary.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_of_the_docs_runs(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import specbatch
 
     def config(**settings: Any) -> Any:

@@ -1,3 +1,5 @@
+"""Tokenizers: encoding, end tokens, chat templates, and comparison of vocabularies."""
+
 from __future__ import annotations
 
 import json
@@ -81,22 +83,22 @@ def test_end_of_text_ids_come_from_every_file(tmp_path: Path, backend: Backend) 
     assert tokenizer.bos_id == 298
 
 
-@pytest.mark.parametrize(("said", "template", "expected"), [
+@pytest.mark.parametrize(("add_bos", "template", "expected"), [
     (None, False, False),
     (None, True, True),
     (False, True, False),
     (True, False, True),
     (True, True, True),
 ])  # fmt: skip
-def test_a_beginning_of_text_token_is_added_if_the_files_ask_for_it(
-    tmp_path: Path, backend: Backend, said: bool | None, template: bool, expected: bool
+def test_bos_token_is_added_if_the_files_require_it(
+    tmp_path: Path, backend: Backend, add_bos: bool | None, template: bool, expected: bool
 ) -> None:
     changed = clone(backend)
     if template:
         single = "<|im_start|> $A"
         special = [("<|im_start|>", 298)]
         changed.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
-    described = {"bos_token": "<|im_start|>"} | ({} if said is None else {"add_bos_token": said})
+    described = {"bos_token": "<|im_start|>"} | ({} if add_bos is None else {"add_bos_token": add_bos})
     tokenizer = Tokenizer.from_folder(write(tmp_path, changed, tokenizer_config=described))
     plain = backend.encode("hello").ids
     assert tokenizer.encode("hello") == ([298, *plain] if expected else plain)
@@ -142,8 +144,8 @@ def test_folders_without_a_readable_tokenizer(tmp_path: Path, backend: Backend) 
         Tokenizer.from_folder(tmp_path)
 
 
-def test_the_pre_tokenizer_of_the_file_is_kept(tmp_path: Path, backend: Backend) -> None:
-    """A class name that stands for another rule must not replace it: GPT-2's has no single digits."""
+def test_pre_tokenizer_of_the_file_is_kept(tmp_path: Path, backend: Backend) -> None:
+    """The class name must not replace it: that of GPT-2 does not split digits."""
     digits = clone(backend)
     parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     digits.pre_tokenizer = pre_tokenizers.Sequence(parts)
@@ -153,7 +155,7 @@ def test_the_pre_tokenizer_of_the_file_is_kept(tmp_path: Path, backend: Backend)
     assert Tokenizer.from_folder(folder).encode(text) == digits.encode(text).ids
 
 
-def test_a_folder_without_tokenizer_json_uses_transformers(tmp_path: Path, backend: Backend) -> None:
+def test_folder_without_tokenizer_json_uses_transformers(tmp_path: Path, backend: Backend) -> None:
     described = json.loads(backend.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(backend.get_vocab()))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in described["merges"]))
@@ -219,7 +221,7 @@ def test_pre_tokenizers_of_gguf_files() -> None:
         gguf_tokenizer.pre_tokenizer("gpt-9")
 
 
-def test_a_template_can_have_enable_thinking(tmp_path: Path, backend: Backend) -> None:
+def test_templates_with_enable_thinking(tmp_path: Path, backend: Backend) -> None:
     template = "{{ messages[0].content }}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
     tokenizer = Tokenizer.from_folder(write(tmp_path, backend, chat_template=template))
     messages = [{"role": "user", "content": "x"}]

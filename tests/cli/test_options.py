@@ -38,13 +38,13 @@ def test_meaning_of_spec(options, expected):
 
 def test_settings_of_speculation_are_passed_on():
     numbers = {"draft_tokens": 7, "draft_steps": 7, "ngram_min": 3, "ngram_max": 5, "simulate_accept_length": 2.5}
-    asked = EngineOptions(spec="v2", **numbers)
-    assert asked.speculation() == Speculation(algorithm="ngram", **numbers)
+    found = EngineOptions(spec="v2", **numbers)
+    assert found.speculation() == Speculation(algorithm="ngram", **numbers)
 
 
 def test_number_of_drafts_may_be_auto():
-    asked = EngineOptions(algorithm="ngram", draft_tokens="auto", draft_steps=7).speculation()
-    assert asked == Speculation("ngram", draft_tokens="auto", draft_steps=7)
+    found = EngineOptions(algorithm="ngram", draft_tokens="auto", draft_steps=7).speculation()
+    assert found == Speculation("ngram", draft_tokens="auto", draft_steps=7)
     assert EngineOptions(algorithm="ngram", draft_tokens="5").speculation().drafted == 5
     for wrong in ("many", "2.5", ""):
         with pytest.raises(SpecbatchError, match=f"draft_tokens={wrong!r}: use a whole number, or auto"):
@@ -52,9 +52,9 @@ def test_number_of_drafts_may_be_auto():
 
 
 def test_settings_of_draft_heads_are_passed_on():
-    asked = EngineOptions(algorithm="eagle3", draft="head", aux_layers="2,18,33", draft_rope_theta=1e4)
+    found = EngineOptions(algorithm="eagle3", draft="head", aux_layers="2,18,33", draft_rope_theta=1e4)
     expected = Speculation("eagle3", draft="head", aux_layers=(2, 18, 33), draft_rope_theta=1e4)
-    assert asked.speculation() == expected
+    assert found.speculation() == expected
     assert expected.drafted == 3
     assert EngineOptions(algorithm="nextn").speculation().drafted == 3
 
@@ -73,9 +73,9 @@ def test_concurrency_sets_max_running_unless_it_is_given(max_running, concurrenc
     assert EngineOptions(max_running=max_running).config(concurrency=concurrency).max_running == expected
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(None, False), (True, True), (False, False)])
-def test_default_of_the_prefix_cache_depends_on_the_command(asked, expected):
-    assert EngineOptions(prefix_cache=asked).config(prefix_cache=False).prefix_cache is expected
+@pytest.mark.parametrize(("option", "expected"), [(None, False), (True, True), (False, False)])
+def test_default_of_the_prefix_cache_depends_on_the_command(option, expected):
+    assert EngineOptions(prefix_cache=option).config(prefix_cache=False).prefix_cache is expected
 
 
 def test_zero_is_not_replaced_by_a_default():

@@ -23,6 +23,6 @@ def test_constraints_fit_the_dependencies() -> None:
         assert needed.specifier.contains(version.replace("*", "0")), text
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_version_is_defined_in_one_place() -> None:
     assert "version" in PROJECT["dynamic"]
     assert f"## [{specbatch.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

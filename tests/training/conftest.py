@@ -42,12 +42,12 @@ RECIPES = {
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
     """A folder and the result of the `make` that filled it, once for all test processes."""
     base = factory.getbasetemp()
-    room = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    kept = room.with_suffix(".pickle")
-    with FileLock(room.with_suffix(".lock")):
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    kept = folder.with_suffix(".pickle")
+    with FileLock(folder.with_suffix(".lock")):
         if not kept.exists():
-            kept.write_bytes(pickle.dumps(make(room)))
-    return room, pickle.loads(kept.read_bytes())
+            kept.write_bytes(pickle.dumps(make(folder)))
+    return folder, pickle.loads(kept.read_bytes())
 
 
 @pytest.fixture(scope="session")
@@ -149,8 +149,8 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
 def answers_file(
     train: Callable[..., dict[str, Any]], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    room, _ = once(tmp_path_factory, "answers", lambda room: train(room, "eagle3", data=prompts_file, steps=1))
-    return room / "answers.jsonl"
+    folder, _ = once(tmp_path_factory, "answers", lambda folder: train(folder, "eagle3", data=prompts_file, steps=1))
+    return folder / "answers.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -174,8 +174,8 @@ def trained(
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Algorithm -> the folder of a trained head and its record."""
 
-    def make(room: Path) -> dict[str, Any]:
-        return {name: train(room / name, name, answers=answers_file) for name in RECIPES}
+    def make(folder: Path) -> dict[str, Any]:
+        return {name: train(folder / name, name, answers=answers_file) for name in RECIPES}
 
-    room, records = once(tmp_path_factory, "heads", make)
-    return {name: (room / name, record) for name, record in records.items()}
+    folder, records = once(tmp_path_factory, "heads", make)
+    return {name: (folder / name, record) for name, record in records.items()}

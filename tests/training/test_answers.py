@@ -45,8 +45,8 @@ def test_answers_are_the_targets_greedy_tokens(examples, target):
 
 
 def test_answers_keep_the_order_of_prompts(examples, prompts_file):
-    asked = [tuple(json.loads(line)["prompt_token_ids"]) for line in prompts_file.read_text().splitlines()]
-    assert [item.tokens[: item.prompt] for item in examples] == asked
+    prompts = [tuple(json.loads(line)["prompt_token_ids"]) for line in prompts_file.read_text().splitlines()]
+    assert [item.tokens[: item.prompt] for item in examples] == prompts
 
 
 def test_sampled_answers_depend_on_the_seed(train, prompts_file, checkpoint, tmp_path):
@@ -278,16 +278,16 @@ def test_interrupted_run_resumes_its_answers(train, prompts_file, checkpoint, tm
     assert len(read_answers(parts / "answers.jsonl", checkpoint, MAX_LEN, log_lines.append)[0]) == 6
     assert "6 of 14" in log_lines[0]
 
-    asked: list[int] = []
+    answered: list[int] = []
     open_engine = run.answer
 
     def counting(kept, prompts, *rest, **named):
-        asked.append(len(prompts) - len(kept.rows))
+        answered.append(len(prompts) - len(kept.rows))
         return open_engine(kept, prompts, *rest, **named)
 
     monkeypatch.setattr(run, "answer", counting)
     train(parts, "eagle3", **how)
-    assert asked == [8]
+    assert answered == [8]
     assert sorted(lines(parts)[1:]) == sorted(lines(whole)[1:])
     assert lines(parts)[0] == lines(whole)[0]
 

@@ -22,8 +22,8 @@ def test_unreachable_hub_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> 
     message = str(error.value)
     assert message.startswith("model='Qwen/Qwen2.5-0.5B'")
     assert "\n" not in message
-    for wanted in ("Cannot reach the hub", "smollm2-135m", "folder", "specbatch models pull smollm2-135m"):
-        assert wanted in message
+    for part in ("Cannot reach the hub", "smollm2-135m", "folder", "specbatch models pull smollm2-135m"):
+        assert part in message
     with pytest.raises(SpecbatchError, match=r"tokenizer='Qwen/Qwen2.5-0.5B'.*tokenizer.json"):
         open_checkpoint("toy", "dummy", tokenizer="Qwen/Qwen2.5-0.5B")
 
@@ -41,15 +41,15 @@ def test_snapshot_is_opened_as_a_folder(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Any], save: Callable[..., Path]
 ) -> None:
     folder = save(tiny_model("qwen2"))
-    asked: list[tuple[str, Any, Any]] = []
+    requests: list[tuple[str, Any, Any]] = []
 
     def download(repository: str, **options: Any) -> str:
-        asked.append((repository, options["revision"], options["allow_patterns"]))
+        requests.append((repository, options["revision"], options["allow_patterns"]))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     checkpoint = open_checkpoint("someone/model@abc", tokenizer="someone/tokenizer")
-    assert asked[0] == ("someone/tokenizer", None, hub.TOKENIZER_FILES)
-    assert asked[1] == ("someone/model", "abc", hub.MODEL_FILES)
+    assert requests[0] == ("someone/tokenizer", None, hub.TOKENIZER_FILES)
+    assert requests[1] == ("someone/model", "abc", hub.MODEL_FILES)
     assert (checkpoint.name, checkpoint.origin) == ("someone/model@abc", "someone/model@abc")
     assert checkpoint.tokenizer().name == "someone/tokenizer"

@@ -142,18 +142,18 @@ def test_unwritable_cache_is_refused(tiny: KnownModel, tmp_path: Path, monkeypat
 
 def test_hub_model_uses_its_revision(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, source=HUB))
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def download(repository: str, **options: Any) -> str:
-        asked.append({"repository": repository, **options})
+        requests.append({"repository": repository, **options})
         Path(options["local_dir"], "tiny.gguf").write_bytes(CONTENT)
         return str(options["local_dir"])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert known_models.pull("tiny").read_bytes() == CONTENT
-    assert asked[0]["repository"] == "someone/tiny"
-    assert asked[0]["revision"] == "0123456789"
-    assert asked[0]["allow_patterns"] == ["tiny.gguf"]
+    assert requests[0]["repository"] == "someone/tiny"
+    assert requests[0]["revision"] == "0123456789"
+    assert requests[0]["allow_patterns"] == ["tiny.gguf"]
 
 
 def test_table_lists_origin_license_and_state(fake_pip: KnownModel) -> None:
