@@ -67,25 +67,23 @@ def test_non_finite_weights_are_refused(draft, target_folder, algorithm, value):
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "standalone"])
 @pytest.mark.parametrize(
-    ("file", "content"),
-    [("config.json", "{"), ("config.json", "[]"), ("model.safetensors", "no tensors"), ("config.json", None)],
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", ""),
+        ("config.json", "[]", ""),
+        ("config.json", '{"hidden_size": "large"}', "': hidden_size='large': "),
+        ("config.json", None, ""),
+        ("model.safetensors", "no tensors", ""),
+    ],
 )
-def test_damaged_draft_files_are_attributed_to_the_draft(draft, target_folder, algorithm, file, content):
+def test_damaged_draft_files_are_attributed_to_the_draft(draft, target_folder, algorithm, file, content, message):
     folder = draft(algorithm)
+    path = folder / file
     if content is None:
-        (folder / file).unlink()
+        path.unlink()
     else:
-        (folder / file).write_text(content)
-    assert refused(algorithm, folder, target_folder).startswith(f"draft='{folder}")
-
-
-@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "standalone"])
-def test_invalid_draft_config_keys_are_attributed_to_the_draft(draft, target_folder, algorithm):
-    folder = draft(algorithm)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "large"}))
-    message = refused(algorithm, folder, target_folder)
-    assert message.startswith(f"draft='{folder}': hidden_size='large': ")
+        path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(content)) if message else content)
+    assert refused(algorithm, folder, target_folder).startswith(f"draft='{folder}{message}")
 
 
 def test_damaged_target_files_are_attributed_to_the_model(draft, target_folder):
