@@ -24,7 +24,6 @@ def attention_mask(
     keys: int,
     ancestors: torch.Tensor | None = None,
     first: int = 0,
-    *,
     causal: bool = True,
     window: int | None = None,
 ) -> torch.Tensor:
@@ -47,7 +46,7 @@ def attention_mask(
 
 def attention_bias(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     """What `paged_attention_ref` adds to its scores, once for all layers: 0 where `mask` (bool [B, rows, keys], from
-    `visible`) is true, else -inf; `dtype` [B, 1, group * rows, keys] for `group` query heads per KV head."""
+    `attention_mask`) is true, else -inf; `dtype` [B, 1, group * rows, keys] for `group` query heads per KV head."""
     bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     return bias.repeat(1, group, 1)[:, None]
 

@@ -1,4 +1,4 @@
-"""Triton kernel of `verify_attention`: from the output of the qkv GEMM to the input of the output projection, in one
+"""Triton kernel of `decode_attention`: from the output of the qkv GEMM to the input of the output projection, in one
 launch.
 
 q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the old keys split among programs
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
@@ -303,31 +304,26 @@ def reserve(device: torch.device, partials: int, arrivals: int) -> tuple[torch.T
 
 
 def verify_attention(
+    queries: DecodeQueries,
     qkv: torch.Tensor,
     heads: QKVLayout,
+    positions: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    n: int,
+    mask: Mask,
     *,
-    positions: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
-    first: int = 0,
-    causal: bool = True,
-    window: int | None = None,
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`verify_attention_ref`. splits: how many programs share the old keys of a tile; tile: its configuration; both are
-    chosen by the sizes if None.
+    """`DecodeAttentionRef` of `queries`; the positions of a chain follow from its lengths and are not read. splits: how
+    many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None.
 
     All inputs but qkv are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must not
     write them. The writes of any earlier kernel are visible, because every kernel here lets the next one start only
     after its own wait, that is, when all kernels before it have ended.
     """
-    batch, table_pages, page_size = lengths.shape[0], page_table.shape[1], k_cache.shape[1]
+    n, first = queries.num_queries, queries.first_node
+    batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
     half = max(16, triton.next_power_of_2(heads.dim // 2))
     padded = 2 * half
@@ -341,8 +337,11 @@ def verify_attention(
     cells = batch * tiles * splits * few * (padded + 1)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
+    is_tree = queries.ancestors is not None
+    causal, window = (True, None) if is_tree else mask
     _verify_attention[(tiles, splits, batch)](
-        qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors,
+        qkv, out, k_cache, v_cache, queries.page_table, queries.slots, queries.lengths,
+        positions if is_tree else None, queries.ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,

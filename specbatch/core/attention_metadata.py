@@ -52,53 +52,17 @@ def positions_from(start: torch.Tensor, count: int) -> torch.Tensor:
     return start[:, None] + torch.arange(count, device=start.device)
 
 
-class DecodeMetadata:
-    """A decode or verify pass: `num_queries` tokens for each of B sequences (1 is plain decoding).
-
-    page_table   int64 [R, P], of all slots
-    slots        int64 [B]: the slot of each sequence
-    lengths      int64 [B]: KV length before the pass. Query i is stored at key lengths + i, which in a chain is its
-                 position too
-    bound        no KV is longer than this after the pass (None: as long as the page table allows)
-    ancestors    int64 [B, num_queries], for a tree: bit j of a query's word is set if it sees key lengths + j
-    first_node   a tree may be computed in several passes: so many of its nodes are in the cache already, and query i is
-                 stored at key lengths + first_node + i
-    masks        one per layer, where a chain is not plainly causal
+@dataclass(frozen=True)
+class DecodeMetadata(DecodeQueries):
+    """A decode or verify pass. masks: one per layer, where a chain is not plainly causal.
 
     Rejected tokens are computed too; later passes overwrite their keys and values before anything reads them.
     """
 
-    def __init__(
-        self,
-        page_table: torch.Tensor,
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        num_queries: int,
-        page_size: int,
-        bound: int | None = None,
-        ancestors: torch.Tensor | None = None,
-        first_node: int = 0,
-        masks: tuple[Mask, ...] | None = None,
-    ) -> None:
-        self.page_table = page_table
-        self.slots = slots
-        self.lengths = lengths
-        self.num_queries = num_queries
-        self.page_size = page_size
-        self.bound = page_table.shape[1] * page_size if bound is None else bound
-        self.ancestors = ancestors
-        self.first_node = first_node
-        self.masks = masks
-
-    def mask(self, layer: int) -> Mask:
-        return Mask() if self.masks is None else self.masks[layer]
+    masks: tuple[Mask, ...] | None = None
 
     def bind(self, cache: KVCache) -> AttentionContext:
-        queries = DecodeQueries(
-            self.page_table, self.slots, self.lengths, self.num_queries, self.page_size, self.bound, self.ancestors,
-            self.first_node,
-        )  # fmt: skip
-        attention = decode_attention(queries, self.masks or (Mask(),), cache.group, cache.dtype)
+        attention = decode_attention(self, self.masks or (Mask(),), cache.group, cache.dtype)
         return _BoundDecode(self, cache, attention)
 
 
@@ -109,18 +73,14 @@ class _BoundDecode:
     attention: DecodeAttention
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
-        cache, mask = self.cache, self.metadata.mask(layer)
+        cache, masks = self.cache, self.metadata.masks
+        mask = Mask() if masks is None else masks[layer]
         return self.attention(qkv, heads, positions, cache.k[layer], cache.v[layer], mask)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
-        return _verify_recurrent(self.metadata, self.cache, layer, projected, mixer)
-
-
-def _verify_recurrent(
-    metadata: DecodeMetadata, cache: KVCache, layer: int, projected: torch.Tensor, mixer: RecurrentOp
-) -> torch.Tensor:
-    assert cache.states is not None
-    return mixer.verify(projected, cache.states.layers[layer], cache.states.replay(metadata.slots, metadata.ancestors))
+        metadata, states = self.metadata, self.cache.states
+        assert states is not None
+        return mixer.verify(projected, states.layers[layer], states.replay(metadata.slots, metadata.ancestors))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_triton import verify_attention
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.sweeps.microbench.runner import Call, Case, Table
@@ -90,9 +91,8 @@ def verify_step(work: Work) -> Callable[..., torch.Tensor]:
     rows = torch.arange(1, work.batch + 1, device="cuda")
     lengths = torch.full((work.batch,), work.keys, device="cuda")
     torch.cuda.synchronize()  # the kernel reads some inputs before the previous kernel has ended
-    return lambda copy, **options: verify_attention(
-        qkv, heads, k[copy], v[copy], table, rows, lengths, work.n, **options
-    )
+    queries = DecodeQueries(table, rows, lengths, work.n, PAGE_SIZE)
+    return lambda copy, **options: verify_attention(queries, qkv, heads, lengths, k[copy], v[copy], Mask(), **options)
 
 
 def sdpa_step(work: Work) -> Callable[[int], torch.Tensor]:

@@ -10,7 +10,7 @@ from crossed import first_quick, slow_but
 from trees import ancestor_masks, path_of
 
 from specbatch.kernels.attention.qkv import QKVLayout
-from specbatch.kernels.attention.verify_attention import verify_attention_ref
+from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import Tile
 from specbatch.kernels.attention.verify_attention_triton import verify_attention
 from specbatch.kernels.elementwise import elementwise_triton
@@ -29,7 +29,7 @@ class Case:
         rows: list[int] | None = None,
     ) -> None:  # fmt: skip
         torch.manual_seed(seed)
-        batch, self.n, self.dtype = len(lengths), n, dtype
+        batch, self.n, self.dtype, self.page_size = len(lengths), n, dtype, page_size
         self.lengths = torch.tensor(lengths, device=device)
         self.rows = torch.tensor(rows or range(1, batch + 1), device=device)
         width = -(-(max(lengths) + n) // page_size) + 1
@@ -52,18 +52,29 @@ class Case:
         norms = [torch.rand(dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
         self.heads = QKVLayout(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin)
 
-    def check(self, splits: int | None = None, **options: Any) -> torch.Tensor:
+    def queries(self, lengths: torch.Tensor, **tree: Any) -> DecodeQueries:
+        return DecodeQueries(self.table, self.rows, lengths, self.n, self.page_size, **tree)
+
+    def check(
+        self,
+        splits: int | None = None,
+        mask: Mask = Mask(),  # noqa: B008
+        *,
+        positions: torch.Tensor | None = None,
+        ancestors: torch.Tensor | None = None,
+        first: int = 0,
+        tile: Tile | None = None,
+    ) -> torch.Tensor:
         caches = [cache.clone() for cache in self.caches]
-        lengths = self.lengths - options.get("first", 0)
+        queries = self.queries(self.lengths - first, ancestors=ancestors, first_node=first)
+        if positions is None:
+            positions = (self.lengths[:, None] + torch.arange(self.n, device=self.qkv.device)).flatten()
+        group = self.heads.count // self.heads.kv
+        reference = DecodeAttentionRef(queries, [mask], group, self.dtype)
         qkv = self.qkv.clone()  # last: the kernel in front of a verify must not write what it reads early
-        out = verify_attention(
-            qkv, self.heads, *caches, self.table, self.rows, lengths, self.n, splits=splits, **options
-        )
+        out = verify_attention(queries, qkv, self.heads, positions, *caches, mask, splits=splits, tile=tile)
         wanted = [cache.to(self.dtype).nan_to_num(0).to(cache.dtype) for cache in self.caches]
-        options.pop("tile", None)
-        expected = verify_attention_ref(
-            self.qkv, self.heads, *wanted, self.table, self.rows, lengths, self.n, **options
-        )
+        expected = reference(self.qkv, self.heads, positions, *wanted, mask)
         valid = (self.rows > 0).repeat_interleave(self.n)
         error = (out[valid].double() - expected[valid].double()).norm() / expected[valid].double().norm()
         assert error < TOLERANCE[self.dtype], error
@@ -146,14 +157,14 @@ def test_tree_in_several_passes(device: torch.device, first: int, n: int, splits
 
 @pytest.mark.parametrize("n", [5, 16, 64])
 def test_block(device: torch.device, n: int) -> None:
-    Case(device, torch.float32, [30, 0], n).check(2, causal=False)
+    Case(device, torch.float32, [30, 0], n).check(2, Mask(causal=False))
 
 
 @pytest.mark.parametrize(
     ("window", "causal"), first_quick(2, [(5, True), (40, False), (1, True), (2, False), (1000, True)])
 )
 def test_window(device: torch.device, window: int, causal: bool) -> None:
-    Case(device, torch.float32, [0, 3, 90], 5).check(3, window=window, causal=causal)
+    Case(device, torch.float32, [0, 3, 90], 5).check(3, Mask(causal, window))
 
 
 @pytest.mark.parametrize("sizes", [{}, {"count": 8, "kv": 1, "dim": 256}], ids=["small", "large"])
@@ -188,7 +199,7 @@ def test_tiles_of_query_rows(device: torch.device) -> None:
 def test_tiles(device: torch.device, tile: Tile, splits: int) -> None:
     case = Case(device, DTYPES[-1], [0, 1, 65, 140], 6, count=8, kv=2, dim=32, page_size=16)
     case.check(splits, tile=tile)
-    case.check(splits, tile=tile, window=70)
+    case.check(splits, Mask(window=70), tile=tile)
 
 
 @pytest.mark.parametrize("keys", slow_but([32], [15, 16, 31, 32, 33, 64, 96, 97]))
@@ -210,7 +221,7 @@ def test_dependent_launch_follows_own_wait() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graph_reads_lengths_from_device(device: torch.device) -> None:
     case = Case(device, torch.bfloat16, [300, 40, 0], 3, dim=64, page_size=16)
-    arguments = (case.qkv, case.heads, *case.caches, case.table, case.rows, case.lengths, 3)
+    arguments = (case.queries(case.lengths), case.qkv, case.heads, case.lengths, *case.caches, Mask())
     verify_attention(*arguments, splits=4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -241,7 +252,7 @@ def test_reads_before_the_preceding_kernel_ends(device: torch.device) -> None:
             qkv = elementwise_triton.rms_norm(x, weight, 1e-6)
             if not early:
                 torch.cuda.synchronize()
-            outs.append(verify_attention(qkv, case.heads, *caches, case.table, case.rows, lengths, 1, splits=4))
+            outs.append(verify_attention(case.queries(lengths), qkv, case.heads, lengths, *caches, Mask(), splits=4))
             lengths += 1
         return outs
 
