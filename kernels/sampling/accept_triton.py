@@ -1,15 +1,18 @@
 """Triton kernels that accept drafts and commit tokens: argmax, comparison and new lengths in two launches.
 
-The references are `torch.argmax`, `acceptance.accept_ref` and the commit of a `DecodeStep`.
+The references are `torch.argmax`, `acceptance.accept_ref` and `accept.commit_ref`.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_parameters
 
 _BLOCK = 2048  # logits that a program handles at once
@@ -165,85 +168,59 @@ def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
     return partials
 
 
-def greedy_accept(
-    logits: torch.Tensor,
-    drafts: torch.Tensor,
-    drafted: torch.Tensor,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    simulate: float | None = None,
-    seeds: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Choose the argmax at every node, accept the drafts that agree, commit: the end of a greedy decode step.
+class Chosen(NamedTuple):
+    """The token chosen at each node: int64 [B, N], and whether its logits are finite, bool [B, N]; or the
+    `argmax_partials` of the logits and None, from which the kernels that commit find both."""
 
-    logits [B * N, V] contiguous, of [root, d_1 .. d_{N-1}]; drafts int64 [B, N-1], of which drafted int64 [B] count.
-    Writes the N chosen tokens of each sequence after its root, tokens[row, length + 1 ...] with rows int64 [B],
-    tokens int64 [R, W] and lengths int64 [R], and adds accepted + 1 to its length. Row 0 is for padding: its length
-    stays as it is. simulate: mean accept length; then random numbers of seeds int64 [B] replace the comparison.
-    Returns int64 [B, N + 3]: tokens, then accepted, drafted and finite (1 if every chosen logit is finite).
-    """
-    return _commit(argmax_partials(logits), None, drafts, drafted, tokens, lengths, rows, None, simulate, seeds)
+    tokens: torch.Tensor
+    finite: torch.Tensor | None
+
+    def launch(self, n: int, simulate: float | None) -> dict[str, Any]:
+        """Launch arguments of kernels that commit N = n nodes. simulate: a mean accept length, in place of the rule."""
+        chunks = self.tokens.shape[1] if self.finite is None else 0
+        whole, more = simulation_parameters(simulate)
+        return {
+            "partials": self.tokens,
+            "finite": self.tokens if self.finite is None else self.finite,
+            "chunks": chunks,
+            "N": n,
+            "BLOCK_N": triton.next_power_of_2(n),
+            "BLOCK_CHUNKS": triton.next_power_of_2(chunks) if chunks else 0,
+            "WHOLE": whole,
+            "MORE": more,
+            **pdl(self.tokens),
+        }
 
 
 def commit(
-    chosen: torch.Tensor,
-    drafts: torch.Tensor,
-    drafted: torch.Tensor,
-    finite: torch.Tensor,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    accepted: torch.Tensor | None = None,
+    chosen: Chosen,
+    proposal: Proposal,
+    rows: BatchRows,
+    seeds: torch.Tensor,
     simulate: float | None = None,
-    seeds: torch.Tensor | None = None,
+    accepted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same for tokens chosen already, int64 [B, N], from logits that are finite bool [B, N].
+    """Accept the drafts of a chain that equal the chosen tokens, and `commit_ref` the chosen tokens.
 
-    accepted int64 [B]: how many drafts are accepted, where another rule decides than equality.
+    accepted int64 [B]: how many drafts are accepted, where another rule decides than equality. simulate: mean accept
+    length; then random numbers of seeds int64 [B] decide.
+    Returns int64 [B, N + 3]: tokens, then accepted, drafted and finite (1 if the logits of all chosen tokens are).
     """
-    return _commit(chosen, finite, drafts, drafted, tokens, lengths, rows, accepted, simulate, seeds)
-
-
-def _commit(
-    partials: torch.Tensor,
-    finite: torch.Tensor | None,
-    drafts: torch.Tensor,
-    drafted: torch.Tensor,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    accepted: torch.Tensor | None,
-    simulate: float | None,
-    seeds: torch.Tensor | None,
-) -> torch.Tensor:
-    batch, n = len(rows), drafts.shape[1] + 1
-    assert simulate is None or seeds is not None, "a simulation needs seeds"
-    chunks = partials.shape[1] if finite is None else 0
-    whole, more = simulation_parameters(simulate)
-    packed = torch.empty(batch, n + 3, dtype=torch.int64, device=rows.device)
+    (drafts, drafted, *_), (tokens, lengths, slots) = proposal, rows
+    batch, n = len(slots), drafts.shape[1] + 1
+    packed = torch.empty(batch, n + 3, dtype=torch.int64, device=slots.device)
     _commit_kernel[(batch,)](
-        partials,
-        partials if finite is None else finite,
-        drafts,
-        drafted,
-        drafted if accepted is None else accepted,
-        drafted if seeds is None else seeds,
-        tokens,
-        lengths,
-        rows,
-        packed,
-        tokens.shape[1],
-        chunks,
-        N=n,
-        BLOCK_N=triton.next_power_of_2(n),
-        BLOCK_CHUNKS=triton.next_power_of_2(chunks) if chunks else 0,
+        drafts=drafts,
+        drafted=drafted,
+        accepted=drafted if accepted is None else accepted,
+        seeds=seeds,
+        tokens=tokens,
+        lengths=lengths,
+        rows=slots,
+        packed=packed,
+        width=tokens.shape[1],
         GIVEN=accepted is not None,
-        WHOLE=whole,
-        MORE=more,
-        **pdl(rows),
+        **chosen.launch(n, simulate),
     )
     return packed
 

@@ -8,8 +8,9 @@ import triton.language as tl
 
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.sampling.accept_triton import load_chosen, popcount
-from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_parameters
+from specbatch.kernels.sampling.accept import BatchRows, Proposal
+from specbatch.kernels.sampling.accept_triton import Chosen, load_chosen, popcount
+from specbatch.kernels.sampling.rng_triton import simulated_accept
 
 
 @triton.jit
@@ -73,50 +74,29 @@ def _commit_tree_kernel(
 
 
 def commit_tree(
-    chosen: torch.Tensor,
-    finite: torch.Tensor | None,
-    drafts: torch.Tensor,
-    drafted: torch.Tensor,
-    ancestors: torch.Tensor,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    simulate: float | None = None,
-    seeds: torch.Tensor | None = None,
+    chosen: Chosen, proposal: Proposal, rows: BatchRows, seeds: torch.Tensor, simulate: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`walk_tree_ref` of the tokens chosen at every node, and the commit of `accept_triton.commit` in path order.
+    """`walk_tree_ref` of the tokens chosen at every node, and `accept_triton.commit` in path order.
 
-    chosen int64 [B, N] with finite bool [B, N], or `accept_triton.argmax_partials` of the logits and None. drafts,
-    drafted, tokens, lengths, rows, simulate and seeds as in `accept_triton.greedy_accept`; ancestors int64 [B, N].
     Returns packed int64 [B, N + 3] and path int64 [B, N].
     """
+    (drafts, drafted, _, ancestors), (tokens, lengths, slots) = proposal, rows
+    assert ancestors is not None, "the drafts are not a tree"
     batch, n = ancestors.shape
-    assert simulate is None or seeds is not None, "a simulation needs seeds"
-    chunks = chosen.shape[1] if finite is None else 0
-    whole, more = simulation_parameters(simulate)
-    packed = torch.empty(batch, n + 3, dtype=torch.int64, device=rows.device)
+    packed = torch.empty(batch, n + 3, dtype=torch.int64, device=slots.device)
     path = torch.empty_like(ancestors)
     _commit_tree_kernel[(batch,)](
-        chosen,
-        chosen if finite is None else finite,
-        drafts,
-        drafted,
-        ancestors,
-        drafted if seeds is None else seeds,
-        tokens,
-        lengths,
-        rows,
-        packed,
-        path,
-        tokens.shape[1],
-        chunks,
-        N=n,
-        BLOCK_N=triton.next_power_of_2(n),
-        BLOCK_CHUNKS=triton.next_power_of_2(chunks) if chunks else 0,
-        WHOLE=whole,
-        MORE=more,
-        **pdl(rows),
+        drafts=drafts,
+        drafted=drafted,
+        ancestors=ancestors,
+        seeds=seeds,
+        tokens=tokens,
+        lengths=lengths,
+        rows=slots,
+        packed=packed,
+        path=path,
+        width=tokens.shape[1],
+        **chosen.launch(n, simulate),
     )
     return packed, path
 
@@ -166,7 +146,7 @@ def move_accepted_kv(
     path: torch.Tensor,
     accepted: torch.Tensor,
 ) -> None:
-    """`move_rows_ref` in one launch over all layers."""
+    """`move_accepted_kv_ref` in one launch over all layers."""
     layers, _, page_size, kv_heads, dim = keys.shape
     bits = torch.uint8 if keys.itemsize == 1 else keys.dtype
     size = kv_heads * dim

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specbatch.core.attention_metadata import positions_from
 from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.elementwise.gather_rows import gather_rows
+from specbatch.kernels.sampling.accept import BatchRows
 from specbatch.kernels.sampling.verify_inputs import verify_inputs
 
 
@@ -104,10 +104,6 @@ class DeviceBatch:
         ancestors int64 [B, N]: of a tree; None for a chain."""
         return verify_inputs(self.tokens, self.lengths, slots, drafts, ancestors)
 
-    def commit(self, slots: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor) -> None:
-        """Write tokens [B, N] after the roots of slots [B] and add accepted [B] + 1 to their lengths."""
-        lengths = self.lengths[slots]
-        # All N tokens are written; those past the new length are overwritten before anything reads them.
-        self.tokens[slots[:, None], positions_from(lengths + 1, tokens.shape[1])] = tokens
-        # The padding slot keeps its length.
-        self.lengths[slots] = torch.where(slots > 0, lengths + accepted + 1, lengths)
+    def rows(self, slots: torch.Tensor) -> BatchRows:
+        """What a step over slots [B] writes its tokens to."""
+        return BatchRows(self.tokens, self.lengths, slots)

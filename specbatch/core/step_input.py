@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -11,6 +10,9 @@ from specbatch.core.attention_metadata import DecodeMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import Sampling
 from specbatch.kernels.attention.verify_attention import Mask
+from specbatch.kernels.sampling.accept import Proposal
+
+__all__ = ["Proposal", "StepInput"]
 
 
 @dataclass(frozen=True)
@@ -52,20 +54,3 @@ class StepInput:
             first_node,
             masks,
         )
-
-
-class Proposal(NamedTuple):
-    """N - 1 drafts after each root, as a chain or a tree.
-
-    tokens         int64 [B, N-1]
-    drafted        int64 [B]: how many of them count, the first ones (a sequence without an n-gram match drafts none)
-    probabilities  float32 [B, N-1, V]: the distribution each was sampled from; None for deterministic drafts, which
-                   those of a tree always are
-    ancestors      int64 [B, N], for a tree: node 0 is the root and draft i is node i + 1; bit j of a node's word is set
-                   if it sees node j, itself included. Parents come before their children. None for a chain
-    """
-
-    tokens: torch.Tensor
-    drafted: torch.Tensor
-    probabilities: torch.Tensor | None = None
-    ancestors: torch.Tensor | None = None

@@ -27,23 +27,22 @@ import torch
 from specbatch.core.sampling import Sampling
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.kernels.dispatch import op
+from specbatch.kernels.sampling.accept import BatchRows, commit_ref
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.kernels.sampling.tree_verify import identity_path, walk_tree_ref
 
 
 class Accepted(NamedTuple):
-    """The outcome of a verify.
+    """The outcome of a verify, whose tokens and lengths are committed to the batch.
 
-    packed        int64 [B, N + 3]: N tokens, of which the first accepted + 1 are emitted; then accepted, drafted and
-                  finite (0 where logits were NaN or infinite)
-    path          int64 [B, N], for a tree: all nodes, the root and the accepted drafts first, in order
-    is_committed  tokens and lengths of the batch are written already (see `accept`)
+    packed  int64 [B, N + 3]: N tokens, of which the first accepted + 1 are emitted; then accepted, drafted and finite
+            (0 where logits were NaN or infinite)
+    path    int64 [B, N], for a tree: all nodes, the root and the accepted drafts first, in order
     """
 
     packed: torch.Tensor
     path: torch.Tensor | None
-    is_committed: bool
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -63,38 +62,28 @@ def accept(
     positions: torch.Tensor,
     simulate: float | None = None,
 ) -> Accepted:
-    """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N].
-
-    On a CUDA device the kernel that accepts also writes tokens and lengths to the batch, which saves a launch: two
-    launches if greedy, a handful if sampled.
-    simulate: see `accept_ref`.
-    """
-    batch = step.batch
+    """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N], and commit tokens and lengths to
+    the batch; on a CUDA device one kernel does both. simulate: see `accept_ref`."""
     return Accepted(
-        *_accept(logits, *proposal, batch.tokens, batch.lengths, step.slots, positions, step.sampling, simulate)
+        *_accept_and_commit(logits, proposal, step.batch.rows(step.slots), positions, step.sampling, simulate)
     )
 
 
-def _accept_ref(
+def accept_and_commit_ref(
     logits: torch.Tensor,
-    drafts: torch.Tensor,
-    drafted: torch.Tensor,
-    q: torch.Tensor | None,
-    ancestors: torch.Tensor | None,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    slots: torch.Tensor,
+    proposal: Proposal,
+    rows: BatchRows,
     positions: torch.Tensor,
     sampling: Sampling,
     simulate: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """The fields of `Accepted`; nothing is committed."""
-    proposal = Proposal(drafts, drafted, q, ancestors)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The fields of `Accepted`."""
     chosen, accepted, finite, path = accept_ref(logits, proposal, positions + 1, sampling, simulate)
-    return torch.cat([chosen, torch.stack([accepted, drafted, finite.long()], 1)], 1), path, False
+    commit_ref(rows, chosen, accepted)
+    return torch.cat([chosen, torch.stack([accepted, proposal.drafted, finite.long()], 1)], 1), path
 
 
-_accept = op(_accept_ref, "specbatch.kernels.sampling.accept_and_commit_triton:accept_and_commit")
+_accept_and_commit = op(accept_and_commit_ref, "specbatch.kernels.sampling.accept_and_commit_triton:accept_and_commit")
 
 
 class RefResult(NamedTuple):

@@ -74,15 +74,13 @@ class DecodeStep:
         return Verified(logits, positions.view(-1, num_queries), features)
 
     def accept(self, step: StepInput, proposal: Proposal, verified: Verified) -> Accepted:
-        """Decide which drafts stay and choose the token after them."""
+        """Decide which drafts stay, choose the token after them, and add both to the requests."""
         return accept(step, proposal, verified.logits, verified.positions, self._simulate)
 
     def commit(self, step: StepInput, verified: Verified, accepted: Accepted) -> None:
-        """Add the accepted tokens to the requests: tokens and lengths, KV cache, recurrent states, draft state."""
-        batch, path = step.batch, accepted.path
-        if not accepted.is_committed:
-            batch.commit(step.slots, accepted.tokens, accepted.accepted)
-        self.cache.commit(batch.page_table, step.slots, step.lengths, accepted.accepted, path)
+        """Make KV cache, recurrent states and draft state follow the accepted tokens."""
+        path = accepted.path
+        self.cache.commit(step.batch.page_table, step.slots, step.lengths, accepted.accepted, path)
         self.drafter.update(step, verified.features, accepted.accepted, path)
 
     def shorten(self, step: StepInput) -> None:

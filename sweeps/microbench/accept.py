@@ -14,11 +14,11 @@ from functools import partial
 import torch
 
 from specbatch.core.sampling import Sampling, SamplingFlags
-from specbatch.core.step_input import Proposal
-from specbatch.engine.acceptance import accept_ref
+from specbatch.engine.acceptance import accept_and_commit_ref
 from specbatch.kernels.drafting.ngram import ngram_match_ref
 from specbatch.kernels.drafting.ngram_triton import ngram_match
-from specbatch.kernels.sampling.accept_triton import commit, greedy_accept, verify_inputs
+from specbatch.kernels.sampling.accept import BatchRows, Proposal
+from specbatch.kernels.sampling.accept_triton import Chosen, argmax_partials, commit, verify_inputs
 from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits, probabilities
 from specbatch.kernels.sampling.rng import TARGET
 from specbatch.kernels.sampling.sample_triton import rejection_sample, sample
@@ -48,6 +48,11 @@ class Inputs:
         self.starts = self.lengths[self.rows]
         self.positions = self.starts[:, None] + torch.arange(1, n + 1, device=device)
         self.seeds = torch.arange(batch, device=device)
+        self.proposal = Proposal(self.drafts, self.drafted)
+        self.batch_rows = BatchRows(self.tokens, self.lengths, self.rows)
+
+    def greedy(self) -> torch.Tensor:
+        return commit(Chosen(argmax_partials(self.noise), None), self.proposal, self.batch_rows, self.seeds)
 
     def sampling(self, temperature: float, top_k: int, top_p: float) -> Sampling:
         one = torch.ones(self.batch, device="cuda")
@@ -58,24 +63,22 @@ class Inputs:
 
     def reference(self, logits: torch.Tensor, sampling: Sampling, q: torch.Tensor | None = None) -> torch.Tensor:
         """Accept and commit of an iteration, in torch."""
-        proposal = Proposal(self.drafts, self.drafted, q)
-        verdict = accept_ref(logits.view(self.batch, self.n, -1), proposal, self.positions, sampling)
-        self.tokens[self.rows[:, None], self.positions] = verdict.tokens
-        self.lengths[self.rows] = self.starts + verdict.accepted + 1
-        return torch.cat([verdict.tokens, torch.stack([verdict.accepted, self.drafted, verdict.finite.long()], 1)], 1)
+        proposal = self.proposal._replace(probabilities=q)
+        logits, nodes = logits.view(self.batch, self.n, -1), self.positions - 1
+        return accept_and_commit_ref(logits, proposal, self.batch_rows, nodes, sampling)[0]
 
     def sample(self, logits: torch.Tensor, s: Sampling) -> torch.Tensor:
         filters = (s.temperature, s.top_k, s.top_p, s.min_p)
         dist = filter_logits(logits, *filters, truncated=s.flags.truncated)
-        tokens, sound = sample(dist, self.seeds, self.positions, TARGET)
-        return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows)
+        chosen = Chosen(*sample(dist, self.seeds, self.positions, TARGET))
+        return commit(chosen, self.proposal, self.batch_rows, self.seeds)
 
     def reject(self, logits: torch.Tensor, s: Sampling, q: torch.Tensor) -> torch.Tensor:
         distribution = filter_logits(logits, s.temperature, s.top_k, s.top_p, s.min_p, truncated=s.flags.truncated)
-        tokens, accepted, sound = rejection_sample(
+        tokens, accepted, finite = rejection_sample(
             distribution, self.drafts, self.drafted, q, self.seeds, self.positions
         )
-        return commit(tokens, self.drafts, self.drafted, sound, self.tokens, self.lengths, self.rows, accepted=accepted)
+        return commit(Chosen(tokens, finite), self.proposal, self.batch_rows, self.seeds, accepted=accepted)
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`stage` in torch."""
@@ -101,8 +104,7 @@ def _cases() -> Iterator[Case]:
 
 def _operations(x: Inputs) -> Iterator[tuple[str, Call, Call | None]]:
     """Name, kernel and reference, which is left out where it is too large."""
-    greedy = partial(greedy_accept, x.noise, x.drafts, x.drafted, x.tokens, x.lengths, x.rows)
-    yield "greedy", greedy, partial(x.reference, x.noise, x.sampling(0.0, 0, 1.0))
+    yield "greedy", x.greedy, partial(x.reference, x.noise, x.sampling(0.0, 0, 1.0))
     yield "stage", partial(verify_inputs, x.tokens, x.lengths, x.rows, x.drafts), x.gather
     for length in (4096, 40_000) if x.n == 1 else ():
         last = torch.full_like(x.rows, length - 1)

@@ -16,6 +16,7 @@ from specbatch.config import EngineConfig, Speculation
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.draft_model import DraftModelTree, plan
 from specbatch.drafters.tree import expand
+from specbatch.kernels.sampling.accept import commit_ref
 from specbatch.kernels.sampling.tree_verify import walk_tree_ref
 from specbatch.models.decoder import Decoder, Features
 
@@ -75,7 +76,7 @@ class Life:
             for parent, child in pairwise(path):
                 chosen[row, parent] = proposal.tokens[row, child - 1]
         accepted, path = walk_tree_ref(chosen, proposal.tokens, proposal.drafted, proposal.ancestors)
-        self.here.batch.commit(self.here.rows, chosen.gather(1, path), accepted)
+        commit_ref(self.here.batch.rows(self.here.rows), chosen.gather(1, path), accepted)
         for row, text in enumerate(self.here.texts):
             text += chosen.gather(1, path)[row, : int(accepted[row]) + 1].tolist()
         self.drafter.update(step, Features(torch.empty(0), None), accepted, path)

@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.engine.acceptance import accept_ref
-from specbatch.kernels.sampling.accept_triton import _BLOCK, argmax_partials, commit, greedy_accept, verify_inputs
+from specbatch.kernels.sampling.accept import BatchRows
+from specbatch.kernels.sampling.accept_triton import _BLOCK, Chosen, argmax_partials, commit, verify_inputs
 from specbatch.kernels.sampling.rng import simulated_accept_ref
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -70,6 +71,17 @@ class Case:
         packed = torch.cat([verdict.tokens, torch.stack([count, self.drafted, verdict.finite.long()], 1)], 1)
         return packed, tokens, lengths
 
+    @property
+    def proposal(self) -> Proposal:
+        return Proposal(self.drafts, self.drafted)
+
+    @property
+    def batch(self) -> BatchRows:
+        return BatchRows(self.tokens, self.lengths, self.rows)
+
+    def commit_argmax(self, simulate: float | None = None) -> torch.Tensor:
+        return commit(Chosen(argmax_partials(self.logits), None), self.proposal, self.batch, self.seeds, simulate)
+
     def check(self, packed: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         assert torch.equal(packed, expected[0])
         assert torch.equal(self.tokens[1:], expected[1][1:])
@@ -86,17 +98,7 @@ def test_greedy_accept_matches_reference(
     check_dtype(dtype, device)
     case = Case(batch, n, vocabulary, device, dtype)
     expected = case.expected(simulate)
-    packed = greedy_accept(
-        case.logits,
-        case.drafts,
-        case.drafted,
-        case.tokens,
-        case.lengths,
-        case.rows,
-        simulate=simulate,
-        seeds=case.seeds,
-    )
-    case.check(packed, expected)
+    case.check(case.commit_argmax(simulate), expected)
 
 
 @pytest.mark.parametrize("rule", ["compared", "given", "simulated"])
@@ -107,12 +109,12 @@ def test_commit_matches_reference(batch: int, n: int, vocabulary: int, rule: str
     if rule == "given":
         options = {"accepted": torch.arange(batch, device=device) % n}
     elif rule == "simulated":
-        options = {"simulate": 2.4, "seeds": case.seeds}
+        options = {"simulate": 2.4}
     expected = case.expected(options.get("simulate"), options.get("accepted"))
     finite = torch.arange(batch * n, device=device).view(batch, n) % 5 > 0
     expected[0][:, -1] = finite.all(1)
     chosen = case.logits.argmax(-1).view(batch, n)
-    packed = commit(chosen, case.drafts, case.drafted, finite, case.tokens, case.lengths, case.rows, **options)
+    packed = commit(Chosen(chosen, finite), case.proposal, case.batch, case.seeds, **options)
     case.check(packed, expected)
 
 
@@ -120,7 +122,7 @@ def test_commit_matches_reference(batch: int, n: int, vocabulary: int, rule: str
 def test_non_finite_logits_are_flagged(bad: float, place: int, device: torch.device) -> None:
     case = Case(3, 4, 9001, device, torch.float32)
     case.logits[6, place] = bad  # the second sequence
-    packed = greedy_accept(case.logits, case.drafts, case.drafted, case.tokens, case.lengths, case.rows)
+    packed = case.commit_argmax()
     assert packed[:, -1].tolist() == [1, 0, 1]
     assert packed[1, 2] == place
 
@@ -163,7 +165,8 @@ def test_random_numbers_match_reference(device: torch.device) -> None:
     tokens = torch.zeros(batch + 1, 2000, dtype=torch.int64, device=device)
     lengths = torch.arange(batch + 1, device=device) * 29
     starts = lengths[1:].clone()
-    packed = commit(chosen, drafts, drafted, chosen == 0, tokens, lengths, rows, simulate=3.37, seeds=seeds)
+    batch_rows = BatchRows(tokens, lengths, rows)
+    packed = commit(Chosen(chosen, chosen == 0), Proposal(drafts, drafted), batch_rows, seeds, simulate=3.37)
     assert torch.equal(packed[:, 8], simulated_accept_ref(seeds, starts, drafted, 3.37))
     assert len(packed[:, 8].unique()) == 2
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from trees import ancestor_masks, path_of
 
-from specbatch.kernels.sampling.accept_triton import argmax_partials, verify_inputs
+from specbatch.kernels.sampling.accept import BatchRows, Proposal
+from specbatch.kernels.sampling.accept_triton import Chosen, argmax_partials, verify_inputs
 from specbatch.kernels.sampling.rng import simulated_accept_ref
 from specbatch.kernels.sampling.tree_verify import (
     ancestor_words,
@@ -136,7 +137,8 @@ def test_tree_commit_matches_reference(device: torch.device, count: int, drawn: 
         chosen = torch.where(finite, chosen, 199)
         accepted, path = walk_tree_ref(chosen, drafts, drafted, case.words)
         given, is_finite = argmax_partials(logits.flatten(0, 1)), None
-    packed, found = commit_tree(given, is_finite, drafts, drafted, case.words, tokens, lengths, rows)
+    proposal = Proposal(drafts, drafted, ancestors=case.words)
+    packed, found = commit_tree(Chosen(given, is_finite), proposal, BatchRows(tokens, lengths, rows), rows)
     assert torch.equal(found, path)
     ordered = chosen.gather(1, path)
     assert torch.equal(packed[:, :count], ordered)
@@ -158,9 +160,8 @@ def test_simulated_acceptance_takes_the_first_nodes(device: torch.device, mean: 
     lengths, seeds = torch.arange(9, device=device), torch.arange(6, device=device) + 7
     finite = torch.ones(6, 8, dtype=torch.bool, device=device)
     wanted = simulated_accept_ref(seeds, lengths[rows], drafted, mean)
-    packed, path = commit_tree(
-        chosen, finite, drafts, drafted, case.words, tokens, lengths, rows, simulate=mean, seeds=seeds
-    )
+    proposal = Proposal(drafts, drafted, ancestors=case.words)
+    packed, path = commit_tree(Chosen(chosen, finite), proposal, BatchRows(tokens, lengths, rows), seeds, mean)
     assert torch.equal(packed[:, 8], wanted)
     assert torch.equal(packed[:, :8], chosen)
     assert torch.equal(path, identity_path(case.words))

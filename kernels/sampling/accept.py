@@ -1,0 +1,42 @@
+"""The drafts of a verify, the rows that it advances, and the commit of tokens in torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Proposal(NamedTuple):
+    """N - 1 drafts after each root, as a chain or a tree.
+
+    tokens         int64 [B, N-1]
+    drafted        int64 [B]: how many of them count, the first ones (a sequence without an n-gram match drafts none)
+    probabilities  float32 [B, N-1, V]: the distribution each was sampled from; None for deterministic drafts, which
+                   those of a tree always are
+    ancestors      int64 [B, N], for a tree: node 0 is the root and draft i is node i + 1; bit j of a node's word is set
+                   if it sees node j, itself included. Parents come before their children. None for a chain
+    """
+
+    tokens: torch.Tensor
+    drafted: torch.Tensor
+    probabilities: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
+
+
+class BatchRows(NamedTuple):
+    """Tokens int64 [R, W] and lengths int64 [R] of all slots, and the slots int64 [B] of a step. Slot 0 is padding."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    slots: torch.Tensor
+
+
+def commit_ref(rows: BatchRows, tokens: torch.Tensor, accepted: torch.Tensor) -> None:
+    """Write tokens [B, N] after the roots and add accepted [B] + 1 to the lengths."""
+    lengths = rows.lengths[rows.slots]
+    places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    # All N tokens are written; those past the new length are overwritten before anything reads them.
+    rows.tokens[rows.slots[:, None], places] = tokens
+    # The padding slot keeps its length.
+    rows.lengths[rows.slots] = torch.where(rows.slots > 0, lengths + accepted + 1, lengths)
