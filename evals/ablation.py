@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
+from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport, cells_of
-from specbatch.evals.run import EvalOptions, PreparedEval, Progress, prepare
+from specbatch.evals.run import PreparedEval, Progress, prepare
 from specbatch.jobs.configurations import check_draft, load_engine, named
 from specbatch.memory.planner import MemoryShare
 from specbatch.records.metrics import METRICS

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.errors import refuse
 from specbatch.evals.likelihoods import likelihood_fields
+from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globals
 from specbatch.records.answers import Score
@@ -42,44 +43,6 @@ Progress = Callable[[int, int], None]  # answers finished, answers wanted
 PARTIAL = "answers.partial.jsonl"
 RESAMPLES = 1000  # bootstrap, for metrics that are not a mean (perplexity); the error of a mean has a closed form
 _LONG = ("itl_s", "emitted_histogram", "acceptance")  # details that are only in requests.jsonl, at the same index
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """Which task to evaluate, and how.
-
-    task            gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task, or reasoning_gym:NAME
-    limit           use only the first `limit` questions
-    num_fewshot     few-shot examples before each question; None: the task's number
-    data            GSM8K tasks: JSONL of question and answer to score instead of the task's rows
-    fewshot_data    JSONL of question and answer for the examples; None: the other rows of `data`
-    chat_template   render questions and examples as a conversation
-    thinking        `enable_thinking` of the chat template; None: the template's default. Reasoning is never scored
-    max_new_tokens  limit of every generated answer; None: the task's limit, or 512
-    concurrency     most requests that are submitted and unfinished at a time; None: all
-    seed            draws the few-shot examples; with lm-eval's default of 1234 the prompts equal lm-eval's
-    output          folder for the results, new or empty
-    """
-
-    task: str
-    limit: int | None = None
-    num_fewshot: int | None = None
-    data: Path | None = None
-    fewshot_data: Path | None = None
-    chat_template: bool = False
-    thinking: bool | None = None
-    max_new_tokens: int | None = None
-    concurrency: int | None = None
-    seed: int = 1234
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        for setting, least in (("limit", 1), ("num_fewshot", 0), ("max_new_tokens", 1), ("concurrency", 1)):
-            value = getattr(self, setting)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise refuse(setting, value, f"use a whole number of at least {least}, or leave it out")
-        if self.thinking is not None and not self.chat_template:
-            raise refuse("thinking", self.thinking, "is a switch of the chat template; add --chat-template")
 
 
 @dataclass(frozen=True)

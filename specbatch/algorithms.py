@@ -31,6 +31,8 @@ class Algorithm:
     settings        settings that only some algorithms take
     loads_draft     whether weights beside the target's are loaded, so that they must fit the target
     training        the module whose `untrained_head` makes a draft head to train; None: no training
+    in_target       whether the draft head is stored with the target, in the same checkpoint
+    alias_of        the algorithm that this is another name for
     low_acceptance  likely causes of a low acceptance rate, for the warning
     """
 
@@ -41,6 +43,8 @@ class Algorithm:
     settings: tuple[str, ...] = ()
     loads_draft: bool = True
     training: str | None = None
+    in_target: bool = False
+    alias_of: str | None = None
     low_acceptance: str = _LOW_ACCEPTANCE_OF_TRAINED_DRAFTS
 
     def candidates(self, steps: int, topk: int) -> int:
@@ -48,7 +52,7 @@ class Algorithm:
         return steps * topk if self.tree == "merged" else topk + (steps - 1) * topk * topk
 
 
-_MTP = Algorithm("specbatch.drafters.mtp", default_tokens=3)
+_MTP = Algorithm("specbatch.drafters.mtp", default_tokens=3, training="specbatch.training.mtp", in_target=True)
 
 ALGORITHMS: dict[str, Algorithm] = {
     # The shape is that of n-gram lookup, so that both verify the same number of rows in a comparison.
@@ -85,8 +89,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         settings=("aux_layers", "draft_rope_theta"),
         training="specbatch.training.eagle3",
     ),
-    "mtp": replace(_MTP, training="specbatch.training.mtp"),
-    "nextn": _MTP,  # SGLang's name for it
+    "mtp": _MTP,
+    "nextn": replace(_MTP, training=None, alias_of="mtp"),  # SGLang's name
     "dflash": Algorithm(
         "specbatch.drafters.dflash",
         default_tokens=15,

@@ -1,19 +1,19 @@
 """Engine configuration: `EngineConfig` with its parts `Speculation` and `Graphs`.
 
-Each field has its help text, choices and least value in its metadata, from which the command line derives its options.
-Invalid values and combinations are rejected here, before anything is loaded.
+Each field has its help text and rule in its metadata (`specbatch.settings`), from which the command line derives its
+options. Invalid values and combinations are rejected here, before anything is loaded.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, Algorithm, algorithms_with
 from specbatch.draft_shape import AUTO, DraftShape, lengths_of, shape_of
 from specbatch.errors import at_least, refuse
+from specbatch.settings import FLAG, check_fields, number, setting, whole
 
 SCHEDULES = ("v1", "v2")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -23,22 +23,6 @@ PREFILL_GRAPHS = ("off", "piecewise")
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
 KV_DTYPES = ("auto", "fp8")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
-
-
-def _setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, least: int | None = None) -> Any:
-    """A field with its help text; `choices` are its only values, `least` is the smallest one of a whole number."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least})
-
-
-def _check_fields(config: Any, prefix: str = "") -> None:
-    """Reject values outside the fields' `choices` and below their `least`. `prefix` is put before a field's name."""
-    for item in fields(config):
-        setting, value = f"{prefix}{item.name}", getattr(config, item.name)
-        choices, least = item.metadata.get("choices"), item.metadata.get("least")
-        if choices is not None and value not in choices:
-            raise refuse(setting, value, f"use one of {', '.join(choices)}")
-        if least is not None and (value is not None or item.default is not None):
-            at_least(setting, value, least)
 
 
 @dataclass(frozen=True)
@@ -62,48 +46,54 @@ class Speculation:
                    text is not the model's
     """
 
-    algorithm: str = _setting(
+    algorithm: str = setting(
         NO_SPECULATION,
         "Drafting algorithm. none: the baseline, the same iteration without drafts. nextn: another name for mtp.",
         choices=tuple(ALGORITHMS),
     )
-    schedule: str = _setting(
+    schedule: str = setting(
         "v2",
         "v1: wait for each result before planning the next iteration. v2: read results one iteration late.",
         choices=SCHEDULES,
     )
-    draft: str | None = _setting(
+    draft: str | None = setting(
         None,
         "standalone: a draft model with the same vocabulary, or self:skip=12-15 (the target without those layers). "
         "eagle, eagle3, dflash: the draft trained for the target (dummy: random weights). A folder, hub id or known "
         "name.",
     )
-    draft_tokens: int | Literal["auto"] | None = _setting(
+    draft_tokens: int | Literal["auto"] | None = setting(
         None,
         "Tokens drafted per verify step, not counting the root, so that a verify step has one row more. Default: the "
         "algorithm's usual number; for dflash, the draft's block size - 1. SGLang counts the root: 4 there is 3 here. "
         "auto: 0 up to the default or --draft-steps, chosen from measured step times and acceptance.",
     )
-    draft_steps: int | None = _setting(
+    draft_steps: int | None = setting(
         None, "Draft passes: the depth of a tree. A chain takes as many as it has drafted tokens."
     )
-    draft_topk: int | None = _setting(
+    draft_topk: int | None = setting(
         None, "Children per expanded node; 1 is a chain. ngram: matching continuations merged into a tree."
     )
-    aux_layers: tuple[int, ...] | None = _setting(
+    aux_layers: tuple[int, ...] | None = setting(
         None, "eagle3: layers of the target whose inputs the head reads, such as 2,18,33. Default: from its config."
     )
-    draft_rope_theta: float | None = _setting(None, "eagle, eagle3: RoPE theta of the head. Default: from its config.")
-    ngram_min: int = _setting(2, "Shortest suffix that ngram looks up.", least=1)
-    ngram_max: int = _setting(4, "Longest suffix that ngram looks up, and the first one tried.", least=1)
-    simulate_accept_length: float | None = _setting(
+    draft_rope_theta: float | None = setting(
+        None,
+        "eagle, eagle3: RoPE theta of the head. Default: from its config.",
+        number(lambda theta: theta > 0, "use a positive number, such as 10000.0"),
+    )
+    ngram_min: int = setting(
+        2, "Shortest suffix that ngram looks up.", whole(1, 16, "use a whole number of at least 1 and at most 16")
+    )
+    ngram_max: int = setting(4, "Longest suffix that ngram looks up, and the first one tried.", whole(1))
+    simulate_accept_length: float | None = setting(
         None,
         "Benchmarks only: draw the number of tokens per verify step at random, with this mean, instead of comparing "
         "drafts with the target.",
     )
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         _ = self.shape  # raises if it is impossible
         if self.draft is not None and not isinstance(self.draft, str):
             raise refuse("draft", self.draft, "name a folder, a hub id, a known model or self:skip=FIRST-LAST")
@@ -114,8 +104,6 @@ class Speculation:
             takers = ", ".join(repr(name) for name, entry in ALGORITHMS.items() if entry.draft is not None)
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft; those that do: {takers}")
         self._check_heads()
-        if self.ngram_min > 16:
-            raise refuse("ngram_min", self.ngram_min, "use at most 16")
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
             raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
         self._check_simulation()
@@ -164,20 +152,17 @@ class Speculation:
         return 0 if self.algorithm == NO_SPECULATION else self.shape.steps
 
     def _check_heads(self) -> None:
-        for setting in ("aux_layers", "draft_rope_theta"):
-            if getattr(self, setting) is not None and setting not in self.entry.settings:
-                takers = algorithms_with(setting)
+        for name in ("aux_layers", "draft_rope_theta"):
+            if getattr(self, name) is not None and name not in self.entry.settings:
+                takers = algorithms_with(name)
                 works = f"algorithm {self.algorithm!r} has no such setting, only {', '.join(map(repr, takers))}"
-                raise refuse(setting, getattr(self, setting), works)
-        layers, theta = self.aux_layers, self.draft_rope_theta
+                raise refuse(name, getattr(self, name), works)
+        layers = self.aux_layers
         if layers is not None:
             if not isinstance(layers, tuple) or not layers:
                 raise refuse("aux_layers", layers, "give a tuple of layers, such as (2, 18, 33)")
             for layer in layers:
                 at_least("aux_layers", layer, 1)
-        number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
-        if theta is not None and not (number and 0 < theta < math.inf):
-            raise refuse("draft_rope_theta", theta, "use a positive number, such as 10000.0")
 
     def _check_simulation(self) -> None:
         mean = self.simulate_accept_length
@@ -195,19 +180,19 @@ class Speculation:
 class Graphs:
     """CUDA graphs: one per batch size for decode iterations, one set per number of tokens for prefill passes."""
 
-    decode: str = _setting(
+    decode: str = setting(
         "off",
         "whole: one CUDA graph for each decode iteration (draft, verify, accept, commit).",
         choices=DECODE_GRAPHS,
     )
-    prefill: str = _setting(
+    prefill: str = setting(
         "off",
         "piecewise: CUDA graphs for the parts of a prefill pass between attention layers.",
         choices=PREFILL_GRAPHS,
     )
 
     def __post_init__(self) -> None:
-        _check_fields(self, "graphs.")
+        check_fields(self, "graphs.")
 
     def __str__(self) -> str:
         asked = [f"{name} {mode}" for name, mode in asdict(self).items() if mode != "off"]
@@ -226,48 +211,55 @@ class EngineConfig:
     `activation_scheme: dynamic` asks for.
     """
 
-    model: str = _setting(
+    model: str = setting(
         "smollm2-135m",
         "Known name, hub id, folder or .gguf file; for dummy weights, a named shape or a config.json.",
     )
-    device: str = _setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.")
-    dtype: str = _setting(
+    device: str = setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.")
+    dtype: str = setting(
         "auto", "Data type of the computation. auto: float32 on a CPU, the checkpoint's dtype on a GPU.", choices=DTYPES
     )
-    load_format: str = _setting(
+    load_format: str = setting(
         "auto", "dummy: random weights, for a named shape or a config.json.", choices=LOAD_FORMATS
     )
-    tokenizer: str | None = _setting(
+    tokenizer: str | None = setting(
         None, "Known name, folder or hub id of a tokenizer to use instead of the model's own."
     )
-    max_running: int = _setting(32, "Requests that decode at the same time.", least=1)
-    max_model_len: int | None = _setting(
-        None, "Maximum prompt + output, in tokens. Default: the model's context length.", least=2
+    max_running: int = setting(32, "Requests that decode at the same time.", whole(1))
+    max_model_len: int | None = setting(
+        None, "Maximum prompt + output, in tokens. Default: the model's context length.", whole(2)
     )
-    page_size: int = _setting(16, "Tokens per KV page.", least=1)
-    kv_pages: int | None = _setting(
+    page_size: int = setting(16, "Tokens per KV page.", whole(1))
+    kv_pages: int | None = setting(
         None,
         "Pages in the KV pool. Default: enough for max_running requests of full length, limited by memory.",
-        least=2,
+        whole(2),
     )
-    memory_fraction: float = _setting(0.8, "Share of the device's free memory for weights and KV pages.")
-    prefill_chunk: int = _setting(2048, "Maximum number of prompt tokens computed in one step.", least=1)
-    prefix_cache: bool = _setting(True, "Keep the KV pages of finished prompts for later ones with the same prefix.")
-    kv_dtype: str = _setting(
+    memory_fraction: float = setting(
+        0.8,
+        "Share of the device's free memory for weights and KV pages.",
+        number(lambda share: 0 < share <= 1, "use a fraction above 0 and up to 1"),
+    )
+    prefill_chunk: int = setting(2048, "Maximum number of prompt tokens computed in one step.", whole(1))
+    prefix_cache: bool = setting(
+        True, "Keep the KV pages of finished prompts for later ones with the same prefix.", FLAG
+    )
+    kv_dtype: str = setting(
         "auto", "Data type of the KV cache. auto: the model's dtype. fp8: FP8 (e4m3).", choices=KV_DTYPES
     )
-    float8_activations: bool = _setting(
+    float8_activations: bool = setting(
         True,
         "For FP8 weights: quantize activations to FP8 as well, and run GEMMs in FP8.",
+        FLAG,
     )
-    state_dtype: str = _setting("fp32", "Data type of the matrix states of recurrent layers.", choices=STATE_DTYPES)
-    attention_backend: str = _setting(
+    state_dtype: str = setting("fp32", "Data type of the matrix states of recurrent layers.", choices=STATE_DTYPES)
+    attention_backend: str = setting(
         "auto", "Attention backend for prompts. auto: the fastest one installed.", choices=ATTENTION_BACKENDS
     )
-    draft_attention_backend: str = _setting(
+    draft_attention_backend: str = setting(
         "auto", "Attention backend for the prompts of a draft model.", choices=ATTENTION_BACKENDS
     )
-    seed: int = _setting(0, "Seed for requests that have none, for random prompts and for dummy weights.", least=0)
+    seed: int = setting(0, "Seed for requests that have none, for random prompts and for dummy weights.", whole(0))
     speculation: Speculation = field(default_factory=Speculation)
     graphs: Graphs = field(default_factory=Graphs)
 
@@ -285,16 +277,7 @@ class EngineConfig:
             )
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
-        _check_fields(self)
-        for setting in ("prefix_cache", "float8_activations"):
-            if not isinstance(getattr(self, setting), bool):
-                raise refuse(setting, getattr(self, setting), "use True or False")
-        if (
-            isinstance(self.memory_fraction, bool)
-            or not isinstance(self.memory_fraction, (int, float))
-            or not 0.0 < self.memory_fraction <= 1.0
-        ):
-            raise refuse("memory_fraction", self.memory_fraction, "use a fraction above 0 and up to 1")
+        check_fields(self)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

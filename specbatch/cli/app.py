@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -38,21 +39,32 @@ _UsageError: Any = typer.BadParameter.__mro__[1]  # Typer bundles Click or impor
 class Commands(TyperGroup):
     """Turns exceptions of a command into a line on standard error and an exit status."""
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with _reported(lambda: info_name):
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _reported(lambda: f"{ctx.command_path} {ctx.invoked_subcommand}"):
             return super().invoke(ctx)
-        except SpecbatchError as error:
-            say(f"error: {error}")
-            raise typer.Exit(2) from error
-        except _UsageError as error:
-            if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of commands
-                raise
-            where = error.ctx.command_path if error.ctx else f"{ctx.command_path} {ctx.invoked_subcommand}"
-            say(f"error: {' '.join(error.format_message().split()).rstrip('.')} (see {where} --help)")
-            raise typer.Exit(2) from error
-        except KeyboardInterrupt as stop:
-            say("; ".join(["interrupted", *map(str, stop.args)]))
-            raise typer.Exit(130) from stop
+
+
+@contextmanager
+def _reported(command: Callable[[], str | None]) -> Iterator[None]:
+    """Report errors in one line. command: which help to see where the error does not know it."""
+    try:
+        yield
+    except SpecbatchError as error:
+        say(f"error: {error}")
+        raise typer.Exit(2) from error
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of commands
+            raise
+        where = error.ctx.command_path if error.ctx else command()
+        say(f"error: {' '.join(error.format_message().split()).rstrip('.')} (see {where} --help)")
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as stop:
+        say("; ".join(["interrupted", *map(str, stop.args)]))
+        raise typer.Exit(130) from stop
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

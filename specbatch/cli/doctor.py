@@ -7,7 +7,7 @@ import socket
 from importlib.util import find_spec
 from typing import Any
 
-from specbatch.algorithms import ALGORITHMS
+from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.cli.options import Json
 from specbatch.cli.output import show
 from specbatch.records.environment import hardware, versions
@@ -44,6 +44,7 @@ def examine() -> dict[str, Any]:
             *(
                 _feature(f"algorithm {name}", _no_module(algorithm.module), f"--algorithm {name}")
                 for name, algorithm in ALGORITHMS.items()
+                if name != NO_SPECULATION and algorithm.alias_of is None
             ),
             *(
                 _feature(

@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from specbatch.cli.options import Concurrency, EngineOptions, Json, takes_engine
+from specbatch.cli.options import Concurrency, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.errors import refuse
+from specbatch.evals.options import EvalOptions
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
-    from specbatch.evals.run import EvalOptions
 
 
-@takes_engine()
+@takes_engine(settings=options_of(EvalOptions))
 def evaluate(
     task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums or another lm-eval task.")],
     engine: EngineOptions,
-    limit: Annotated[int | None, Option(help="Use only the first N questions.")] = None,
-    num_fewshot: Annotated[
-        int | None, Option(help="Few-shot examples before each question. Default: the task's number.")
-    ] = None,
-    data: Annotated[
-        Path | None, Option(help="JSONL of question and answer to score. Default: the task's data set.")
-    ] = None,
-    fewshot_data: Annotated[Path | None, Option(help="JSONL of question and answer for the few-shot examples.")] = None,
+    settings: dict[str, Any],
     fewshot_seed: Annotated[int, Option(help="Seed for drawing the examples; 1234 is lm-eval's default.")] = 1234,
-    chat_template: Annotated[
-        bool, Option("--chat-template/--no-chat-template", help="Ask with the model's chat template.")
-    ] = False,
-    thinking: Annotated[
-        bool | None,
-        Option("--thinking/--no-thinking", help="enable_thinking of the chat template. Default: the template's own."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, Option(help="Maximum number of tokens per answer. Default: the task's limit, else 512.")
-    ] = None,
     ablation: Annotated[
         bool, Option("--ablation", help="Compare baseline, v1, v2 and v2+piecewise in one run.")
     ] = False,
@@ -66,25 +49,13 @@ def evaluate(
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --ablation do not
     apply.
     """
-    from specbatch.evals.run import EvalOptions, prepare
+    from specbatch.evals.run import prepare
 
     if ablation and engine.spec is not None:
         raise refuse("spec", engine.spec, "--ablation runs every schedule; leave it out")
     config = (engine.having(spec="v2") if ablation else engine).config(concurrency=concurrency, compares=ablation)
     with fresh_folder(output, "eval") as folder:
-        options = EvalOptions(
-            task=task,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            data=data,
-            fewshot_data=fewshot_data,
-            chat_template=chat_template,
-            thinking=thinking,
-            max_new_tokens=max_new_tokens,
-            concurrency=concurrency,
-            seed=fewshot_seed,
-            output=folder,
-        )
+        options = EvalOptions(task, concurrency=concurrency, seed=fewshot_seed, output=folder, **settings)
         if ablation:
             _compare(config, options, folder, as_json)
             return

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, takes_engine
+from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import open_engine, say, show
+from specbatch.core.request import SamplingParams
 from specbatch.progress import progress
 
 
-@takes_engine()
+@takes_engine(sampling=options_of(SamplingParams))
 def generate(
     source: Annotated[
         str,
@@ -22,6 +23,7 @@ def generate(
         ),
     ],
     engine: EngineOptions,
+    sampling: dict[str, Any],
     output: Annotated[
         str,
         Option(
@@ -42,15 +44,9 @@ def generate(
     skip_bad: Annotated[
         bool, Option("--skip-bad", help="Skip and report malformed lines instead of stopping with an error.")
     ] = False,
-    temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, Option(help="Nucleus sampling; 1 is off.")] = 1.0,
-    top_k: Annotated[int, Option(help="Sample from the K most likely tokens; 0 is off.")] = 0,
-    min_p: Annotated[float, Option(help="Least probability relative to the most likely token; 0 is off.")] = 0.0,
-    max_new_tokens: Annotated[int, Option(help="Maximum number of tokens per answer.")] = 128,
     stop: Annotated[
         list[str] | None, Option(help="Stop string, not included in the answer; can be given several times.")
     ] = None,
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Continue after the model's end-of-text tokens.")] = False,
     chat_template: ChatTemplate = True,
     concurrency: Concurrency = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
@@ -79,18 +75,9 @@ def generate(
     The output has the order of the input; `index` is the position of the line or row in the input, from 0.
     """
     from specbatch.atomic_file import write_atomic
-    from specbatch.core.request import SamplingParams
     from specbatch.jobs.batch_job import BatchJob, summary
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    params = SamplingParams(stop=tuple(stop or ()), **sampling)
     config = engine.config(concurrency=concurrency)
     job = BatchJob.open(
         source,

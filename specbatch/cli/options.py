@@ -1,4 +1,5 @@
-"""The options of every command that runs an engine, derived from the fields of `EngineConfig` and its parts.
+"""Command-line options derived from the fields of dataclasses of settings (`specbatch.settings`): those of an engine,
+from `EngineConfig` and its parts, and some of single commands.
 
 Name, type, default, choices and help text of an option are those of its field. `_OVERRIDES` lists the exceptions:
 options that are written differently on a command line, and those whose default depends on the command or the device.
@@ -10,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from typer import Option
@@ -27,19 +28,21 @@ ChatTemplate = Annotated[
 
 
 @dataclass(frozen=True)
-class EngineOption:
-    """One option of an engine. `panel` is the box of `--help` that shows it."""
+class DerivedOption:
+    """One derived option. `panel` is the box of `--help` that shows it."""
 
     type: Any
     default: Any
     help: str
-    panel: str
+    panel: str | None
     metavar: str | None = None
 
-    @property
-    def annotation(self) -> Any:
+    def parameter(self, name: str) -> inspect.Parameter:
         """What Typer reads."""
-        return Annotated[self.type, Option(help=self.help, metavar=self.metavar, rich_help_panel=self.panel)]
+        option = Option(help=self.help, metavar=self.metavar, rich_help_panel=self.panel)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[self.type, option]
+        )
 
 
 _MODEL, _SPECULATION, _BATCH, _EXECUTION = "Model", "Speculation", "Batch and memory", "Execution"
@@ -68,9 +71,9 @@ _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def _derived() -> dict[str, EngineOption]:
+def _derived() -> dict[str, DerivedOption]:
     """The options by name, in the order in which `--help` shows them."""
-    spec = EngineOption(
+    spec = DerivedOption(
         str | None,
         None,
         "off: no speculation, even if --algorithm or --draft is given. v1: wait for each result before planning the "
@@ -79,20 +82,26 @@ def _derived() -> dict[str, EngineOption]:
         _SPECULATION,
         "|".join(SPECS),
     )
-    speculation = {"spec": spec} | _of_class(Speculation, _SPECULATION, without=("schedule",))
-    engine = _of_class(EngineConfig, without=("speculation", "graphs")) | _of_class(Graphs, suffix="_graph")
+    speculation = {"spec": spec} | options_of(Speculation, _SPECULATION, without=("schedule",))
+    engine = options_of(EngineConfig, _EXECUTION, _PANELS, without=("speculation", "graphs"))
+    engine |= options_of(Graphs, _EXECUTION, suffix="_graph")
     order = (_MODEL, _SPECULATION, _BATCH, _CACHE, _EXECUTION)
-    return dict(sorted((engine | speculation).items(), key=lambda item: order.index(item[1].panel)))
+    return dict(sorted((engine | speculation).items(), key=lambda item: order.index(item[1].panel or "")))
 
 
-def _of_class(
-    config: type[Any], panel: str = _EXECUTION, *, without: tuple[str, ...] = (), suffix: str = ""
-) -> dict[str, EngineOption]:
-    """The options of a class of the configuration."""
-    types = get_type_hints(config)
+def options_of(
+    settings: type[Any],
+    panel: str | None = None,
+    panels: Mapping[str, str] = MappingProxyType({}),
+    *,
+    without: tuple[str, ...] = (),
+    suffix: str = "",
+) -> dict[str, DerivedOption]:
+    """The options of the fields of a dataclass that have a help text. panels: other panels, by the name of a field."""
+    types = get_type_hints(settings)
     found = {}
-    for item in fields(config):
-        if item.name in without:
+    for item in fields(settings):
+        if item.name in without or not item.metadata.get("help"):
             continue
         name = f"{item.name}{suffix}"
         kind, default, note = _OVERRIDES.get(name, (types[item.name], item.default, ""))
@@ -100,7 +109,7 @@ def _of_class(
         metavar = "INTEGER|auto" if name == "draft_tokens" else "|".join(choices) if choices else None
         if metavar and len(metavar) > _LONGEST_METAVAR:
             metavar, help = "NAME", f"{help} One of {', '.join(choices)}."
-        found[name] = EngineOption(kind, default, f"{help} {note}".strip(), _PANELS.get(name, panel), metavar)
+        found[name] = DerivedOption(kind, default, f"{help} {note}".strip(), panels.get(name, panel), metavar)
     return found
 
 
@@ -195,9 +204,12 @@ class EngineOptions(SimpleNamespace):
             raise refuse("aux_layers", self.aux_layers, "write layers with commas, such as 2,18,33") from None
 
 
-def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_engine(
+    *, without: tuple[str, ...] = (), **groups: dict[str, DerivedOption]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a command's parameter `engine` by the options in `ENGINE_OPTIONS`, except those in `without`.
 
+    groups: other parameters of the command, each replaced by its options; the command gets a dict of their values.
     Typer reads the signature of a command, so this rewrites it.
     """
     shared = {name: option for name, option in ENGINE_OPTIONS.items() if name not in without}
@@ -206,19 +218,17 @@ def takes_engine(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., No
         @functools.wraps(command)
         def run(**values: Any) -> None:
             engine = EngineOptions(**{name: values.pop(name) for name in shared})
+            for group, options in groups.items():
+                values[group] = {name: values.pop(name) for name in options}
             command(engine=engine, **values)
 
         signature = inspect.signature(command, eval_str=True)
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        own = [
-            parameter.replace(kind=keyword) for parameter in signature.parameters.values() if parameter.name != "engine"
-        ]
-        added = [
-            inspect.Parameter(name, keyword, default=option.default, annotation=option.annotation)
-            for name, option in shared.items()
-        ]
-        run.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + added}
+        own = [item for name, item in signature.parameters.items() if name not in ("engine", *groups)]
+        parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own]
+        for options in (*groups.values(), shared):
+            parameters += [option.parameter(name) for name, option in options.items()]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.errors import refuse
+from specbatch.settings import Rule, check_fields, is_whole, number, setting, whole
 
 if TYPE_CHECKING:
     import torch
 
 Decode = Callable[[list[int]], str]
+_STOP = Rule(
+    lambda x: isinstance(x, tuple) and all(isinstance(text, str) for text in x), "use a text or a list of texts"
+)
+_STOP_TOKENS = Rule(
+    lambda x: isinstance(x, tuple) and all(is_whole(token) and token >= 0 for token in x), "use a list of token ids"
+)
 
 
 @dataclass(frozen=True)
@@ -29,61 +34,43 @@ class SamplingParams:
     distribution (before temperature and truncation).
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_new_tokens: int = 128
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
+    temperature: float = setting(
+        0.0, "Sampling temperature; 0 is greedy.", number(lambda x: x >= 0, "use 0 (greedy) or a positive number")
+    )
+    top_p: float = setting(
+        1.0,
+        "Nucleus sampling; 1 is off.",
+        number(lambda x: 0 < x <= 1, "use a value above 0 and up to 1 (1 is off)"),
+    )
+    top_k: int = setting(
+        0,
+        "Sample from the K most likely tokens; 0 is off.",
+        whole(0, works="use 0 (off) or a positive whole number"),
+    )
+    min_p: float = setting(
+        0.0,
+        "Least probability relative to the most likely token; 0 is off.",
+        number(lambda x: 0 <= x <= 1, "use a value from 0 (off) to 1"),
+    )
+    max_new_tokens: int = setting(128, "Maximum number of tokens per answer.", whole(1))
+    stop: Sequence[str] = setting((), "", _STOP)
+    stop_token_ids: Sequence[int] = setting((), "", _STOP_TOKENS)
+    ignore_eos: bool = setting(False, "Continue after the model's end-of-text tokens.")
+    seed: int | None = setting(None, "", Rule(is_whole, "use a whole number, or None"))
     logprobs: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _tuple_of([self.stop] if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
-        for setting, (is_valid, works) in _CHECKS.items():
-            value = getattr(self, setting)
-            if not is_valid(value):
-                raise refuse(setting, value, works)
+        check_fields(self)
         if not all(self.stop):
             raise refuse("stop", self.stop, "a stop string must not be empty")
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, Real) and math.isfinite(value)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _tuple_of(values: Any) -> Any:
     """`values` as a tuple; what is not iterable stays as it is, and is refused."""
     return tuple(values) if isinstance(values, Iterable) else values
-
-
-# What is valid, and what an error says that works.
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda x: _is_number(x) and x >= 0, "use 0 (greedy) or a positive number"),
-    "top_p": (lambda x: _is_number(x) and 0 < x <= 1, "use a value above 0 and up to 1 (1 is off)"),
-    "top_k": (lambda x: _is_whole(x) and x >= 0, "use 0 (off) or a positive whole number"),
-    "min_p": (lambda x: _is_number(x) and 0 <= x <= 1, "use a value from 0 (off) to 1"),
-    "max_new_tokens": (lambda x: _is_whole(x) and x >= 1, "use a whole number of at least 1"),
-    "seed": (lambda x: x is None or _is_whole(x), "use a whole number, or None"),
-    "stop": (
-        lambda x: isinstance(x, tuple) and all(isinstance(text, str) for text in x),
-        "use a text or a list of texts",
-    ),
-    "stop_token_ids": (
-        lambda x: isinstance(x, tuple) and all(_is_whole(token) and token >= 0 for token in x),
-        "use a list of token ids",
-    ),
-}
 
 
 @dataclass

@@ -38,73 +38,66 @@ class PrefillWork:
     flags: SamplingFlags = field(default_factory=SamplingFlags)
 
 
+@dataclass
 class PrefillStep:
-    """Runs prefill passes over the same model, drafter and batch as `DecodeStep`."""
+    """Runs prefill passes over the same model, drafter and batch as `DecodeStep`.
 
-    def __init__(
-        self,
-        batch: DeviceBatch,
-        model: Decoder,
-        forward: Forward,
-        drafter: Drafter,
-        *,
-        page_size: int,
-        needs_all_hidden: bool,
-        states: RecurrentStates | None = None,
-        float8: bool = False,
-    ) -> None:
-        """needs_all_hidden: see `DraftPlan`; states: of the model's recurrent layers; float8: see
-        `use_fp8_activations`."""
-        self._batch = batch
-        self._model = model
-        self._forward = forward
-        self._drafter = drafter
-        self._page_size = page_size
-        self._needs_all_hidden = needs_all_hidden
-        self._states = states
-        self._float8 = float8
-        self.on_logits: Callable[[torch.Tensor], None] | None = None  # gets the logits [B, V] after complete prompts
+    needs_all_hidden  see `DraftPlan`
+    states            of the model's recurrent layers
+    float8            see `use_fp8_activations`
+    on_logits         gets the logits [B, V] after complete prompts
+    """
+
+    batch: DeviceBatch
+    model: Decoder
+    forward: Forward
+    drafter: Drafter
+    page_size: int
+    needs_all_hidden: bool
+    states: RecurrentStates | None = None
+    float8: bool = False
+    on_logits: Callable[[torch.Tensor], None] | None = None
 
     def __call__(self, work: PrefillWork) -> Result | None:
         """Compute the chunks. For prompts that are then complete: int64 [B, 2] of first token and finite, and float32
         [B, 1] log-probabilities or None; the tokens are in the batch already. None if no prompt is complete."""
-        if self._states is not None:
-            self._states.load(work.loads)
+        if self.states is not None:
+            self.states.load(work.loads)
         result = self._run(work.chunks, work.ending, work.flags)
-        if self._states is not None:
-            self._states.save(work.saves)
+        if self.states is not None:
+            self.states.save(work.saves)
         return result
 
     def catch_up(self, chunks: list[PromptChunk], most: int) -> None:
         """Update the draft state for tokens that steps without drafts committed, up to `most` tokens a pass."""
         for part in split_into_passes(chunks, most):
-            with use_fp8_activations(self._float8):
-                metadata = PrefillMetadata(self._batch.page_table, part, self._page_size)
-                self._drafter.catch_up(self._batch, metadata)
+            with use_fp8_activations(self.float8):
+                metadata = PrefillMetadata(self.batch.page_table, part, self.page_size)
+                self.drafter.catch_up(self.batch, metadata)
 
     def warm_up(self, count: int, prefix: int = 0, ends: int = 1) -> None:
         """Run `count` tokens of the padding slot after a prefix, both as far as the batch holds them, so that kernels
         are compiled for such a pass. `ends`: as if so many prompts were complete after it."""
-        most = self._batch.width - 1
+        most = self.batch.width - 1
         count = min(count, most)
         start = min(prefix, most - count)
         self._run([PromptChunk(0, start, start + count)], [0] * ends, SamplingFlags())
-        self._batch.lengths[0] = 1  # as it was
+        self.batch.lengths[0] = 1  # as it was
 
     def _run(self, chunks: list[PromptChunk], ending: list[int], flags: SamplingFlags) -> Result | None:
-        batch = self._batch
-        metadata = PrefillMetadata(batch.page_table, chunks, self._page_size)
+        batch = self.batch
+        metadata = PrefillMetadata(batch.page_table, chunks, self.page_size)
         ends = upload(ending, batch.device)
         last = metadata.last[ends]
         tokens = batch.tokens[metadata.slots, metadata.positions]
-        with use_fp8_activations(self._float8):
-            features = self._forward(tokens, metadata, None if self._needs_all_hidden else last)
-            self._drafter.prefill(batch, metadata, features)
+        with use_fp8_activations(self.float8):
+            features = self.forward(tokens, metadata, None if self.needs_all_hidden else last)
+            self.drafter.prefill(batch, metadata, features)
         if not ending:
             return None
         _, lengths, slots, _ = metadata.spans.table[:, ends]
         sampling = batch.sampling(slots, flags)
-        logits = self._model.logits(features.last[last] if self._needs_all_hidden else features.last)[:, None]
+        logits = self.model.logits(features.last[last] if self.needs_all_hidden else features.last)[:, None]
         if self.on_logits is not None:
             self.on_logits(logits[:, 0])
         first = sampling.sample(logits, lengths[:, None], TARGET)

@@ -33,40 +33,32 @@ class ScoreWork:
     targets: list[tuple[int, int]]
 
 
+@dataclass
 class ScoreStep:
-    """Runs scoring passes over the target, in the batch's pages."""
+    """Runs scoring passes over the target, in the batch's pages.
 
-    def __init__(
-        self,
-        batch: DeviceBatch,
-        model: Decoder,
-        forward: Forward,
-        *,
-        page_size: int,
-        workspace: int,
-        needs_all_hidden: bool,
-        float8: bool = False,
-    ) -> None:
-        """workspace: bytes that the logits may take; needs_all_hidden: `forward` returns the hidden states of all
-        tokens; float8: see `use_fp8_activations`."""
-        self._batch = batch
-        self._model = model
-        self._forward = forward
-        self._page_size = page_size
-        self._needs_all_hidden = needs_all_hidden
-        self._float8 = float8
-        # Rows of logits at a time: they may take what the activations of their pass have left.
-        self._logits = max(1, workspace // (_BYTES_PER_LOGIT * model.config.vocab_size))
+    workspace         bytes that the logits may take: what the activations of their pass have left
+    needs_all_hidden  `forward` returns the hidden states of all tokens
+    float8            see `use_fp8_activations`
+    """
+
+    batch: DeviceBatch
+    model: Decoder
+    forward: Forward
+    page_size: int
+    workspace: int
+    needs_all_hidden: bool
+    float8: bool = False
 
     def __call__(self, work: ScoreWork) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """In parts, for the targets in order: float32 log-probabilities, and whether each is the greedy token."""
-        device = self._batch.device
-        metadata = PrefillMetadata(self._batch.page_table, work.chunks, self._page_size)
+        device = self.batch.device
+        metadata = PrefillMetadata(self.batch.page_table, work.chunks, self.page_size)
         rows = upload(work.read, device)
-        with use_fp8_activations(self._float8):
+        with use_fp8_activations(self.float8):
             tokens = upload(work.tokens, device)
-            last = self._forward(tokens, metadata, None if self._needs_all_hidden else rows).last
-        return list(self._score(last[rows] if self._needs_all_hidden else last, work.targets))
+            last = self.forward(tokens, metadata, None if self.needs_all_hidden else rows).last
+        return list(self._score(last[rows] if self.needs_all_hidden else last, work.targets))
 
     def _score(
         self, hidden: torch.Tensor, targets: list[tuple[int, int]]
@@ -76,10 +68,11 @@ class ScoreStep:
             return
         places = [row for row, _ in targets]
         rows, tokens = upload(targets, hidden.device).unbind(1)
-        for first in range(0, len(hidden), self._logits):
-            begin, end = (bisect_left(places, place) for place in (first, first + self._logits))
+        most = max(1, self.workspace // (_BYTES_PER_LOGIT * self.model.config.vocab_size))  # rows of logits at a time
+        for first in range(0, len(hidden), most):
+            begin, end = (bisect_left(places, place) for place in (first, first + most))
             row, token = rows[begin:end] - first, tokens[begin:end]
-            logits = self._model.logits(hidden[first : first + self._logits])
+            logits = self.model.logits(hidden[first : first + most])
             greedy = logits.argmax(-1)[row] == token
             logits = logits.float()
             yield logits[row, token] - logits.logsumexp(-1)[row], greedy

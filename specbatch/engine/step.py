@@ -6,6 +6,7 @@ baseline and CUDA graphs run the same step.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,28 +33,22 @@ class Verified(NamedTuple):
     features: Features
 
 
+@dataclass(frozen=True)
 class DecodeStep:
-    """Advances every request of a step by the drafts that it accepts and one token of the target's own."""
+    """Advances every request of a step by the drafts that it accepts and one token of the target's own.
 
-    def __init__(
-        self,
-        model: Decoder,
-        cache: KVCache,
-        drafter: Drafter,
-        simulate: float | None = None,
-        *,
-        float8: bool = False,
-    ) -> None:
-        """simulate: a mean accept length, for benchmarks; float8: see `use_fp8_activations`."""
-        self.model = model
-        self.cache = cache
-        self.drafter = drafter
-        self._simulate = simulate
-        self._float8 = float8
+    simulate: a mean accept length, for benchmarks; float8: see `use_fp8_activations`.
+    """
+
+    model: Decoder
+    cache: KVCache
+    drafter: Drafter
+    simulate: float | None = None
+    float8: bool = False
 
     def __call__(self, step: StepInput) -> Result:
         """Returns int64 [B, N + 3], as `Accepted.packed`, and float32 [B, N] log-probabilities or None."""
-        with use_fp8_activations(self._float8):
+        with use_fp8_activations(self.float8):
             proposal = self.propose(step)
             verified = self.verify(step, proposal)
             accepted = self.accept(step, proposal, verified)
@@ -75,7 +70,7 @@ class DecodeStep:
 
     def accept(self, step: StepInput, proposal: Proposal, verified: Verified) -> Accepted:
         """Decide which drafts stay, choose the token after them, and add both to the requests."""
-        return accept(step, proposal, verified.logits, verified.positions, self._simulate)
+        return accept(step, proposal, verified.logits, verified.positions, self.simulate)
 
     def commit(self, step: StepInput, verified: Verified, accepted: Accepted) -> None:
         """Make KV cache, recurrent states and draft state follow the accepted tokens."""
@@ -85,7 +80,7 @@ class DecodeStep:
 
     def shorten(self, step: StepInput) -> None:
         """Prepare the drafter for a step that drafts fewer tokens than the previous one; see `Drafter.shorten`."""
-        with use_fp8_activations(self._float8):
+        with use_fp8_activations(self.float8):
             self.drafter.shorten(step)
 
     def _logprobs(self, step: StepInput, verified: Verified, accepted: Accepted) -> torch.Tensor | None:

@@ -8,7 +8,9 @@ input at draft position i and predicts t_{i+2}. For the next draft the layer's o
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight, split_input_columns
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features, rope_tables
-from specbatch.models.layers import Reader
+from specbatch.models.layers import Reader, ShapeRecorder
 from specbatch.models.llama import dense
 
 Shapes = dict[str, tuple[int, ...]]
@@ -91,15 +93,24 @@ class LlamaHead(DraftHead):
     """A head whose layer is a Llama layer from the attention on. It may have its own embedding and output matrix, and
     then a hidden size that differs from the target's."""
 
-    def __init__(self, config: ModelConfig, read: Reader, names: Shapes, target: Decoder, positions: int) -> None:
-        """names: the tensors of the checkpoint; positions: length of the rope tables."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: Reader,
+        names: Collection[str],
+        target: Decoder,
+        positions: int,
+        outputs: int | None = None,
+    ) -> None:
+        """names: the tensors of the checkpoint; positions: length of the rope tables; outputs: tokens of its own output
+        matrix, if not all of the vocabulary."""
         attention = f"{LAYER}.self_attn"
         tables = rope_tables(config, positions, target.dtype, target.device)
         super().__init__(config, read.heads(attention, tables), target)
         if EMBEDDING in names:
-            self.embedding = read(EMBEDDING)
+            self.embedding = read(EMBEDDING, config.vocab_size, config.hidden_size)
         if HEAD in names:
-            self._head = Linear(read(HEAD))
+            self._head = Linear(read(HEAD, outputs or config.vocab_size, config.hidden_size))
         columns = config.num_heads * config.head_dim
         self._out = read.linear({f"{attention}.o_proj": config.hidden_size}, columns, config.o_bias)
         self._mlp = dense(read, LAYER)
@@ -129,12 +140,9 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     )
 
 
-def layer_shapes(config: ModelConfig, inputs: int = 1) -> Shapes:
-    """Name -> shape of one decoder layer whose q, k and v read `inputs` concatenated hidden states."""
-    prefix = "model."
-    found = replace(config, num_layers=1).weight_shapes()
-    shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix + LAYER)}
-    for part in "qkv":
-        name = f"{LAYER}.self_attn.{part}_proj.weight"
-        shapes[name] = (shapes[name][0], inputs * shapes[name][1])
-    return shapes
+def recorded_shapes(config: ModelConfig, build: Callable[[Reader, Decoder], LlamaHead]) -> Shapes:
+    """Name -> shape of the tensors that a head of this config reads, from building one without weights."""
+    read = ShapeRecorder(config)
+    target: Any = SimpleNamespace(embedding=None, head=None, dtype=torch.bfloat16, device=torch.device("meta"))
+    build(read, target)
+    return read.shapes

@@ -8,20 +8,26 @@ whose attention reads x without a norm. Its output is the input of the target's 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Joined, LlamaHead, Shapes, layer_shapes
+from specbatch.models.draft_head import LAYER, Joined, LlamaHead, Shapes, recorded_shapes
 from specbatch.models.layers import Reader
 from specbatch.models.llama import qkv_rows
 
 
 class Eagle(LlamaHead):
-    def __init__(self, config: ModelConfig, read: Reader, names: Shapes, target: Decoder, positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, read: Reader, names: Collection[str], target: Decoder, positions: int
+    ) -> None:
+        hidden = config.hidden_size
+        bias = read("fc.bias", hidden) if "fc.bias" in names else None
+        self._fc = Joined(Weight(read("fc.weight", hidden, 2 * hidden)), bias)
         super().__init__(config, read, names, target, positions)
-        self._fc = Joined(Weight(read("fc.weight")), read("fc.bias") if "fc.bias" in names else None)
         self._qkv = read.linear(qkv_rows(config, f"{LAYER}.self_attn"), config.hidden_size, config.qkv_bias)
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,9 +37,4 @@ class Eagle(LlamaHead):
 
 def eagle_shapes(config: ModelConfig, found: Shapes) -> Shapes:
     """Name -> shape of a head's tensors; optional ones only if they are among `found`."""
-    hidden = config.hidden_size
-    shapes: Shapes = {"fc.weight": (hidden, 2 * hidden), **layer_shapes(config)}
-    del shapes[f"{LAYER}.input_layernorm.weight"]
-    tokens = (config.vocab_size, hidden)
-    optional: Shapes = {"fc.bias": (hidden,), EMBEDDING: tokens, HEAD: tokens}
-    return shapes | {name: shape for name, shape in optional.items() if name in found}
+    return recorded_shapes(config, lambda read, target: Eagle(config, read, found, target, 1))

@@ -7,6 +7,7 @@ h = fc(three concatenated residual streams of the target), or the layer's own ou
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from specbatch.models.draft_head import (
     LlamaHead,
     Shapes,
     layer_config,
-    layer_shapes,
+    recorded_shapes,
 )
 from specbatch.models.layers import Reader
 from specbatch.models.llama import qkv_rows
@@ -92,23 +93,15 @@ class Eagle3Config:
 
     def shapes(self, count: int, found: Shapes) -> Shapes:
         """Name -> shape of its tensors for `count` features; optional ones only if they are among `found`."""
-        hidden, wide = self.layer.hidden_size, count * self.target_hidden
-        shapes: Shapes = {"fc.weight": (hidden, wide), **layer_shapes(self.layer, inputs=2)}
-        shapes |= {f"{LAYER}.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-        if self.norm_before_fc:
-            shapes["input_norm.weight"] = (wide,)
-        if self.fc_norm:
-            shapes |= {f"fc_norm.{index}.weight": (self.target_hidden,) for index in range(count)}
-        head: Shapes = {HEAD: (self.draft_vocabulary, hidden)}
-        optional: Shapes = {"fc.bias": (hidden,), EMBEDDING: (self.layer.vocab_size, hidden)}
-        if self.draft_vocabulary != self.layer.vocab_size:
-            shapes |= {**head, "d2t": (self.draft_vocabulary,)}
-        else:
-            optional |= {**head, "d2t": (self.draft_vocabulary,)}
-        optional["t2d"] = (self.layer.vocab_size,)  # for training: which of the target's tokens can be drafted
-        if hidden != self.target_hidden:  # then the target's matrices do not fit
-            shapes |= {EMBEDDING: optional[EMBEDDING], **head}
-        return shapes | {name: shape for name, shape in optional.items() if name in found}
+        layer, names = self.layer, set(found)
+        if self.draft_vocabulary != layer.vocab_size:
+            names |= {HEAD, "d2t"}
+        if layer.hidden_size != self.target_hidden:  # then the target's matrices do not fit
+            names |= {EMBEDDING, HEAD}
+        read = recorded_shapes(layer, lambda read, target: Eagle3(layer, self, count, read, names, target, 1, None))
+        # t2d is for training: which of the target's tokens can be drafted.
+        maps: Shapes = {"d2t": (self.draft_vocabulary,), "t2d": (layer.vocab_size,)}
+        return read | {name: shape for name, shape in maps.items() if name in names}
 
 
 def _refuse_switches(config: dict[str, Any], nested: dict[str, Any]) -> None:
@@ -152,14 +145,14 @@ class Eagle3(LlamaHead):
         described: Eagle3Config,
         count: int,
         read: Reader,
-        names: Shapes,
+        names: Collection[str],
         target: Decoder,
         positions: int,
         d2t: torch.Tensor | None,
     ) -> None:
         """config: `described.layer` as it runs beside the target; count: features side by side; d2t: int64 [Vd], what
         to add to a draft's id for the target's."""
-        super().__init__(config, read, names, target, positions)
+        super().__init__(config, read, names, target, positions, described.draft_vocabulary)
         rows = qkv_rows(config, f"{LAYER}.self_attn")
         self._width = count * described.target_hidden
         self._qkv = Joined(
@@ -172,8 +165,9 @@ class Eagle3(LlamaHead):
         self._norm = read.norm("norm")
         self._before_residual = described.norm_before_residual
         self._norm_output = described.norm_output
-        self._together = read.norm("input_norm") if described.norm_before_fc else None
-        self._each = [read.norm(f"fc_norm.{index}") for index in range(count)] if described.fc_norm else []
+        self._together = read.norm("input_norm", self._width) if described.norm_before_fc else None
+        sizes = [described.target_hidden] * count if described.fc_norm else []
+        self._each = [read.norm(f"fc_norm.{index}", size) for index, size in enumerate(sizes)]
         if d2t is not None:
             self.vocabulary = (torch.arange(len(d2t)) + d2t).to(target.device)
 

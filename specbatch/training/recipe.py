@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
-from specbatch.errors import at_least, refuse
+from specbatch.errors import refuse
+from specbatch.settings import check_fields, number, setting, whole
 
 HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
 _OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
@@ -22,43 +23,34 @@ USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
 class Recipe:
     """Settings of a training run. Those of other algorithms are None.
 
-    algorithm     "eagle3", "dflash" or "mtp"
-    steps         updates
-    batch_tokens  tokens of a batch, padding included
-    max_len       longest example in tokens; longer ones are truncated
-    lr            peak learning rate, after a short warm-up and before a cosine decay to a tenth
-    held_out      answers that are not trained on but used for evaluation
-    unroll        eagle3, mtp: number of consecutive drafts that the head learns
-    vocab         eagle3: size of the draft vocabulary, the most frequent tokens; default 32000, or all of the target's
-    draft_layers  dflash: number of layers
-    block_size    dflash: tokens of a block, including the anchor
+    algorithm: one of `HEADS`. The learning rate rises in a short warm-up and decays to a tenth along a cosine.
     """
 
     algorithm: str = "eagle3"
-    steps: int = 1000
-    batch_tokens: int = 4096
-    max_len: int = 1024
-    lr: float = 5e-4
-    held_out: int = 32
-    seed: int = 0
-    unroll: int | None = None
-    vocab: int | None = None
-    draft_layers: int | None = None
-    block_size: int | None = None
+    steps: int = setting(1000, "Number of optimizer steps.", whole(1))
+    batch_tokens: int = setting(4096, "Tokens per step, including padding.", whole(8))
+    max_len: int = setting(1024, "Longest prompt + answer; longer answers are truncated.", whole(8))
+    lr: float = setting(
+        5e-4,
+        "Peak learning rate; large models need less, such as 1e-4.",
+        number(lambda rate: 0 < rate < 1, "use a number above 0 and below 1"),
+    )
+    held_out: int = setting(32, "Answers that are not trained on, but used to measure the head.", whole(1))
+    seed: int = setting(0, "", whole(0))
+    unroll: int | None = setting(None, "eagle3, mtp: length of the draft chains in training. Default: 5.", whole(1, 16))
+    vocab: int | None = setting(
+        None,
+        "eagle3: size of the draft vocabulary, made of the most frequent tokens. Default: 32000 or all.",
+        whole(1),
+    )
+    draft_layers: int | None = setting(None, "dflash: number of layers. Default: 2.", whole(1, 64))
+    block_size: int | None = setting(
+        None, "dflash: rows of a block, including the newest token. Default: 8.", whole(2, 64)
+    )
 
     def __post_init__(self) -> None:
         if self.algorithm not in HEADS:
             raise refuse("algorithm", self.algorithm, f"heads that can be trained are {', '.join(HEADS)}")
-        for name, least in (("steps", 1), ("max_len", 8), ("batch_tokens", 8), ("held_out", 1), ("seed", 0)):
-            at_least(name, getattr(self, name), least)
-        if self.batch_tokens < self.max_len:
-            works = f"use at least max_len={self.max_len}, or lower that: an example is never split"
-            raise refuse("batch_tokens", self.batch_tokens, works)
-        if isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)) or not 0 < self.lr < 1:
-            raise refuse("lr", self.lr, "use a number above 0 and below 1")
-        self._own_settings()
-
-    def _own_settings(self) -> None:
         own = _OWN[self.algorithm]
         for name in {name for names in _OWN.values() for name in names}:
             value = getattr(self, name)
@@ -67,14 +59,10 @@ class Recipe:
             elif value is not None and name not in own:
                 takers = ", ".join(algorithm for algorithm, names in _OWN.items() if name in names)
                 raise refuse(name, value, f"algorithm {self.algorithm!r} has no such setting; it belongs to {takers}")
-        limits = {"unroll": (1, 16), "draft_layers": (1, 64), "block_size": (2, 64)}
-        for name in own.keys() & limits.keys():
-            low, high = limits[name]
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high:
-                raise refuse(name, value, f"use {low} to {high}")
-        if self.vocab is not None:
-            at_least("vocab", self.vocab, 1)
+        check_fields(self)
+        if self.batch_tokens < self.max_len:
+            works = f"use at least max_len={self.max_len}, or lower that: an example is never split"
+            raise refuse("batch_tokens", self.batch_tokens, works)
 
     def vocabulary(self, target: int) -> int:
         """Draft vocabulary size of an EAGLE-3 head for a target with that many tokens."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbatch import weights
+from specbatch.algorithms import ALGORITHMS
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
@@ -93,7 +94,7 @@ def train_draft(
         works = f"{checkpoint.name} has {checkpoint.config.max_position} positions; use at most that"
         raise refuse("max_len", recipe.max_len, works)
     recipe.vocabulary(checkpoint.config.vocab_size)
-    beside = files.takes_a_head(checkpoint) if recipe.algorithm == "mtp" else None
+    beside = files.takes_a_head(checkpoint) if ALGORITHMS[recipe.algorithm].in_target else None
     examples, described = _examples(config, source, recipe, checkpoint, dtype, folder, open_engine, progress, log)
     kept, held_out = split(examples, recipe.held_out)
     log(f"data: {len(kept)} answers to train on, {len(held_out)} held out; {described['answer_tokens']} tokens in all")

@@ -27,7 +27,7 @@ def test_shared_pages_hold_the_draft_models_keys(
     # The last verify ends before, at and after the limit.
     done = engine.generate(prompts, [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (8, 9, 10, 11)])
     assert engine.record().metrics["accept_length"] > 2.5
-    drafter = engine._worker.prefill_step._drafter
+    drafter = engine._worker.prefill_step.drafter
     texts = [(*item.prompt_token_ids, *item.token_ids) for item in done]
     _, fresh = run_texts(drafter._model, texts)
     for index, text in enumerate(texts, 1):

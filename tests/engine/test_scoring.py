@@ -69,7 +69,8 @@ def compare(toy: Any, pairs: list[Pair], found: list[Likelihood], tolerance: flo
 def test_scores_match_float64(toy: Any, toy_engine: Callable[..., Any], settings: dict[str, Any]) -> None:
     pairs, seen = pairs_of(toy), []
     with toy_engine(**settings) as engine:
-        engine._worker.score_step._logits = 3  # rows of logits at a time, so that a pass takes several
+        step = engine._worker.score_step
+        step.workspace = 3 * 16 * step.model.config.vocab_size  # three rows of logits at a time
         found = engine.score(pairs, on_score=lambda index, likelihood: seen.append((index, likelihood)))
     compare(toy, pairs, found, 1e-4)
     assert [likelihood.is_greedy for likelihood in found[-8:]] == [True, False] * 4
@@ -142,8 +143,8 @@ def test_texts_share_common_prefixes(toy_engine: Callable[..., Any]) -> None:
     found, computed = [], []
     for settings in ({}, {"prefill_chunk": 16}, {"prefix_cache": False}):
         with toy_engine(max_running=10, **settings) as engine:
-            forward, seen = engine._worker.score_step._forward, []
-            engine._worker.score_step._forward = lambda tokens, *rest, seen=seen, forward=forward: (
+            forward, seen = engine._worker.score_step.forward, []
+            engine._worker.score_step.forward = lambda tokens, *rest, seen=seen, forward=forward: (
                 seen.append(len(tokens)) or forward(tokens, *rest)
             )
             found.append(engine.score(pairs))

@@ -209,7 +209,7 @@ def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], k
     limits = [SamplingParams(max_new_tokens=8 + place % 4, ignore_eos=True) for place in range(len(SHORT))]
     done = engine.generate(SHORT, limits)
     assert engine.record().metrics["accept_length"] > 2.5
-    drafter: Any = engine._worker.prefill_step._drafter
+    drafter: Any = engine._worker.prefill_step.drafter
     head, cache, model, cached = drafter._head, drafter._cache, engine._model, engine._scheduler._cache
     assert cached is not None
     for item in done:

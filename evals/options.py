@@ -1,0 +1,46 @@
+"""The options of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbatch.errors import refuse
+from specbatch.settings import check_fields, setting, whole
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Which task to evaluate, and how.
+
+    Details beyond the help texts of the fields:
+
+    task          gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task, or reasoning_gym:NAME
+    data          only GSM8K tasks take other questions
+    fewshot_data  None: the other rows of `data`
+    thinking      reasoning is never scored
+    concurrency   most requests that are submitted and unfinished at a time; None: all
+    seed          draws the few-shot examples; with lm-eval's default of 1234 the prompts equal lm-eval's
+    output        folder for the results, new or empty
+    """
+
+    task: str
+    limit: int | None = setting(None, "Use only the first N questions.", whole(1))
+    num_fewshot: int | None = setting(
+        None, "Few-shot examples before each question. Default: the task's number.", whole(0)
+    )
+    data: Path | None = setting(None, "JSONL of question and answer to score. Default: the task's data set.")
+    fewshot_data: Path | None = setting(None, "JSONL of question and answer for the few-shot examples.")
+    chat_template: bool = setting(False, "Ask with the model's chat template.")
+    thinking: bool | None = setting(None, "enable_thinking of the chat template. Default: the template's own.")
+    max_new_tokens: int | None = setting(
+        None, "Maximum number of tokens per answer. Default: the task's limit, else 512.", whole(1)
+    )
+    concurrency: int | None = setting(None, "", whole(1))
+    seed: int = 1234
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.thinking is not None and not self.chat_template:
+            raise refuse("thinking", self.thinking, "is a switch of the chat template; add --chat-template")
