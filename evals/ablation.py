@@ -9,14 +9,13 @@ empty cells: a configuration that cannot run is named below it, with the reason.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.atomic_file import write_atomic
+from specbatch.atomic_file import write_atomic, write_json
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
@@ -24,6 +23,7 @@ from specbatch.evals.report import EvalReport, cells_of
 from specbatch.evals.run import PreparedEval, Progress, prepare
 from specbatch.jobs.configurations import check_draft, load_engine, named
 from specbatch.memory.planner import MemoryShare
+from specbatch.records.markdown import markdown_table
 from specbatch.records.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ class Ablation:
 
     def table(self) -> str:
         """Markdown."""
-        from tabulate import tabulate
-
-        lines = [tabulate(self.rows(), headers="keys", tablefmt="github", disable_numparse=True)]
+        lines = [markdown_table(self.rows())]
         lines += [f"{name}: left out, {reason}" for name, reason in self.left_out.items()]
         first = next(iter(self.reports.values()))
         name = next(iter(self.reports))
@@ -79,7 +77,7 @@ class Ablation:
 
         write_atomic(folder / "ablation.md", self.table() + "\n")
         write_atomic(folder / "ablation.csv", pandas.DataFrame(self.rows()).to_csv(index=False))
-        write_atomic(folder / "ablation.json", json.dumps(self.as_dict(), indent=2) + "\n")
+        write_json(folder / "ablation.json", self.as_dict())
 
 
 def configurations(base: EngineConfig, on_cuda: bool) -> tuple[dict[str, EngineConfig], dict[str, str]]:

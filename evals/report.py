@@ -20,7 +20,7 @@ from typing import Any
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
 from specbatch.records.answers import QUESTIONS, EvalAnswers
-from specbatch.records.markdown import acceptance_table, draft_length_lines
+from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 
@@ -70,8 +70,6 @@ class EvalReport(EvalAnswers):
 
     def table(self) -> str:
         """Markdown: scores, speed, and what they were measured on."""
-        from tabulate import tabulate
-
         scores = [
             {
                 "task": self.task,
@@ -84,10 +82,7 @@ class EvalReport(EvalAnswers):
             }
             for score in self.scores
         ]
-        parts = [
-            tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
-            for rows in (scores, [self._speed()])
-        ]
+        parts = [markdown_table(scores), markdown_table([self._speed()])]
         if self.generates:
             parts.append(acceptance_table({(): [self.record.counters]}))
             parts.append("\n".join(draft_length_lines([self.record.counters], self.record.caps)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -15,3 +17,8 @@ def write_atomic(path: Path, text: str) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of a value as indented JSON."""
+    write_atomic(path, json.dumps(value, indent=2) + "\n")

@@ -30,7 +30,7 @@ from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.jobs.prompts import Prompt, read_prompts
 from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
-from specbatch.records.markdown import acceptance_table, draft_length_lines
+from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.notes import replay_notes
 from specbatch.sweeps.report.summaries import heading, run_on
@@ -129,8 +129,6 @@ class CheckReport:
 
     def markdown(self) -> str:
         """The setup, the result, and every prompt that is not equal."""
-        from tabulate import tabulate
-
         record, parted = self.record, [item for item in self.findings if item.verdict != "equal"]
         lines = run_on([record]) | {
             "checked": f"{Speculation(**record.config['speculation'])}, {Graphs(**record.config['graphs'])}",
@@ -142,7 +140,7 @@ class CheckReport:
             headers = ["prompt", "equal tokens", "then baseline", "then checked", "margin", "gap", "verdict"]
             numbers = ("equal", "plain", "checked", "margin", "gap", "verdict")
             body = [[_name(item), *(_shown(getattr(item, name)) for name in numbers)] for item in parted]
-            parts.append(tabulate(body, headers=headers, tablefmt="github", disable_numparse=True))
+            parts.append(markdown_table(body, headers))
         parts.append(acceptance_table({(): [record.counters]}))
         parts.append("\n".join(draft_length_lines([record.counters], record.caps)))
         parts.append("\n".join(f"* {note}" for note in self._notes()))

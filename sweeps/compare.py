@@ -23,6 +23,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.jobs.batch_job import read_output
 from specbatch.records.answers import load_answers
 from specbatch.records.intervals import CONFIDENCE, Interval, interval
+from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS, Better
 from specbatch.records.runs import PointKey, Replicates, Run, differences, load_run, match
@@ -92,14 +93,12 @@ class Comparison:
         return text.getvalue()
 
     def markdown(self) -> str:
-        from tabulate import tabulate
-
         places = [name for name in ("section", "configuration", "size") if any(getattr(row, name) for row in self.rows)]
         titles = ["concurrency" if name == "size" and "section" not in places else name for name in places]
         body = [[*(getattr(row, name) for name in places), *_cells(row)] for row in self.rows]
         interval = f"{CONFIDENCE:.0%} interval of change"
         headers = [*titles, "metric", "before", "after", "change", "relative change", interval, "interval over"]
-        shown = tabulate(body, headers, tablefmt="github", disable_numparse=True)
+        shown = markdown_table(body, headers)
         lines = [f"before: {self.before}", f"after: {self.after}", f"model: {self.model}"]
         lines += [f"differs: {name}: {'; '.join(texts)}" for name, texts in self.differs.items()]
         return "\n".join([*(f"* {line}" for line in lines), "", shown, "", *(f"* {note}" for note in self.notes), ""])

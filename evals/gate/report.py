@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from specbatch.atomic_file import write_atomic
+from specbatch.atomic_file import write_atomic, write_json
 from specbatch.evals.gate.gate import Check, GateResult
+from specbatch.records.markdown import markdown_table
 
 NAMED = 20  # lost or gained questions to list
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -16,8 +16,6 @@ _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 def markdown(result: GateResult) -> str:
     """A title, a table of the checks, and the accuracy tests with the drop that they can detect."""
-    from tabulate import tabulate
-
     failed, every = len(result.failed), len(result.checks)
     title = f"passed ({every} checks)" if result.passed else f"FAILED ({failed} of {every} checks)"
     against = "" if result.baseline is None else f" Baseline: `{result.baseline}`."
@@ -27,7 +25,7 @@ def markdown(result: GateResult) -> str:
     parts = [
         f"## specbatch gate: {title}",
         f"Run: `{result.run}`.{against} Policy: `{result.policy}`.",
-        tabulate(body, headers, tablefmt="github", disable_numparse=True),
+        markdown_table(body, headers),
     ]
     for test in result.tests:
         parts.append(f"Accuracy{f' at {test.point}' if test.point else ''}: {test.text}")
@@ -64,7 +62,7 @@ def save(result: GateResult, folder: Path) -> None:
     """Write summary.md, junit.xml and gate.json into an existing folder."""
     write_atomic(folder / "summary.md", markdown(result))
     write_atomic(folder / "junit.xml", junit(result))
-    write_atomic(folder / "gate.json", json.dumps(result.as_dict(), indent=2) + "\n")
+    write_json(folder / "gate.json", result.as_dict())
 
 
 def _cells(check: Check, points: bool) -> list[str]:

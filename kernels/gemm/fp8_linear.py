@@ -37,23 +37,7 @@ fp8_linear = op(fp8_linear_ref, "specbatch.kernels.gemm.fp8_linear_triton:fp8_li
 
 
 class _Unfused(Linear):
-    """The activation after the GEMM is an operation of its own."""
-
-    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
-        return silu_and_mul(self(x, norm=norm))
-
-    def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
-        return relu_squared(self(x, norm=norm))
-
-
-class FP8Linear(_Unfused):
-    """A `Linear` whose weight is float8 with a scale for every 128 x 128 values."""
-
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        self.shape, self.bias = weight.values.shape, bias
-        self._scaled = weight
+    """The norm before the GEMM and the activation after it are operations of their own."""
 
     def __call__(
         self,
@@ -63,8 +47,26 @@ class FP8Linear(_Unfused):
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, in] -> [T, out], in the memory of `out` if that is given."""
-        x = x if norm is None else rms_norm(x, *norm)
+        return self._gemm(x if norm is None else rms_norm(x, *norm), residual, out)
+
+    def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return silu_and_mul(self(x, norm=norm))
+
+    def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return relu_squared(self(x, norm=norm))
+
+
+class FP8Linear(_Unfused):
+    """A `Linear` whose weight is FP8 with a scale for every 128 x 128 values."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        self.shape, self.bias = weight.values.shape, bias
+        self._scaled = weight
+
+    def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         inputs = quantize_fp8(x) if fp8_activations.quantizes(x) else x
         return fp8_linear(inputs, self._scaled, self.bias, residual, out)
 
@@ -76,16 +78,7 @@ class ConcatLinear(_Unfused):
         self.shape, self.bias = torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1])), None
         self._parts = parts
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x [T, in] -> [T, out], in the memory of `out` if that is given."""
-        x = x if norm is None else rms_norm(x, *norm)
+    def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty(len(x), self.shape[0]) if out is None else out
         for part, columns in zip(self._parts, out.split([part.shape[0] for part in self._parts], 1), strict=True):
             part(x, out=columns)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from specbatch.cli.options import ChatTemplate, EngineOptions, Json, takes_engine
+from specbatch.cli.options import ChatTemplate, EngineOptions, Json, Output, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.progress import progress
 
@@ -34,9 +34,7 @@ def check(
     ] = None,
     concurrency: Annotated[int, Option(help="Keep at most this many requests unfinished.")] = 8,
     chat_template: ChatTemplate = True,
-    output: Annotated[
-        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/check-TIME.")
-    ] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Compare greedy outputs with speculation and without, token by token.

@@ -35,9 +35,8 @@ def compare(
 
     Runs with different models, prompts or lengths cannot be compared; the error names what differs.
     """
-    import json
 
-    from specbatch.atomic_file import write_atomic
+    from specbatch.atomic_file import write_atomic, write_json
     from specbatch.sweeps.compare import compare as run
 
     with nullcontext() if output is None else fresh_folder(output, "compare") as folder:
@@ -45,5 +44,5 @@ def compare(
         if folder is not None:
             write_atomic(folder / "summary.md", result.markdown())
             write_atomic(folder / "summary.csv", result.csv())
-            write_atomic(folder / "compare.json", json.dumps(result.as_dict(), indent=2) + "\n")
+            write_json(folder / "compare.json", result.as_dict())
     show(result.markdown(), result.as_dict(), as_json=as_json)

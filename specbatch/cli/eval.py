@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from specbatch.cli.options import Concurrency, EngineOptions, Json, options_of, takes_engine
+from specbatch.cli.options import Concurrency, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
@@ -27,9 +27,7 @@ def evaluate(
         bool, Option("--ablation", help="Compare baseline, v1, v2 and v2+piecewise in one run.")
     ] = False,
     concurrency: Concurrency = None,
-    output: Annotated[
-        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/eval-TIME.")
-    ] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate a task with lm-eval, and report acceptance and speed next to the score.

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -22,6 +23,9 @@ from specbatch.errors import at_least, refuse
 SPECS = ("off", "v1", "v2")
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
 Concurrency = Annotated[int | None, Option(help="Keep at most this many requests unfinished; also sets --max-running.")]
+Output = Annotated[
+    Path | None, Option("--output", "--out", help="New folder for the results. Default: out/COMMAND-TIME.")
+]
 ChatTemplate = Annotated[
     bool, Option("--chat-template/--no-chat-template", help="Render messages with the model's chat template.")
 ]

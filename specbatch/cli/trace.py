@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
-from specbatch.cli.options import EngineOptions, Json, takes_engine
+from specbatch.cli.options import EngineOptions, Json, Output, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, show
 from specbatch.errors import at_least
 
@@ -19,9 +17,7 @@ def trace(
     steps: Annotated[int, Option(help="Iterations to record.")] = 20,
     batch: Annotated[int, Option(help="Requests that decode together.")] = 1,
     input_len: Annotated[int, Option(help="Prompt tokens of each request, random.")] = 128,
-    output: Annotated[
-        Path | None, Option("--output", "--out", help="New folder for the trace. Default: out/trace-TIME.")
-    ] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Record decode steps: a Chrome trace, kernels by time, and every line of code at which the host waited.
@@ -32,7 +28,7 @@ def trace(
 
     Open trace.json in chrome://tracing or ui.perfetto.dev.
     """
-    from specbatch.atomic_file import write_atomic
+    from specbatch.atomic_file import write_atomic, write_json
     from specbatch.engine.trace import text
     from specbatch.engine.trace import trace as record
     from specbatch.sweeps.run.workloads import Workload
@@ -44,5 +40,5 @@ def trace(
     with fresh_folder(output, "trace") as folder, open_engine(config) as running:
         result = record(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
         write_atomic(folder / "summary.md", text(result) + "\n")
-        write_atomic(folder / "summary.json", json.dumps(result, indent=2) + "\n")
+        write_json(folder / "summary.json", result)
     show(f"{text(result)}\n\nresults: {folder}", {"output": str(folder), **result}, as_json=as_json)

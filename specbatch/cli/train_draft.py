@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, options_of, takes_engine
+from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.progress import progress
 from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
@@ -29,9 +29,7 @@ def train_draft(
     engine: EngineOptions,
     algorithm: Annotated[str, Option(metavar="|".join(HEADS), help="The kind of draft head.", rich_help_panel=_HEAD)],
     training: dict[str, Any],
-    output: Annotated[
-        Path | None, Option("--output", "--out", help="New folder for the head. Default: out/train-draft-TIME.")
-    ] = None,
+    output: Output = None,
     data: Annotated[
         Path | None,
         _in_data(

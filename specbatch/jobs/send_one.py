@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config import Speculation
 from specbatch.core.request import Completion, IncrementalText, SamplingParams
-from specbatch.records.markdown import acceptance_table, draft_length_lines
+from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
@@ -57,15 +57,13 @@ def send_one(
 
 
 def table(result: dict[str, Any]) -> str:
-    from tabulate import tabulate
-
     row = [
         f"{result['latency_s']:.3f}",
         result["tokens"],
         f"{result['accept_length']:.3f}",
         f"{result['speed']:.2f}",
     ]
-    shown = tabulate([row], headers=list(HEADERS.values()), tablefmt="github", disable_numparse=True)
+    shown = markdown_table([row], list(HEADERS.values()))
     speculation = Speculation(**result["record"]["config"]["speculation"])
     record = result["record"]
     parts = [shown, acceptance_table({(): [record["counters"]]})]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from specbatch.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
 from specbatch.errors import refuse
@@ -56,6 +56,8 @@ class ModelConfig:
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
     state them. float8: None, or for an FP8 checkpoint the modules that are not quantized (see `models.fp8`).
     """
+
+    module: ClassVar[str] = "specbatch.models.llama"  # its functions `layer` and `final_norm` build the model
 
     family: str
     vocab_size: int
@@ -133,11 +135,6 @@ class ModelConfig:
         )
 
     @property
-    def module(self) -> str:
-        """The module whose functions `layer` and `final_norm` build the model."""
-        return "specbatch.models.llama"
-
-    @property
     def names(self) -> Ends:
         return Ends()
 
@@ -201,24 +198,18 @@ class ModelConfig:
 
         return weight_shapes(self)
 
-    def fit(self, found: dict[str, tuple[int, ...]]) -> ModelConfig:
-        """This config, adapted to the tensors of a file (name -> shape) where they determine a setting."""
-        return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found))
-
-    def is_tied(self, found: dict[str, tuple[int, ...]]) -> bool:
-        """Whether embeddings are tied: a separate output matrix in the file takes precedence over the config."""
-        return self.tie_embeddings and self.names.head not in found
-
-    def kept_plain(self, found: dict[str, tuple[int, ...]]) -> frozenset[str] | None:
-        """`float8` according to the file's tensors."""
-        return None if self.float8 is None else left_plain(found)
+    def fit(self, found: dict[str, tuple[int, ...]]) -> Self:
+        """This config, adapted to the tensors of a file (name -> shape) where they determine a setting: a separate
+        output matrix takes precedence over `tie_embeddings`."""
+        tied = self.tie_embeddings and self.names.head not in found
+        return replace(self, tie_embeddings=tied, float8=None if self.float8 is None else left_plain(found))
 
     def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether this FP8 weight may have to be dequantized, because it becomes part of a matrix with other blocks of
         scales."""
         return bool(shape[-2] % SCALE_BLOCK)
 
-    def stacked(self) -> ModelConfig:
+    def stacked(self) -> Self:
         """This config for files with all experts of a layer in one tensor."""
         return self
 

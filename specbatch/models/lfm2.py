@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from specbatch.config_values import count_of, flag_of, names_of, places_of, positive_of, spelled
-from specbatch.kernels.gemm.linear import Norm
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
 from specbatch.models.layers import Layer, Mixer, Reader, SwiGlu, Tables
-from specbatch.models.llama import attention
+from specbatch.models.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.moe import Shapes
 from specbatch.models.recurrent import ShortConv, taps_of, window_shapes
 from specbatch.models.rope import Rope
@@ -22,6 +21,8 @@ _THETA = 1e6  # if a config has no theta
 class Lfm2Config(ModelConfig):
     """attends: which layers are attention; taps: of the convolutions; conv_bias: biases of convolutions and of their
     projections."""
+
+    module: ClassVar[str] = __name__
 
     attends: tuple[bool, ...]
     taps: int
@@ -49,10 +50,6 @@ class Lfm2Config(ModelConfig):
         return cls(**vars(plain), attends=attends, taps=taps, conv_bias=flag_of(config, "conv_bias"))
 
     @property
-    def module(self) -> str:
-        return __name__
-
-    @property
     def names(self) -> Ends:
         return Ends(norm="model.embedding_norm")  # despite its name the final norm
 
@@ -69,10 +66,10 @@ class Lfm2Config(ModelConfig):
     def state_shapes(self) -> tuple[StateShape, ...]:
         return window_shapes(self.hidden_size, self.taps)
 
-    def fit(self, found: Shapes) -> Lfm2Config:
+    def fit(self, found: Shapes) -> Self:
         """The width of MLPs is taken from their tensors, as configs state it in several ways."""
         width, _ = found.get("model.layers.0.feed_forward.w1.weight", (self.intermediate_size, 0))
-        return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), intermediate_size=width)
+        return replace(super().fit(found), intermediate_size=width)
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
@@ -87,10 +84,6 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
         mixer = _conv(read, stem, config)
     gate_up = read.linear({f"{mlp}.w1": inner, f"{mlp}.w3": inner}, hidden)
     return Layer(mixer, (SwiGlu(read.norm(f"{stem}.ffn_norm"), gate_up, read.linear({f"{mlp}.w2": hidden}, inner)),))
-
-
-def final_norm(read: Reader, stem: str) -> Norm:
-    return read.norm(stem)
 
 
 def _conv(read: Reader, stem: str, config: Lfm2Config) -> ShortConv:

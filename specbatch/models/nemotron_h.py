@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,9 +20,9 @@ from specbatch.kernels.recurrent.mamba2 import SsdHeads
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig
 from specbatch.models.layers import Layer, Mixer, Mlp, Reader, Tables
-from specbatch.models.llama import attention
+from specbatch.models.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.moe import MoeMlp, with_shared
-from specbatch.models.recurrent import Mamba2, taps_of
+from specbatch.models.recurrent import Mamba2, taps_of, window_shapes
 from specbatch.models.rope import Rope
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
@@ -81,6 +81,8 @@ class Relu2Mixture:
 class NemotronHConfig(ModelConfig):
     """pattern: the kind of every published layer; num_layers counts the mixers, `depth` all published layers."""
 
+    module: ClassVar[str] = __name__
+
     pattern: str
     mamba: SsdSizes
     mixture: Relu2Mixture | None
@@ -116,10 +118,6 @@ class NemotronHConfig(ModelConfig):
         )
 
     @property
-    def module(self) -> str:
-        return __name__
-
-    @property
     def names(self) -> Ends:
         return Ends("backbone.embeddings.weight", "backbone.norm_f")
 
@@ -152,7 +150,11 @@ class NemotronHConfig(ModelConfig):
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         mamba = self.mamba
-        return Mamba2.shapes(mamba.count, mamba.dim, mamba.groups, mamba.state, mamba.taps)
+        return (
+            *window_shapes(mamba.channels, mamba.taps),
+            StateShape("matrix", (mamba.count, mamba.dim, mamba.state), "state"),
+            StateShape("tokens", (mamba.inner + mamba.groups * mamba.state + mamba.count,), pending=True),
+        )
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,6 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
         else attention(read, f"{stem}.norm", f"{stem}.mixer", tables)
     )
     return Layer(mixer, tuple(_mlp(read, other) for other in mlps))
-
-
-def final_norm(read: Reader, stem: str) -> Norm:
-    return read.norm(stem)
 
 
 def _mamba(read: Reader, stem: str, config: NemotronHConfig) -> Mamba2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -18,6 +18,8 @@ from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_exper
 class Qwen3MoeConfig(ModelConfig):
     """sparse: which layers hold the mixture."""
 
+    module: ClassVar[str] = __name__
+
     mixture: Mixture
     sparse: tuple[bool, ...]
 
@@ -27,24 +29,15 @@ class Qwen3MoeConfig(ModelConfig):
         mixture = mixture_of(config, normalise=flag_of(config, "norm_topk_prob"))
         return cls(**vars(plain), mixture=mixture, sparse=sparse_layers(config, plain.num_layers))
 
-    @property
-    def module(self) -> str:
-        return __name__
-
     def mlp_bytes(self, dtype: torch.dtype) -> int:
         dense = 0 if all(self.sparse) else super().mlp_bytes(dtype)
         return max(dense, self.mixture.token_bytes(self.hidden_size, dtype))
 
-    def fit(self, found: Shapes) -> Qwen3MoeConfig:
+    def fit(self, found: Shapes) -> Self:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
-        return replace(
-            self,
-            tie_embeddings=self.is_tied(found),
-            float8=self.kept_plain(found),
-            mixture=replace(self.mixture, fused=fused),
-        )
+        return replace(super().fit(found), mixture=replace(self.mixture, fused=fused))
 
-    def stacked(self) -> Qwen3MoeConfig:
+    def stacked(self) -> Self:
         return replace(self, mixture=replace(self.mixture, fused=True))
 
 

@@ -8,7 +8,7 @@ heads pairs them correctly (`paired`), which does not change their dot products.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -23,7 +23,7 @@ from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
-from specbatch.models.recurrent import GatedDelta, taps_of
+from specbatch.models.recurrent import GatedDelta, taps_of, window_shapes
 
 _PARTIAL = 0.25  # share of rotated channels, if a config has none
 _INTERVAL = 4
@@ -51,6 +51,8 @@ class DeltaSizes:
 class Qwen3NextConfig(ModelConfig):
     """attends: which layers are attention; delta: sizes of the other layers, None if there are none; mixture: None for
     a dense MLP in all layers; sparse: which layers have the mixture; prefix: prefix of the names of layers."""
+
+    module: ClassVar[str] = __name__
 
     attends: tuple[bool, ...]
     delta: DeltaSizes | None
@@ -94,10 +96,6 @@ class Qwen3NextConfig(ModelConfig):
         )
 
     @property
-    def module(self) -> str:
-        return __name__
-
-    @property
     def names(self) -> Ends:
         return Ends(f"{self.prefix}embed_tokens.weight", f"{self.prefix}norm")
 
@@ -127,7 +125,14 @@ class Qwen3NextConfig(ModelConfig):
         delta = self.delta
         if delta is None:
             return ()
-        return GatedDelta.shapes(delta.keys, delta.values, delta.key_dim, delta.value_dim, delta.taps)
+        return (
+            *window_shapes(delta.channels, delta.taps),
+            StateShape("matrix", (delta.values, delta.key_dim, delta.value_dim), "state"),
+            # In float32, so that a state does not depend on how many tokens each verify accepted.
+            StateShape("k", (delta.keys, delta.key_dim), "float32", pending=True),
+            StateShape("u", (delta.values, delta.value_dim), "float32", pending=True),
+            StateShape("g", (delta.values,), "float32", pending=True),
+        )
 
     def is_spare(self, name: str) -> bool:
         return name.startswith("model.visual.")
@@ -135,7 +140,7 @@ class Qwen3NextConfig(ModelConfig):
     def fit(self, found: Shapes) -> Self:
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
         mixture = self.mixture and replace(self.mixture, fused=fused)
-        return replace(self, tie_embeddings=self.is_tied(found), float8=self.kept_plain(found), mixture=mixture)
+        return replace(super().fit(found), mixture=mixture)
 
     def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
         """Rows of queries and keys are permuted, and values are in the same matrix."""

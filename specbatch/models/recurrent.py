@@ -76,17 +76,6 @@ class GatedDelta(Recurrence):
     conv: torch.Tensor
     heads: DeltaHeads
 
-    @staticmethod
-    def shapes(keys: int, values: int, key_dim: int, value_dim: int, taps: int) -> tuple[StateShape, ...]:
-        return (
-            *window_shapes(2 * keys * key_dim + values * value_dim, taps),
-            StateShape("matrix", (values, key_dim, value_dim), "state"),
-            # In float32, so that a state does not depend on how many tokens each verify accepted.
-            StateShape("k", (keys, key_dim), "float32", pending=True),
-            StateShape("u", (values, value_dim), "float32", pending=True),
-            StateShape("g", (values,), "float32", pending=True),
-        )
-
     def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
         qkv, z, b, a = self._split(projected)
         qkv = conv_prefill(qkv, self.conv, None, state["window"], spans, activation=True)
@@ -112,14 +101,6 @@ class Mamba2(Recurrence):
     conv: torch.Tensor
     bias: torch.Tensor | None
     heads: SsdHeads
-
-    @staticmethod
-    def shapes(count: int, dim: int, groups: int, state: int, taps: int) -> tuple[StateShape, ...]:
-        return (
-            *window_shapes(count * dim + 2 * groups * state, taps),
-            StateShape("matrix", (count, dim, state), "state"),
-            StateShape("tokens", (count * dim + groups * state + count,), pending=True),
-        )
 
     def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
         z, xbc, dt = self._split(projected)

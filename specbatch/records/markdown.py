@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from specbatch.records.metrics import ACCEPTANCE
+
+
+def markdown_table(rows: Iterable[Any], headers: Sequence[str] | str = "keys") -> str:
+    """Rows (dicts, or lists under `headers`) as a Markdown table, with cells as they are."""
+    from tabulate import tabulate
+
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def acceptance_cells(runs: Iterable[Mapping[str, Any]]) -> list[str] | None:
@@ -34,10 +41,8 @@ def acceptance_cells(runs: Iterable[Mapping[str, Any]]) -> list[str] | None:
 def acceptance_table(rows: Mapping[tuple[Any, ...], Iterable[Mapping[str, Any]]], names: tuple[str, ...] = ()) -> str:
     """Markdown: one row of `acceptance_cells` for each key, after the parts of the key, whose headings are `names`.
     Empty where nothing was drafted."""
-    from tabulate import tabulate
-
     body = [[*key, *cells] for key, runs in rows.items() if (cells := acceptance_cells(runs))]
-    return tabulate(body, headers=[*names, *ACCEPTANCE], tablefmt="github", disable_numparse=True) if body else ""
+    return markdown_table(body, [*names, *ACCEPTANCE]) if body else ""
 
 
 def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from specbatch.atomic_file import write_atomic
+from specbatch.atomic_file import write_json
 from specbatch.errors import refuse
 from specbatch.training.answers import ANSWERS
 from specbatch.training.head import Head
@@ -42,7 +41,7 @@ def write_head(folder: Path, head: Head, dtype: torch.dtype) -> None:
     """Write config.json and model.safetensors, with weights in `dtype`."""
     _write_tensors(folder / WEIGHTS, _stored(head, dtype))
     described = head.config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    write_atomic(folder / CONFIG, json.dumps(described, indent=2) + "\n")
+    write_json(folder / CONFIG, described)
 
 
 def write_beside(folder: Path, head: Head, dtype: torch.dtype, target: FolderCheckpoint) -> None:
@@ -58,8 +57,8 @@ def write_beside(folder: Path, head: Head, dtype: torch.dtype, target: FolderChe
     only = next(path.name for path in sorted(source.glob("*.safetensors")))
     index.setdefault("weight_map", dict.fromkeys(target.names(), only))
     index["weight_map"] |= dict.fromkeys(tensors, MTP_WEIGHTS)
-    write_atomic(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    write_atomic(folder / CONFIG, json.dumps(read_config(source / CONFIG) | head.config(), indent=2) + "\n")
+    write_json(folder / INDEX, index)
+    write_json(folder / CONFIG, read_config(source / CONFIG) | head.config())
 
 
 def takes_a_head(target: Checkpoint) -> FolderCheckpoint:

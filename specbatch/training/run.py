@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import torch
 
 from specbatch import weights
 from specbatch.algorithms import ALGORITHMS
-from specbatch.atomic_file import write_atomic
+from specbatch.atomic_file import write_json
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import SamplingParams
@@ -111,7 +110,7 @@ def train_draft(
                 files.write_head(stage, head, dtype)
             else:
                 files.write_beside(stage, head, dtype, beside)
-            write_atomic(stage / RECORD, json.dumps(record, indent=2) + "\n")
+            write_json(stage / RECORD, record)
     if history.interrupted:
         raise KeyboardInterrupt(f"the head as it was after {history.steps} of {recipe.steps} steps is in {folder}")
     return record

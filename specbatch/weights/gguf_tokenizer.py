@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specbatch.atomic_file import write_atomic
+from specbatch.atomic_file import write_atomic, write_json
 from specbatch.errors import refuse
 from specbatch.weights.gguf_file import GgufFile
 
@@ -53,7 +53,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     }
     unique = list(dict.fromkeys(end for end in ends if end is not None))
     write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": unique}) + "\n")
-    write_atomic(folder / "tokenizer_config.json", json.dumps(described, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", described)
     write_atomic(folder / "tokenizer.json", backend.to_str())  # last: it marks the files as complete
 
 
