@@ -14,7 +14,6 @@ Tokens after a divergence belong to a different text and are not compared.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -24,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import at_least, refuse
+from specbatch.core.request import Completion
+from specbatch.errors import refuse
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.jobs.prompts import Prompt, read_prompts
 from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.check_options import CheckOptions
 from specbatch.sweeps.report.notes import replay_notes
 from specbatch.sweeps.report.summaries import heading, run_on
 from specbatch.sweeps.run.workloads import Workload, sha256_of
@@ -44,44 +44,6 @@ if TYPE_CHECKING:
 MARGIN = 0.1
 MARGIN_FLOAT32 = 1e-3  # rounding moves logits by less
 RANDOM_PROMPTS = 32
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """What is compared.
-
-    source          JSONL as in `specbatch.jobs.prompts`; None: random ids, in every second prompt the first half twice,
-                    so that there is something to look up
-    prompts         how many; None: all of the file, or 32
-    input_len       tokens of a random prompt
-    max_new_tokens  tokens of an answer; random prompts go on past the model's end tokens
-    margin          the largest gap, in logits, of a near tie; None: what rounding may cause in the dtype
-    """
-
-    source: Path | None = None
-    prompts: int | None = None
-    input_len: int = 64
-    max_new_tokens: int = 64
-    margin: float | None = None
-    concurrency: int = 8
-    chat_template: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("input_len", "max_new_tokens", "concurrency"):
-            at_least(name, getattr(self, name), 1)
-        if self.prompts is not None:
-            at_least("prompts", self.prompts, 1)
-        if self.margin is not None and not (math.isfinite(self.margin) and self.margin >= 0):
-            raise refuse("margin", self.margin, "use 0 or a positive number of logits")
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(max_new_tokens=self.max_new_tokens, ignore_eos=self.source is None)
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Length that random prompts need; None if it depends on the tokenizer."""
-        return self.input_len + self.max_new_tokens if self.source is None else None
 
 
 @dataclass(frozen=True)

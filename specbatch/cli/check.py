@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from specbatch.cli.options import ChatTemplate, EngineOptions, Json, Output, takes_engine
+from specbatch.cli.options import EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.progress import progress
+from specbatch.sweeps.check_options import CheckOptions
 
 
-@takes_engine(without=("simulate_accept_length",))
+@takes_engine(without=("simulate_accept_length",), settings=options_of(CheckOptions))
 def check(
+    *,
     engine: EngineOptions,
     source: Annotated[
         Path | None, Argument(metavar="IN.jsonl", help="Prompts, as for generate. Default: random token ids.")
     ] = None,
-    prompts: Annotated[
-        int | None, Option(help="Number of prompts. Default: all of the file, or 32 random ones.")
-    ] = None,
-    input_len: Annotated[int, Option(help="Tokens per random prompt.")] = 64,
-    max_new_tokens: Annotated[
-        int, Option(help="Maximum number of tokens per answer; for random prompts, exactly that many.")
-    ] = 64,
-    margin: Annotated[
-        float | None,
-        Option(
-            help="Largest gap between the baseline's logits that counts as a near tie. Default: 0.1; 0.001 in float32."
-        ),
-    ] = None,
-    concurrency: Annotated[int, Option(help="Keep at most this many requests unfinished.")] = 8,
-    chat_template: ChatTemplate = True,
+    settings: dict[str, Any],
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -51,18 +39,10 @@ def check(
 
     Exit status 1 if an output differs by more than a near tie.
     """
-    from specbatch.sweeps.check import CheckOptions, run_check
+    from specbatch.sweeps.check import run_check
 
-    options = CheckOptions(
-        source=source,
-        prompts=prompts,
-        input_len=input_len,
-        max_new_tokens=max_new_tokens,
-        margin=margin,
-        concurrency=concurrency,
-        chat_template=chat_template,
-    )
-    config = engine.having(spec=engine.spec or "v2").config(concurrency=concurrency)
+    options = CheckOptions(source, **settings)
+    config = engine.having(spec=engine.spec or "v2").config(concurrency=options.concurrency)
     with fresh_folder(output, "check") as folder, progress("check") as report:
         result = run_check(config, options, folder, log=say, report=report)
     show(f"{result.markdown()}\n\nresults: {folder}", {"output": str(folder), **result.as_dict()}, as_json=as_json)

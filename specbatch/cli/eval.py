@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 @takes_engine(settings=options_of(EvalOptions))
 def evaluate(
+    *,
     task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums or another lm-eval task.")],
     engine: EngineOptions,
     settings: dict[str, Any],

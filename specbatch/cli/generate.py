@@ -14,6 +14,7 @@ from specbatch.progress import progress
 
 @takes_engine(sampling=options_of(SamplingParams))
 def generate(
+    *,
     source: Annotated[
         str,
         Argument(
@@ -23,7 +24,6 @@ def generate(
         ),
     ],
     engine: EngineOptions,
-    sampling: dict[str, Any],
     output: Annotated[
         str,
         Option(
@@ -44,6 +44,7 @@ def generate(
     skip_bad: Annotated[
         bool, Option("--skip-bad", help="Skip and report malformed lines instead of stopping with an error.")
     ] = False,
+    sampling: dict[str, Any],
     stop: Annotated[
         list[str] | None, Option(help="Stop string, not included in the answer; can be given several times.")
     ] = None,

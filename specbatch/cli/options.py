@@ -227,10 +227,13 @@ def takes_engine(
             command(engine=engine, **values)
 
         signature = inspect.signature(command, eval_str=True)
-        own = [item for name, item in signature.parameters.items() if name not in ("engine", *groups)]
-        parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own]
-        for options in (*groups.values(), shared):
-            parameters += [option.parameter(name) for name, option in options.items()]
+        parameters: list[inspect.Parameter] = []
+        for name, item in signature.parameters.items():
+            if name in groups:
+                parameters += [option.parameter(own) for own, option in groups[name].items()]
+            elif name != "engine":
+                parameters.append(item.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        parameters += [option.parameter(name) for name, option in shared.items()]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run

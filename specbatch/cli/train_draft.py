@@ -26,9 +26,9 @@ _in_data = partial(Option, rich_help_panel=_DATA)
 
 @takes_engine(without=_WITHOUT, training=options_of(Recipe, _TRAINING, _PANELS))
 def train_draft(
+    *,
     engine: EngineOptions,
     algorithm: Annotated[str, Option(metavar="|".join(HEADS), help="The kind of draft head.", rich_help_panel=_HEAD)],
-    training: dict[str, Any],
     output: Output = None,
     data: Annotated[
         Path | None,
@@ -44,6 +44,7 @@ def train_draft(
     temperature: Annotated[float, _in_data(help="Sampling temperature of the answers; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, _in_data(help="Nucleus sampling of the answers; 1 is off.")] = 1.0,
     chat_template: Annotated[bool, _in_data(help="Render messages with the model's chat template.")] = True,
+    training: dict[str, Any],
     as_json: Json = False,
 ) -> None:
     """Train a draft head on the model's own answers, and write it in its published format.

@@ -57,8 +57,8 @@ def test_heads_from_prompts_and_from_answers(source, tmp_path):
 def test_training_continues_after_a_crash_while_writing(source, tmp_path, monkeypatch):
     out, seen = tmp_path / "head", []
     command = ("--algorithm", "eagle3", "--data", source, "--out", out, *SMALL)
-    write = files.write_atomic
-    monkeypatch.setattr(files, "write_atomic", lambda *what: (seen.extend(out.iterdir()), write(*what)))
+    write = files.write_json
+    monkeypatch.setattr(files, "write_json", lambda *what: (seen.extend(out.iterdir()), write(*what)))
     assert call(*command).exit_code == 0
     assert sorted(path.name for path in seen) == [".unfinished", "answers.jsonl"]
     whole = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "record.json"}
