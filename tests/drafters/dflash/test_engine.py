@@ -75,27 +75,3 @@ def test_engine_drafts_match_reference(
         done = engine.generate(part, SamplingParams(max_new_tokens=8, ignore_eos=True))
         assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:8] for prompt in part]
     assert watch.compared > 150
-
-
-def test_engine_acceptance_matches_the_authors_package(
-    toy: Any, toy_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own loop, verify by verify, over the same weights."""
-    authors = pytest.importorskip("dflash.model")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True,
-    )  # fmt: skip
-    target = LlamaForCausalLM(config).eval()
-    target.load_state_dict(toy.checkpoint.tensors, strict=False)
-    monkeypatch.setattr(authors, "_cuda_time", lambda: 0.0)
-    draft = authors.DFlashDraftModel(authors.Qwen3Config(**toy.block_config)).eval()
-    draft.load_state_dict(toy.block().tensors)
-    engine = toy_engine(speculation=Speculation("dflash", "v1", draft="toy-block"))
-    for prompt in toy.prompts()[:6]:
-        theirs = authors.dflash_generate(draft, target, torch.tensor([prompt]), 25, None, return_stats=True)
-        [ours] = engine.generate([list(prompt)], SamplingParams(max_new_tokens=25, ignore_eos=True))
-        assert ours.token_ids == theirs.output_ids[0, len(prompt) :].tolist()
-        assert ours.metrics.verify_steps == len(theirs.acceptance_lengths)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, slow_but
 
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
-from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig
 
@@ -51,27 +50,14 @@ def random_draft(config: DFlashConfig, seed: int = 5) -> dict[str, torch.Tensor]
     }
 
 
-def cache_of(here: Any, config: DFlashConfig) -> KVCache:
-    cache: KVCache = here.cache_of(config, config.num_layers)
-    cache.keys.fill_(1e4), cache.values.fill_(1e4)  # stale entries must not be attended to
-    return cache
-
-
-class Life:
-    """Rows of a batch whose verified positions have random features; a drafter, and the reference beside it."""
+class Run:
+    """Rows of a batch with random features at their verified positions, after a prefill in chunks: a drafter and its
+    reference."""
 
     def __init__(
-        self,
-        bench: Any,
-        tiny: Any,
-        reference: Any,
-        kind: str,
-        count: int,
-        *,
-        known: list[int] | None = None,
-        rows: int = 6,
+        self, bench: Any, tiny: Any, reference: Any, kind: str, count: int, chunk: int, known: Sequence[int] = ()
     ) -> None:
-        """known: the tokens that it can draft; None for all."""
+        """known: the tokens that it can draft; all if empty."""
         self.random = random.Random(count)
         raw = BASE | KINDS[kind]
         config = DFlashConfig.from_dict(raw)
@@ -79,17 +65,17 @@ class Life:
         tensors = random_draft(config)
         self.count = count
         self.reference = reference(raw, tensors, target)
-        self.here = bench([[self.random.randrange(VOCABULARY) for _ in range(size)] for size in LENGTHS[:rows]])
-        self.unknown = torch.tensor([known is not None and token not in known for token in range(VOCABULARY)])
-        if known is not None:
+        self.here = bench([[self.random.randrange(VOCABULARY) for _ in range(size)] for size in LENGTHS])
+        self.unknown = torch.tensor([bool(known) and token not in known for token in range(VOCABULARY)])
+        if known:
             config = replace(config, draft_vocab=len(known))
             tensors["d2t"] = torch.tensor(known) - torch.arange(len(known))
-            tensors["lm_head.weight"] = target.logits(torch.eye(HIDDEN)).T[known]
-        self.drafter = DFlashDrafter(
-            DFlash(config, tensors.__getitem__, target, 256), cache_of(self.here, config), count
-        )
-        generator = torch.Generator().manual_seed(9)
-        self.features = torch.randn(rows, 128, 2 * HIDDEN, generator=generator)
+            tensors["lm_head.weight"] = target.logits(torch.eye(HIDDEN)).T[list(known)]
+        cache = self.here.cache_of(config, config.num_layers)
+        cache.keys.fill_(1e4), cache.values.fill_(1e4)  # stale entries must not be attended to
+        self.drafter = DFlashDrafter(DFlash(config, tensors.__getitem__, target, 256), cache, count)
+        self.features = torch.randn(len(LENGTHS), 128, 2 * HIDDEN, generator=torch.Generator().manual_seed(9))
+        self.prefill(chunk)
 
     def prefill(self, chunk: int) -> None:
         drafter, rows = self.drafter, self.here.rows.tolist()
@@ -108,7 +94,7 @@ class Life:
             for own, text in zip(self.features, self.here.texts, strict=True)
         ]
 
-    def turn(self, accepted: list[int], count: int | None = None) -> float:
+    def step(self, accepted: list[int], count: int | None = None) -> float:
         """One iteration of `count` drafts, or of all; the largest error of a probability."""
         count = self.count if count is None else count
         step = self.here.step(count, spare=self.random.choice([0, 5]) + self.count - count, temperature=1.0)
@@ -128,84 +114,63 @@ class Life:
         self.here.commit(proposal.tokens, accepted, [self.random.randrange(VOCABULARY) for _ in accepted])
         return float(error)
 
-    def turns(self) -> list[list[int]]:
-        """Of each row what it accepts: none, all, all again, then anything."""
-        rows, most = len(self.here.texts), self.count
-        turns = [[0] * rows, [most] * rows, [most] * rows]
-        return turns + [[self.random.randint(0, most) for _ in range(rows)] for _ in range(4)]
-
     def worst(self) -> float:
-        return max(self.turn(accepted) for accepted in self.turns())
+        return max(self.step(accepted) for accepted in self.here.acceptances(self.count, self.random))
 
 
 @pytest.fixture
-def make_life(bench: Any, tiny: Any, reference: Any) -> Callable[..., Life]:
-    return partial(Life, bench, tiny, reference)
-
-
-@pytest.mark.parametrize(("kind", "count", "chunk"), crossed(KINDS, [BLOCK - 1, 2], [1000, 4, 3]))
-def test_distributions_match_reference(make_life: Any, kind: str, count: int, chunk: int) -> None:
-    life = make_life(kind, count)
-    life.prefill(chunk)
-    assert life.worst() < 2e-5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_draft_length_may_change_every_step(make_life: Any, kind: str) -> None:
-    """None or the first few of a block, which is filled as a whole."""
-    life = make_life(kind, BLOCK - 1)
-    life.prefill(4)
-    for count in (0, 0, BLOCK - 1, 1, 0, 2, 1, BLOCK - 1, 0, 1):
-        assert life.turn([life.random.randint(0, count) for _ in LENGTHS], count) < 2e-5
+def start(bench: Any, tiny: Any, reference: Any) -> Callable[..., Run]:
+    return partial(Run, bench, tiny, reference)
 
 
 KNOWN = [0, 2, 3, 7, 8, 12]
 
 
-@pytest.mark.parametrize("count", [BLOCK - 1, 2])
-def test_reduced_vocabulary(make_life: Any, count: int) -> None:
-    life = make_life("sliding and full", count, known=KNOWN)
-    life.prefill(4)
-    assert life.worst() < 2e-5
+@pytest.mark.parametrize(("kind", "count", "chunk", "known"), crossed(KINDS, [BLOCK - 1, 2], [1000, 4, 3], [[], KNOWN]))
+def test_distributions_match_reference(start: Any, kind: str, count: int, chunk: int, known: Any) -> None:
+    assert start(kind, count, chunk, known).worst() < 2e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sampled_drafts_use_the_random_numbers_of_their_positions(make_life: Any, kind: str) -> None:
-    """The random number of a token depends on the seed and on the token's position in the text alone."""
-    life = make_life(kind, 5)
-    life.prefill(1000)
-    step = life.here.step(5, spare=0, temperature=1.0)
-    proposal = life.drafter.propose(step)
-    for index, text in enumerate(life.here.texts):
+@pytest.mark.parametrize("kind", slow_but(["sliding and full", "causal"], KINDS))
+def test_draft_length_may_change_every_step(start: Any, kind: str) -> None:
+    """None or the first few of a block, which is filled as a whole."""
+    run = start(kind, BLOCK - 1, 4)
+    for count in (0, 0, BLOCK - 1, 1, 0, 2, 1, BLOCK - 1, 0, 1):
+        assert run.step([run.random.randint(0, count) for _ in LENGTHS], count) < 2e-5
+
+
+def test_sampled_drafts_use_the_random_numbers_of_their_positions(start: Any) -> None:
+    """The random number of a token depends only on the seed and the token's position in the text."""
+    run = start("sliding and full", BLOCK - 1, 1000)
+    step = run.here.step(5, spare=0, temperature=1.0)
+    proposal = run.drafter.propose(step)
+    for index, text in enumerate(run.here.texts):
         for place in range(5):
             number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
             assert proposal.tokens[index, place] == sample_ref(proposal.probabilities[index, place], number)
 
 
-@pytest.mark.parametrize("known", [None, KNOWN])
-@pytest.mark.parametrize("kind", ["full", "sliding and full"])
-def test_greedy_drafts_are_argmax(make_life: Any, kind: str, known: list[int] | None) -> None:
-    life = make_life(kind, BLOCK - 1, known=known)
-    life.prefill(7)
-    for accepted in life.turns():
-        proposal = life.drafter.propose(life.here.step(life.count))
+@pytest.mark.parametrize(("kind", "known"), [("full", []), ("sliding and full", KNOWN)])
+def test_greedy_drafts_are_argmax(start: Any, kind: str, known: list[int]) -> None:
+    run = start(kind, BLOCK - 1, 7, known)
+    for accepted in run.here.acceptances(run.count, run.random):
+        proposal = run.drafter.propose(run.here.step(run.count))
         assert proposal.probabilities is None
-        for drafts, logits in zip(proposal.tokens, life.all_logits(), strict=True):
+        for drafts, logits in zip(proposal.tokens, run.all_logits(), strict=True):
             best = logits.topk(2, -1).values
             clear = best[:, 0] - best[:, 1] > 1e-4
             assert clear.double().mean() > 0.5
             assert torch.equal(drafts[clear], logits.argmax(-1)[clear])
-        life.turn(accepted)
+        run.step(accepted)
 
 
-def test_batch_may_shrink_and_reorder(make_life: Any) -> None:
-    life = make_life("sliding and full", 3)
-    life.prefill(1000)
-    while len(life.here.texts) > 1:
-        assert life.turn([life.random.randint(0, 3) for _ in life.here.texts]) < 2e-5
-        order = life.random.sample(range(len(life.here.texts)), len(life.here.texts) - 1)
-        life.here.rows, life.features = life.here.rows[order], life.features[order]
-        life.here.texts = [life.here.texts[index] for index in order]
+def test_batch_may_shrink_and_reorder(start: Any) -> None:
+    run = start("sliding and full", 3, 1000)
+    while len(run.here.texts) > 1:
+        assert run.step([run.random.randint(0, 3) for _ in run.here.texts]) < 2e-5
+        order = run.random.sample(range(len(run.here.texts)), len(run.here.texts) - 1)
+        run.here.rows, run.features = run.here.rows[order], run.features[order]
+        run.here.texts = [run.here.texts[index] for index in order]
 
 
 # Other implementations of the same model match the reference.
