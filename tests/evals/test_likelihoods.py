@@ -1,5 +1,5 @@
-"""Tasks that score given texts: the log-likelihoods and the whole result are those of lm-eval's own model for
-transformers; rows, reports, refusals, and what compare and gate make of them."""
+"""Tasks that score given texts: log-likelihoods and results match lm-eval's own model for transformers; rows, reports,
+refusals, `compare` and `gate`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ metric_list: [{metrics}]
 metadata: {{version: 2.5}}
 """
 METRIC = "{{metric: {}, aggregation: {}, higher_is_better: {}}}"
-# `text` ends in a space, which belongs to the choice; one question is longer than the model, and so is a text.
+# `text` ends in a space, which belongs to the choice; one question and one text are longer than the model.
 ROWS = """
 from datasets import Dataset, DatasetDict
 def splits(**_):
@@ -70,42 +70,26 @@ def splits(**_):
 TASKS = {
     "choice": ("multiple_choice", "{{text}}", "right", [("acc", "mean", True), ("acc_norm", "mean", True)]),
     "likely": (
-        "loglikelihood",
-        "{{text}}",
-        '" {{last}}"',
-        [("perplexity", "perplexity", False), ("acc", "mean", True)],
+        "loglikelihood", "{{text}}", '" {{last}}"', [("perplexity", "perplexity", False), ("acc", "mean", True)]
     ),
     "rolling": (
-        "loglikelihood_rolling",
-        "",
-        '"{{long}}"',
-        [
-            ("word_perplexity", "weighted_perplexity", False),
-            ("byte_perplexity", "weighted_perplexity", False),
+        "loglikelihood_rolling", "", '"{{long}}"', [
+            ("word_perplexity", "weighted_perplexity", False), ("byte_perplexity", "weighted_perplexity", False),
             ("bits_per_byte", "bits_per_byte", False),
         ],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of tasks instead of all of lm-eval's."""
-    folder = tmp_path / "lm_eval_tasks"
-    folder.mkdir()
-    (folder / "rows.py").write_text(ROWS)
+def tasks(tasks_folder: Path) -> None:
+    """`TASKS` in place of lm-eval's."""
+    (tasks_folder / "rows.py").write_text(ROWS)
     for name, (kind, text, target, metrics) in TASKS.items():
         listed = ", ".join(METRIC.format(*metric) for metric in metrics)
         more = "doc_to_choice: choices\n" if kind == "multiple_choice" else ""
         task = TASK.format(name=name, kind=kind, text=text, target=target, metrics=listed)
-        (folder / f"{name}.yaml").write_text(task + more)
-    manager = lm_eval.tasks.TaskManager
-
-    def either(include_path: Any = None, include_defaults: bool = True) -> Any:
-        return manager(include_path=folder if include_defaults else include_path, include_defaults=False)
-
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
-    return folder
+        (tasks_folder / f"{name}.yaml").write_text(task + more)
 
 
 def byte_tokenizer(*, with_bos: bool) -> Any:
@@ -127,7 +111,7 @@ def byte_tokenizer(*, with_bos: bool) -> Any:
 
 @pytest.fixture(params=["llama", "qwen3.5"], scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A folder, and transformers' model and tokenizer in it: all weights random; one has a bos token, one has none."""
+    """A folder with a random model, and transformers' model and tokenizer. One tokenizer has a bos token."""
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = byte_tokenizer(with_bos=request.param == "llama")
     torch.manual_seed(3)
@@ -144,7 +128,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def hflm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """lm-eval's model for transformers. It imports accelerate, of which it calls nothing for a model that is there."""
+    """lm-eval's model for transformers. It imports accelerate but does not use it for a loaded model."""
     named = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
     stub, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
     vars(stub).update(dict.fromkeys(named))
@@ -160,10 +144,10 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
     return Engine(EngineConfig(model=str(folder), device="cpu", max_running=3, prefill_chunk=48, **settings))
 
 
-def test_results_are_those_of_lm_evals_own_model(
-    checkpoint: tuple[Path, Any, Any], folder: Path, hflm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_results_match_lm_evals_own_model(
+    checkpoint: tuple[Path, Any, Any], tasks: None, hflm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every log-likelihood and every number, with a context that is cut and a text of several windows."""
+    """Every log-likelihood and metric, with a truncated context and a text of several windows."""
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
     place, model, tokenizer = checkpoint
     wanted = lm_eval.simple_evaluate(
@@ -183,12 +167,12 @@ def test_results_are_those_of_lm_evals_own_model(
         assert (report.task_version, report.kind) == (str(wanted["versions"][name]), TASKS[name][0])
         for row, sample in zip(report.questions, wanted["samples"][name], strict=True):
             found = row.get("choices", [row])
-            said = [answers[0] for answers in sample["resps"]]
+            answers = [answer[0] for answer in sample["resps"]]
             if name == "rolling":
-                assert found[0]["logprob"] == pytest.approx(said[0], abs=1e-3)
+                assert found[0]["logprob"] == pytest.approx(answers[0], abs=1e-3)
                 continue
-            assert [item["logprob"] for item in found] == pytest.approx([value for value, _ in said], abs=1e-4)
-            assert [item["is_greedy"] for item in found] == [greedy for _, greedy in said]
+            assert [item["logprob"] for item in found] == pytest.approx([value for value, _ in answers], abs=1e-4)
+            assert [item["is_greedy"] for item in found] == [greedy for _, greedy in answers]
     assert [reports[name].cut for name in TASKS] == [4, 1, 0]  # one question, with each of its choices
     assert reports["likely"].scores[0].stderr
     assert "4 texts lost their beginning because they are longer than max_model_len=64." in reports["choice"].table()
@@ -224,7 +208,7 @@ def test_texts_without_a_context_and_empty_texts(checkpoint: tuple[Path, Any, An
         ("a", "b" * 41, "max_model_len=40: question 4 of toy has a continuation of 41 tokens; use at least 41"),
     ],
 )
-def test_texts_that_cannot_be_scored_are_an_error(
+def test_texts_that_cannot_be_scored_are_refused(
     make_engine: Any, context: str, continuation: str, complaint: str
 ) -> None:
     engine = make_engine(str, max_model_len=40)
@@ -250,7 +234,7 @@ def test_special_tokens_are_added_once(make_engine: Any) -> None:
     assert engine.pairs == [([97, 98], [99])]
 
 
-def likes(number: int) -> Callable[[str], str]:
+def prefers(number: int) -> Callable[[str], str]:
     """A model for which choice `number` is the most likely."""
 
     def reply(context: str) -> str:
@@ -262,11 +246,11 @@ def likes(number: int) -> Callable[[str], str]:
     return reply
 
 
-def test_a_row_per_question(make_engine: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_row_per_question(make_engine: Any, tasks: None, tmp_path: Path) -> None:
     output = tmp_path / "out"
     seen: list[tuple[int, int]] = []
     options = EvalOptions("choice", limit=3, output=output)
-    report = run_eval(make_engine(likes(0)), options, lambda *at: seen.append(at))
+    report = run_eval(make_engine(prefers(0)), options, lambda *at: seen.append(at))
     assert seen == [(place, 12) for place in range(1, 13)]
     first = report.questions[0]
     assert first == {
@@ -293,8 +277,8 @@ def test_a_row_per_question(make_engine: Any, folder: Path, tmp_path: Path) -> N
     assert not (output / "answers.partial.jsonl").exists()
 
 
-def test_the_table_has_no_columns_without_measurements(make_engine: Any, folder: Path, tmp_path: Path) -> None:
-    report = run_eval(make_engine(likes(0)), EvalOptions("rolling", output=tmp_path / "out"))
+def test_table_has_no_columns_without_measurements(make_engine: Any, tasks: None, tmp_path: Path) -> None:
+    report = run_eval(make_engine(prefers(0)), EvalOptions("rolling", output=tmp_path / "out"))
     table = report.table()
     assert table == (tmp_path / "out" / "summary.md").read_text().removesuffix("\n")
     for absent in ("accept", "TTFT", "TPOT", "truncated", "answers", "Speculation", "Answers", "lost their beginning"):
@@ -305,26 +289,26 @@ def test_the_table_has_no_columns_without_measurements(make_engine: Any, folder:
     absent = {"truncated", "accept_length", "mean_ttft_s", "output_throughput", "max_new_tokens"}
     assert not absent & row.keys()
     assert row["metric"] == "word_perplexity"
-    said = report.as_dict()
-    assert not {"truncated", "finish_reasons", "max_new_tokens"} & said.keys()
-    json.dumps(said)
+    body = report.as_dict()
+    assert not {"truncated", "finish_reasons", "max_new_tokens"} & body.keys()
+    json.dumps(body)
     assert "logprob" in report.questions[0]
 
 
-def test_a_bootstrapped_error_prints_nothing(capfd: pytest.CaptureFixture[str], make_engine: Any, folder: Path) -> None:
-    """lm-eval does so for a perplexity, and says it, in processes of its own."""
-    report = run_eval(make_engine(likes(0)), EvalOptions("likely"))
+def test_a_bootstrapped_error_prints_nothing(capfd: pytest.CaptureFixture[str], make_engine: Any, tasks: None) -> None:
+    """lm-eval computes that of a perplexity in processes of its own, and prints a line."""
+    report = run_eval(make_engine(prefers(0)), EvalOptions("likely"))
     assert capfd.readouterr() == ("", "")
     perplexity, acc = report.scores
     assert (perplexity.better, acc.better, acc.value) == ("lower", "higher", 2 / 7)
-    again = run_eval(make_engine(likes(0)), EvalOptions("likely"))
+    again = run_eval(make_engine(prefers(0)), EvalOptions("likely"))
     assert perplexity.stderr
     assert again.scores == report.scores
     assert report.questions[0].keys() >= {"target", "logprob", "is_greedy"}
 
 
-def test_an_interrupted_run_keeps_finished_scores(make_engine: Any, folder: Path, tmp_path: Path) -> None:
-    engine = make_engine(likes(0))
+def test_an_interrupted_run_keeps_finished_scores(make_engine: Any, tasks: None, tmp_path: Path) -> None:
+    engine = make_engine(prefers(0))
     engine.stop_after = 2
     with pytest.raises(KeyboardInterrupt):
         run_eval(engine, EvalOptions("choice", limit=1, output=tmp_path / "out"))
@@ -341,16 +325,16 @@ def test_an_interrupted_run_keeps_finished_scores(make_engine: Any, folder: Path
         ("rolling", {"chat_template": True}, "chat_template=True: task rolling"),
     ],
 )
-def test_options_that_the_task_ignores_are_an_error(
-    folder: Path, task: str, asked: dict[str, Any], complaint: str
+def test_options_that_the_task_ignores_are_refused(
+    tasks: None, task: str, asked: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(SpecbatchError) as refused:
         prepare(EvalOptions(task, **asked))
     assert str(refused.value).startswith(complaint)
 
 
-def test_speculation_and_ablations_are_an_error(make_engine: Any, folder: Path, tmp_path: Path) -> None:
-    """Before anything is loaded: an engine is not even asked for."""
+def test_speculation_and_ablations_are_refused(make_engine: Any, tasks: None, tmp_path: Path) -> None:
+    """Before anything is loaded."""
     drafting = EngineConfig(speculation=Speculation("ngram"), graphs=Graphs(decode="whole"))
     with pytest.raises(SpecbatchError) as refused:
         prepare(EvalOptions("choice")).engine_config(drafting)
@@ -358,7 +342,7 @@ def test_speculation_and_ablations_are_an_error(make_engine: Any, folder: Path, 
         "algorithm='ngram': task choice (multiple_choice) scores given texts without drafting; use 'none' "
         "(--spec off), or a task that generates"
     )
-    engine = make_engine(likes(0))
+    engine = make_engine(prefers(0))
     engine.config = drafting
     with pytest.raises(SpecbatchError, match="algorithm='ngram'"):
         run_eval(engine, EvalOptions("choice"))
@@ -369,10 +353,10 @@ def test_speculation_and_ablations_are_an_error(make_engine: Any, folder: Path, 
         run_ablation({"baseline": plain}, EvalOptions("choice"), tmp_path)
 
 
-def test_runs_pair_by_question(make_engine: Any, folder: Path, tmp_path: Path, policy: Any) -> None:
+def test_runs_pair_by_question(make_engine: Any, tasks: None, tmp_path: Path, policy: Any) -> None:
     for name, number in (("a", 0), ("b", 2)):
-        run_eval(make_engine(likes(number)), EvalOptions("choice", output=tmp_path / name))
-        run_eval(make_engine(likes(number)), EvalOptions("rolling", output=tmp_path / f"{name}-texts"))
+        run_eval(make_engine(prefers(number)), EvalOptions("choice", output=tmp_path / name))
+        run_eval(make_engine(prefers(number)), EvalOptions("rolling", output=tmp_path / f"{name}-texts"))
     rows = {row.metric: row for row in compare(tmp_path / "a", tmp_path / "b").rows}
     assert rows.keys() == {"none acc", "none acc_norm"}
     assert rows["none acc"].over.startswith("7 questions, paired: 2 lost, 2 gained")
