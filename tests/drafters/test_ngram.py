@@ -1,4 +1,4 @@
-"""N-gram drafts match a plain Python search over many iterations of a batch."""
+"""N-gram drafts match a Python search over many iterations of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specbatch.drafters.ngram import NGram
 @pytest.mark.parametrize(
     ("count", "shortest", "longest"), [(1, 1, 1), (1, 1, 16), (4, 2, 4), (3, 1, 3), (7, 2, 16), (2, 3, 3)]
 )
-def test_drafts_match_plain_search_as_the_batch_changes(bench: Any, count: int, shortest: int, longest: int) -> None:
+def test_drafts_match_a_python_search(bench: Any, count: int, shortest: int, longest: int) -> None:
     randomness = random.Random(count)
     prompts = [[randomness.randrange(3) for _ in range(length)] for length in (2, 3, 9, 20, 5)]
     here = bench(prompts)

@@ -1,3 +1,5 @@
+"""The bundled task of one-digit sums, as text and as multiple choice."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -33,11 +35,11 @@ def test_scores_and_prompts(make_engine: Any) -> None:
         return f" {value}\n\nQuestion: 1" if sign == "+" else f" Is it 77? It is {value}"
 
     engine = make_engine(reply)
-    report = run_eval(engine, EvalOptions("one_digit_sums", limit=40))
-    plus = sum("+" in row["question"] for row in rows()[:40])
-    assert 0 < plus < 40
+    report = run_eval(engine, EvalOptions("one_digit_sums", limit=20))
+    plus = sum("+" in row["question"] for row in rows()[:20])
+    assert 0 < plus < 20
     strict, flexible = report.scores
-    assert (strict.filter, strict.value, strict.unparsed) == ("strict-match", plus / 40, 1 - plus / 40)
+    assert (strict.filter, strict.value, strict.unparsed) == ("strict-match", plus / 20, (20 - plus) / 20)
     assert (flexible.filter, flexible.value, flexible.unparsed) == ("flexible-extract", 1.0, 0.0)
     assert (report.num_fewshot, report.fewshot_source) == (5, "the task's train rows")
     prompts = [engine.tokenizer.decode(prompt) for prompt in engine.calls[0]["prompts"]]
@@ -49,7 +51,7 @@ def test_scores_and_prompts(make_engine: Any) -> None:
 
 
 def test_the_same_sums_as_multiple_choice(make_engine: Any) -> None:
-    """Four different numbers, the right one at every place about as often; a model that knows gets all of them."""
+    """Four different numbers; the right one is at each place about equally often."""
     engine = make_engine(lambda prompt: f" {eval(prompt.rsplit(': ', 1)[1].split(' =')[0])}")
     report = run_eval(engine, EvalOptions("one_digit_choices"))
     assert report.scores[0].value == 1.0

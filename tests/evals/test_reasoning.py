@@ -1,3 +1,5 @@
+"""Tasks of reasoning-gym: prompts, scores and refusals."""
+
 from __future__ import annotations
 
 import sys
@@ -12,7 +14,7 @@ from specbatch.evals.task import load_task
 
 
 class Doubles:
-    """A generator in the manner of reasoning-gym; every seventh item repeats the first."""
+    """A generator like those of reasoning-gym; every seventh item repeats the first."""
 
     def __init__(self, size: int, seed: int) -> None:
         assert size <= 120
@@ -51,21 +53,27 @@ def test_scored_by_the_generators_own_scorer(gym: None, make_engine: Any) -> Non
     assert prompt.count(", 0]\n\n") == 17  # an answer that looks like a list stays whole
 
 
-def test_generator_without_default_settings(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, **_: Any) -> None:
-        raise AssertionError("Must specify at least one dataset")
-
-    monkeypatch.setattr(sys.modules["reasoning_gym"], "create_dataset", fail)
-    with pytest.raises(SpecbatchError, match=r"has no default settings \(Must specify"):
-        load_task("reasoning_gym:doubles", num_fewshot=None, data=None, fewshot_data=None, seed=1234)
+def broken(name: str, **_: Any) -> None:
+    raise AssertionError("Must specify at least one dataset")
 
 
-def test_unknown_generator(gym: None) -> None:
-    with pytest.raises(SpecbatchError, match="no such generator; use for example doubles"):
-        load_task("reasoning_gym:double", num_fewshot=None, data=None, fewshot_data=None, seed=1234)
+@pytest.mark.parametrize(
+    ("name", "patch", "message"),
+    [
+        ("doubles", ("reasoning_gym.create_dataset", broken), r"has no default settings \(Must specify"),
+        ("double", None, "no such generator; use for example doubles"),
+    ],
+)
+def test_generators_that_cannot_be_used_are_refused(
+    gym: None, monkeypatch: pytest.MonkeyPatch, name: str, patch: Any, message: str
+) -> None:
+    if patch:
+        monkeypatch.setattr(*patch)
+    with pytest.raises(SpecbatchError, match=message):
+        load_task(f"reasoning_gym:{name}", num_fewshot=None, data=None, fewshot_data=None, seed=1234)
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(SpecbatchError, match=r"pip install 'specbatch\[reasoning\]'"):
         load_task("reasoning_gym:chain_sum", num_fewshot=None, data=None, fewshot_data=None, seed=1234)

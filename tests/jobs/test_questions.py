@@ -1,3 +1,5 @@
+"""Question files, and the bundled GSM8K questions."""
+
 from __future__ import annotations
 
 import hashlib
@@ -29,29 +31,19 @@ def test_keeps_question_and_answer_and_skips_blank_lines(tmp_path: Path) -> None
         (f'{GOOD}\n{{"question": "  ", "answer": "1"}}\n', "line 2 has no text in 'question'"),
         ('{"question": "a?", "answer": 18}\n', "line 1 has no text in 'answer'"),
         ("\n\n", "has no rows"),
+        (b'{"question": "\xff\xfe", "answer": "1"}\n', "line 1 is not JSON"),
+        (None, "cannot be read"),
     ],
 )
-def test_errors_name_the_line(tmp_path: Path, content: str, complaint: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, content: str | bytes | None, complaint: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(content)
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(SpecbatchError) as refused:
         read_questions("fewshot_data", path)
     assert complaint in str(refused.value)
     assert str(refused.value).startswith(f"fewshot_data={str(path)!r}")
     assert "\n" not in str(refused.value)
-
-
-def test_invalid_utf8_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"question": "\xff\xfe", "answer": "1"}\n')
-    with pytest.raises(SpecbatchError, match="line 1 is not JSON"):
-        read_questions("data", path)
-
-
-def test_a_missing_file_and_a_folder_are_an_error(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.jsonl", tmp_path):
-        with pytest.raises(SpecbatchError, match="cannot be read"):
-            read_questions("data", path)
 
 
 def test_an_example_must_not_be_scored() -> None:

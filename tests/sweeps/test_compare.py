@@ -1,4 +1,4 @@
-"""compare: pairing, directions, verdicts and the forms of the table."""
+"""`compare`: pairing, directions, verdicts, and Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_compared_metric_has_a_direction():
     assert higher == {"output_throughput", "accept_length", "accept_rate", "graph_coverage"}
 
 
-def test_times_are_judged_over_repeats(tmp_path):
+def test_times_are_compared_over_repeats(tmp_path):
     def runs(name: str, times: list[float], hour: int) -> Path:
         made = [
             make_record([metrics_of(ttft=t)] * 3, repeat=n, created=f"2030-01-01T{hour:02}:00:0{n}+00:00")
@@ -84,7 +84,7 @@ def test_repeats_may_come_from_several_runs(tmp_path):
     assert row_of(compare(tmp_path / "a", tmp_path / "b"), "mean TTFT").over == "2 and 2 runs"
 
 
-def test_repeats_of_one_side_are_one_run_of_the_other(tmp_path):
+def test_repeats_against_a_single_run(tmp_path):
     """Sums by prompt over the repeats, against the only run."""
     old = saved(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
     new = saved(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
@@ -93,7 +93,7 @@ def test_repeats_of_one_side_are_one_run_of_the_other(tmp_path):
     assert row_of(compare(new, old), "p99 TTFT").over == "needs two runs per side"
 
 
-def test_points_pair_by_place_and_others_are_named(tmp_path):
+def test_points_pair_by_place_and_the_rest_is_noted(tmp_path):
     rows = [metrics_of()] * 10
     old = saved(
         tmp_path / "a", *(make_record(rows, configuration=n, concurrency=c) for n in ("v1", "v2") for c in (1, 4))
@@ -111,10 +111,10 @@ def test_points_pair_by_place_and_others_are_named(tmp_path):
         f"ONLY IN {new}: baseline concurrency 4",
         f"ONLY IN {new}: v2 concurrency 9",
     ]
-    assert {row.configuration for row in compare(old / "v1", old / "v2").rows} == {""}  # these are what is compared
+    assert {row.configuration for row in compare(old / "v1", old / "v2").rows} == {""}  # each is one configuration
 
 
-def test_markdown_csv_and_json_say_the_same(tmp_path):
+def test_markdown_csv_and_json_agree(tmp_path):
     old = saved(tmp_path / "a", make_record([metrics_of()] * 12))
     new = saved(tmp_path / "b", make_record([metrics_of(emitted=18)] * 12))
     result = compare(old, new)
@@ -136,7 +136,7 @@ def test_markdown_csv_and_json_say_the_same(tmp_path):
     assert len(lines) == len(table) == len(body["rows"])
 
 
-def test_what_else_differs_is_said(tmp_path):
+def test_other_differences_are_listed(tmp_path):
     v2 = EngineConfig(speculation=Speculation("ngram", "v2"))
     other = make_record([metrics_of()] * 12, config=v2)
     other.versions["torch"], other.hardware["cpu"], other.caps["max_running"] = "2.14", "slide rule", 3
@@ -150,7 +150,7 @@ def test_what_else_differs_is_said(tmp_path):
     assert "DIFFERENT HARDWARE" in result.markdown()
 
 
-def test_chance_is_counted(tmp_path):
+def test_expected_false_positives_are_noted(tmp_path):
     folder = saved(tmp_path / "a", *(make_record([metrics_of()] * 12, concurrency=c) for c in range(1, 9)))
     result = compare(folder, folder)
     judged = [row for row in result.rows if row.low is not None]
@@ -187,7 +187,7 @@ def test_the_output_of_generate(tmp_path):
     assert (accept.before, accept.verdict, accept.over) == (2.0, SAME, "12 prompts, paired")
     assert (rate.verdict, rate.over) == (UNJUDGED, "no rows")
     assert not any(note.startswith(("RESUMED", "ANSWERS")) for note in result.notes)
-    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")  # rows were taken away
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")  # a row is missing
     assert row_of(compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), "accept length", "").over == "no rows"
 
 
@@ -204,7 +204,7 @@ def test_answers_are_compared_question_by_question(tmp_path):
     assert {row.verdict for row in compare(tmp_path / "old", tmp_path / "old").rows} == {SAME, UNJUDGED}
 
 
-def test_graded_answers_have_no_exact_test(tmp_path):
+def test_partial_scores_have_no_exact_test(tmp_path):
     report = make_report("1100")
     report.questions[0]["scores"]["loose"]["match"] = 0.4
     report.save(tmp_path)

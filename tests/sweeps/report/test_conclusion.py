@@ -1,4 +1,4 @@
-"""The sentences that read a sweep's table."""
+"""The sentences that summarize a sweep's table."""
 
 from __future__ import annotations
 

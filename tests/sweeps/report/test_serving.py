@@ -1,4 +1,4 @@
-"""The block that serving benchmarks print, and the summary by concurrency: numbers, units, layout."""
+"""The block of serving benchmarks and the summary by concurrency: numbers, units, layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def value(text, title):
     return line.partition(":")[2].strip()
 
 
-def test_a_row_holds_medians_over_repeats_in_the_units_of_its_titles():
+def test_rows_hold_medians_over_repeats_in_the_units_of_their_titles():
     row = row_of(serving_rows(RECORDS), "v2", 4)
     found = [
         one.metrics for one in RECORDS if one.workload["configuration"] == "v2" and one.workload["concurrency"] == 4
@@ -53,7 +53,7 @@ def test_concurrency_is_the_mean_number_of_unfinished_requests():
     assert row["mean_concurrency"] == pytest.approx(together / made.metrics["duration_s"])
 
 
-def test_the_block_reads_as_others_print_it():
+def test_block_has_the_format_of_other_benchmarks():
     row = row_of(serving_rows(RECORDS), "v2", 4)
     text = block(row)
     lines = text.splitlines()
@@ -71,7 +71,7 @@ def test_the_block_reads_as_others_print_it():
     assert len(titles) == len(set(titles)) == sum(f"{title}:" in text for title in titles)
 
 
-def test_what_was_not_measured_is_a_dash_and_none():
+def test_missing_measurements_are_dashes_and_none():
     made = swept("v1")
     made.metrics |= {"mean_tpot_s": None, "mean_e2e_s": None}
     row = serving_rows([made])[0]
@@ -80,7 +80,7 @@ def test_what_was_not_measured_is_a_dash_and_none():
     assert value(block(row), "Concurrency") == "-"
 
 
-def test_arrivals_and_simulation_are_said():
+def test_arrivals_and_simulation_are_shown():
     text = block(serving_rows([swept("v1", simulate=2.4, request_rate=10.5)])[0])
     assert value(text, "Traffic request rate (req/s)") == "10.5"
     assert value(text, "SIMULATED accept length") == "2.4"
@@ -104,7 +104,7 @@ def test_the_summary_has_a_table_for_each_configuration():
     assert f" {cell} " in text
 
 
-def test_blocks_stand_under_their_names():
+def test_blocks_have_headings():
     text = blocks_markdown(serving_rows(RECORDS))
     assert text.count("```") == 8
     assert "### v2 at concurrency 4\n\n```\n====" in text
