@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import apply_rope_ref
@@ -47,27 +48,17 @@ def write_context_kv_ref(
 
 
 def write_verified_kv_ref(
-    kv: torch.Tensor,
-    heads: ContextKVLayout,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    accepted: torch.Tensor,
+    kv: torch.Tensor, heads: ContextKVLayout, keys: torch.Tensor, values: torch.Tensor, verified: VerifiedRows
 ) -> None:
-    """`write_context_kv_ref` for the rows of a verify: row i of a sequence has position lengths + i and is stored
-    there if i <= accepted. Others leave the pages of sequences as they are.
-
-    page_table int64 [R, P] of all device rows, of which rows int64 [B] names the sequences'; lengths and accepted int64
-    [B]; kv has as many rows for each of the B.
-    """
-    size, count = keys.shape[2], len(kv) // len(rows)
+    """`write_context_kv_ref` for the rows of a verify, as many for each sequence: row i has position lengths + i and is
+    stored there if i <= accepted. Others leave the pages of sequences as they are."""
+    page_table, slots, lengths, accepted = verified
+    size, count = keys.shape[2], len(kv) // len(slots)
     row = torch.arange(count, device=kv.device)
     positions = lengths[:, None] + row
-    slots = kv_slots(page_table, rows[:, None], positions, size)
-    slots = torch.where(row <= accepted[:, None], slots, 0)  # page 0 is for padding
-    write_context_kv_ref(kv, heads, keys, values, positions.flatten(), slots.flatten())
+    places = kv_slots(page_table, slots[:, None], positions, size)
+    places = torch.where(row <= accepted[:, None], places, 0)  # page 0 is for padding
+    write_context_kv_ref(kv, heads, keys, values, positions.flatten(), places.flatten())
 
 
 write_context_kv = op(write_context_kv_ref, "specbatch.kernels.attention.context_kv_triton:write_context_kv")

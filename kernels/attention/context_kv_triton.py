@@ -9,6 +9,7 @@ import triton.language as tl
 from specbatch.kernels.attention.context_kv import ContextKVLayout
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.verified_rows import VerifiedRows
 
 _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
 
@@ -21,22 +22,15 @@ def write_context_kv(
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """`write_context_ref`; caches may be float8_e4m3fn too (a plain cast)."""
-    _launch(kv, heads, keys, values, positions=positions, slots=slots)
+    """`write_context_kv_ref`; caches may be float8_e4m3fn too (a plain cast)."""
+    _launch(kv, heads, keys, values, positions, slots, None)
 
 
 def write_verified_kv(
-    kv: torch.Tensor,
-    heads: ContextKVLayout,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    accepted: torch.Tensor,
+    kv: torch.Tensor, heads: ContextKVLayout, keys: torch.Tensor, values: torch.Tensor, verified: VerifiedRows
 ) -> None:
-    """`write_verified_ref`; `accepted` may be strided. Rows beyond it are not stored."""
-    _launch(kv, heads, keys, values, page_table=page_table, rows=rows, lengths=lengths, accepted=accepted)
+    """`write_verified_kv_ref`. Rows that are not accepted are not stored."""
+    _launch(kv, heads, keys, values, None, None, verified)
 
 
 def _launch(
@@ -44,22 +38,21 @@ def _launch(
     heads: ContextKVLayout,
     keys: torch.Tensor,
     values: torch.Tensor,
-    *,
-    positions: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    accepted: torch.Tensor | None = None,
+    positions: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    verified: VerifiedRows | None,
 ) -> None:
     """By the slots of tokens, or by what a verify knows."""
     layers, half = len(heads.k_norms), triton.next_power_of_2(heads.dim // 2)
     tile = max(1, _PROGRAM // (2 * half))
     lines = len(kv) * layers * 2 * heads.kv
+    n, width, spacing = 1, 0, 0
+    if verified is not None:
+        n, width = len(kv) // len(verified.slots), verified.page_table.shape[1]
+        spacing = verified.accepted.stride(0)
     _write_context[(triton.cdiv(lines, tile),)](
-        kv, heads.k_norms, heads.cos, heads.sin, keys, values, positions, slots, page_table, rows, lengths, accepted,
-        lines, len(kv) // len(rows) if rows is not None else 1, page_table.shape[1] if page_table is not None else 0,
-        accepted.stride(0) if accepted is not None else 0, keys.stride(0), heads.eps,
+        kv, heads.k_norms, heads.cos, heads.sin, keys, values, positions, slots, *(verified or (None,) * 4),
+        lines, n, width, spacing, keys.stride(0), heads.eps,
         LAYERS=layers, KV=heads.kv, DIM=heads.dim, PAGE=keys.shape[2], TILE=tile, HALF=half, **pdl(kv), num_warps=4,
     )  # fmt: skip
 

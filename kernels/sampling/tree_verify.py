@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.dispatch import op
 
 
@@ -58,26 +59,18 @@ def walk_tree_ref(
     return depths.gather(1, leaf)[:, 0], path.argsort(dim=1, descending=True, stable=True)
 
 
-def move_accepted_kv_ref(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-) -> None:
+def move_accepted_kv_ref(keys: torch.Tensor, values: torch.Tensor, verified: VerifiedRows, path: torch.Tensor) -> None:
     """Move keys and values of accepted nodes to their places after the root.
 
-    keys, values [layers, pages, page_size, kv_heads, dim]; page_table int64 [R, P]; rows int64 [B]; lengths int64 [B]:
-    place of each root; path int64 [B, N]; accepted int64 [B]. Node path[d] goes from lengths + path[d] to lengths + d,
-    for d = 1..accepted.
+    keys, values [layers, pages, page_size, kv_heads, dim]; path int64 [B, N]. Node path[d] goes from lengths + path[d]
+    to lengths + d, for d = 1..accepted.
     """
+    page_table, slots, lengths, accepted = verified
     size = keys.shape[2]
     node = torch.arange(path.shape[1], device=path.device)
     source = torch.where(node <= accepted[:, None], path, node)
     homes, places = (
-        kv_slots(page_table, rows[:, None], at, size) for at in (lengths[:, None] + node, lengths[:, None] + source)
+        kv_slots(page_table, slots[:, None], at, size) for at in (lengths[:, None] + node, lengths[:, None] + source)
     )
     bits = torch.uint8 if keys.itemsize == 1 else keys.dtype  # torch copies no rows of float8
     for cache in (keys.view(bits), values.view(bits)):

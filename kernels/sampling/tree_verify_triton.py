@@ -8,6 +8,7 @@ import triton.language as tl
 
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.accept_triton import Chosen, load_chosen, popcount
 from specbatch.kernels.sampling.rng_triton import simulated_accept
@@ -137,33 +138,25 @@ def _move_kernel(
         tl.store(values + to, tl.load(values + at, inside), inside)
 
 
-def move_accepted_kv(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-) -> None:
+def move_accepted_kv(keys: torch.Tensor, values: torch.Tensor, verified: VerifiedRows, path: torch.Tensor) -> None:
     """`move_accepted_kv_ref` in one launch over all layers."""
     layers, _, page_size, kv_heads, dim = keys.shape
     bits = torch.uint8 if keys.itemsize == 1 else keys.dtype
     size = kv_heads * dim
-    _move_kernel[(len(rows), layers)](
+    _move_kernel[(len(path), layers)](
         keys.view(bits),
         values.view(bits),
-        page_table,
-        rows,
-        lengths,
+        verified.page_table,
+        verified.slots,
+        verified.lengths,
         path,
-        accepted,
+        verified.accepted,
         keys.stride(0),
-        accepted.stride(0),
-        page_table.shape[1],
+        verified.accepted.stride(0),
+        verified.page_table.shape[1],
         N=path.shape[1],
         PAGE=page_size,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        **pdl(rows),
+        **pdl(path),
     )

@@ -10,6 +10,7 @@ from specbatch.core.attention_metadata import DecodeMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import Sampling
 from specbatch.kernels.attention.verify_attention import Mask
+from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import Proposal
 
 __all__ = ["Proposal", "StepInput"]
@@ -32,6 +33,10 @@ class StepInput:
     page_size: int
     bound: int
     sampling: Sampling
+
+    def verified(self, accepted: torch.Tensor) -> VerifiedRows:
+        """The requests after a verify that accepted so many drafts [B] of each."""
+        return VerifiedRows(self.batch.page_table, self.slots, self.lengths, accepted)
 
     def decode_metadata(
         self,

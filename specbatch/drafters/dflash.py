@@ -58,8 +58,7 @@ class DFlashDrafter(NoDraft):
         return Proposal(argmax(logits, model.ids), drafted)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        where = (step.batch.page_table, step.slots, step.lengths, accepted)
-        write_verified_kv(self._context(features), self._model.heads, *self._stores, *where)
+        write_verified_kv(self._context(features), self._model.heads, *self._stores, step.verified(accepted))
 
     def _draw(self, step: StepInput, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
         """Sample each draft from the distribution of its own row. Given the context they are independent."""

@@ -75,7 +75,7 @@ class DecodeStep:
     def commit(self, step: StepInput, verified: Verified, accepted: Accepted) -> None:
         """Make KV cache, recurrent states and draft state follow the accepted tokens."""
         path = accepted.path
-        self.cache.commit(step.batch.page_table, step.slots, step.lengths, accepted.accepted, path)
+        self.cache.commit(step.verified(accepted.accepted), path)
         self.drafter.update(step, verified.features, accepted.accepted, path)
 
     def shorten(self, step: StepInput) -> None:

@@ -32,7 +32,6 @@ CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
         _scheduled(config, "v2"), graphs=replace(config.graphs, prefill="piecewise")
     ),
 }
-DEFAULT_CONFIGS = ("baseline", "v1", "v2")  # what runs on a CPU too
 
 
 def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
+from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.tree_verify import move_accepted_kv
 from specbatch.memory.recurrent_state import RecurrentStates
 
@@ -68,24 +69,16 @@ class KVCache:
         if self.states is not None:
             self.states.begin(rows)
 
-    def commit(
-        self,
-        page_table: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        accepted: torch.Tensor,
-        path: torch.Tensor | None,
-    ) -> None:
-        """Commit the root and accepted [B] drafts of the last verify, on device rows [B] with lengths [B] before it.
+    def commit(self, verified: VerifiedRows, path: torch.Tensor | None) -> None:
+        """Commit the root and the accepted drafts of the last verify.
 
         path int64 [B, N]: the accepted nodes of a tree. Their keys and values move from lengths + path to the positions
         after the root, in all layers.
         """
         if self.states is not None:
-            self.states.commit(rows, accepted, path)
-        if path is None or not self.k:
-            return
-        move_accepted_kv(self.keys, self.values, page_table, rows, lengths, path, accepted)
+            self.states.commit(verified.slots, verified.accepted, path)
+        if path is not None and self.k:
+            move_accepted_kv(self.keys, self.values, verified, path)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

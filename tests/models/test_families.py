@@ -13,6 +13,7 @@ from crossed import first_quick, slow_but
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
@@ -286,7 +287,7 @@ def test_verify_of_a_padded_batch(pair: tuple[Any, Decoder], close: Close, rows:
         for index in range(3):
             start, count = int(lengths[index]), int(accepted[index]) + 1
             close(logits[index, :count], wanted[index][start : start + count])
-        cache.commit(table, slots, lengths, accepted, None)
+        cache.commit(VerifiedRows(table, slots, lengths, accepted), None)
         lengths = torch.where(slots > 0, lengths + accepted + 1, lengths)
         if (lengths[:3] >= torch.tensor([len(item) - 1 for item in batch])).any():
             break
@@ -315,5 +316,6 @@ def test_tree_verify(pair: tuple[Any, Decoder], close: Close) -> None:
         for node, text in enumerate(texts):
             close(logits[node], wanted[node, len(text) - 1])
         order = path + [node for node in range(6) if node not in path]
-        cache.commit(table, slots, lengths, torch.tensor([len(path) - 1]), torch.tensor([order]))
+        verified = VerifiedRows(table, slots, lengths, torch.tensor([len(path) - 1]))
+        cache.commit(verified, torch.tensor([order]))
         known += [int(tokens[node]) for node in path]

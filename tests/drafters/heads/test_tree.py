@@ -79,6 +79,6 @@ def verify(run: Any, step: Any, proposal: Any, path: torch.Tensor, accepted: lis
     metadata = step.decode_metadata(step.lengths, rows, proposal.ancestors)
     features = run.target.forward(tokens, positions, metadata.bind(run.cache))
     counts = torch.tensor(accepted)
-    run.cache.commit(here.batch.page_table, step.slots, step.lengths, counts, path)
+    run.cache.commit(step.verified(counts), path)
     here.commit(proposal.tokens.gather(1, path[:, 1:] - 1), accepted, bonus)
     run.drafter.update(step, features, counts, path)

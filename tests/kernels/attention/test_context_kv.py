@@ -7,6 +7,7 @@ import torch
 
 from specbatch.kernels.attention.context_kv import ContextKVLayout, write_context_kv_ref, write_verified_kv_ref
 from specbatch.kernels.attention.context_kv_triton import write_context_kv, write_verified_kv
+from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.elementwise.rope import rope_table
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -62,9 +63,9 @@ def test_verify_writes_accepted_positions_only(
     lengths = torch.tensor([0, 3, 17, 9], device=device)
     packed = torch.zeros(4, 9, dtype=torch.int64, device=device)
     packed[:, 6] = torch.tensor([0, 5, 2, 3])
-    where = (table.to(device), torch.tensor([4, 1, 5, 2], device=device), lengths, packed[:, 6])
-    write_verified_kv_ref(case.kv, case.heads, *case.theirs, *where)
-    write_verified_kv(case.kv, case.heads, *case.ours, *where)
+    where = VerifiedRows(table.to(device), torch.tensor([4, 1, 5, 2], device=device), lengths, packed[:, 6])
+    write_verified_kv_ref(case.kv, case.heads, *case.theirs, where)
+    write_verified_kv(case.kv, case.heads, *case.ours, where)
     case.compare(1 + 6 + 3 + 4)
 
 
@@ -72,7 +73,7 @@ def test_padding_rows_write_to_page_0(device: torch.device) -> None:
     case = Case(device, torch.float32, 2 * 3, 2, 2, 16)
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
     table = torch.zeros(2, 4, dtype=torch.int64, device=device)
-    write_verified_kv(case.kv, case.heads, *case.ours, table, zeros, zeros + 1, zeros + 2)
+    write_verified_kv(case.kv, case.heads, *case.ours, VerifiedRows(table, zeros, zeros + 1, zeros + 2))
     case.compare(0)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from trees import ancestor_masks, path_of
 
+from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.accept_triton import Chosen, argmax_partials, verify_inputs
 from specbatch.kernels.sampling.rng import simulated_accept_ref
@@ -205,9 +206,10 @@ def test_accepted_kv_rows_are_compacted(device: torch.device, page_size: int, dt
                     :, table[row, source // page_size], source % page_size
                 ]
     packed = torch.cat([path, accepted[:, None]], 1)  # a column, as the iteration has it
-    arguments = [item.to(device) for item in (table, rows, starts, path)]
+    *where, path = (item.to(device) for item in (table, rows, starts, path))
+    verified = VerifiedRows(*where, packed.to(device)[:, -1])
     for move in (move_accepted_kv_ref, move_accepted_kv):
         mine = [keys.clone().to(device), values.clone().to(device)]
-        move(*mine, *arguments, packed.to(device)[:, -1])
+        move(*mine, verified, path)
         for found, wish in zip(mine, wanted, strict=True):
             assert torch.equal(found[:, 1:].float().cpu(), wish[:, 1:].float())
