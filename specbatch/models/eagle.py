@@ -25,8 +25,8 @@ class Eagle(LlamaHead):
         self, config: ModelConfig, read: Reader, names: Collection[str], target: Decoder, positions: int
     ) -> None:
         hidden = config.hidden_size
-        bias = read("fc.bias", hidden) if "fc.bias" in names else None
-        self._fc = Joined(Weight(read("fc.weight", hidden, 2 * hidden)), bias)
+        weight = Weight(read("fc.weight", hidden, 2 * hidden))
+        self._fc = Joined(weight, read("fc.bias", hidden) if "fc.bias" in names else None)
         super().__init__(config, read, names, target, positions)
         self._qkv = read.linear(qkv_rows(config, f"{LAYER}.self_attn"), config.hidden_size, config.qkv_bias)
 
