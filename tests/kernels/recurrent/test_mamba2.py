@@ -179,12 +179,12 @@ def test_short_chains(
 ) -> None:
     """Of as many rows as are held at most, and of fewer."""
     layer = Layer(device, sizes, dtype, most=most)
-    layer.prefill(twin.prefill, [(4, 0, 37), (2, 0, 1)])
+    layer.prefill(twin.prefill, [(4, 0, 9), (2, 0, 1)])
     for rows in (most, 1, max(1, most - 1), most):
         layer.verify(twin.verify, [2, 0, 4], rows, None)
 
 
-@pytest.mark.parametrize(("sizes", "dtype"), slow_but(CASES[1:3], CASES))
+@pytest.mark.parametrize(("sizes", "dtype"), slow_but(CASES[1:2], CASES))
 def test_trees(device: torch.device, twin: Twin, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     layer = Layer(device, sizes, dtype)
     kept = torch.full((SLOTS, MOST), 77, dtype=torch.int64, device=device)
@@ -195,9 +195,9 @@ def test_trees(device: torch.device, twin: Twin, sizes: tuple[int, int, int, int
 
 def test_prompt_split_at_uneven_chunk_boundaries(device: torch.device, twin: Twin) -> None:
     layer = Layer(device)
-    layer.prefill(twin.prefill, [(3, 0, 131)])
-    layer.prefill(twin.prefill, [(1, 0, 5), (3, 131, 262)])
-    layer.prefill(twin.prefill, [(3, 262, 263), (1, 5, 69)])
+    layer.prefill(twin.prefill, [(3, 0, 67)])
+    layer.prefill(twin.prefill, [(1, 0, 5), (3, 67, 134)])
+    layer.prefill(twin.prefill, [(3, 134, 135), (1, 5, 40)])
 
 
 @pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])

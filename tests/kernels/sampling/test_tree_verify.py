@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from crossed import crossed
 from trees import ancestor_masks, path_of
 
 from specbatch.kernels.common.verified_rows import VerifiedRows
@@ -115,8 +116,7 @@ def test_equal_siblings_yield_one_path() -> None:
         assert accepted.tolist() == [count]
 
 
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize(("count", "drawn"), crossed(SIZES, [False, True]))
 def test_tree_commit_matches_reference(device: torch.device, count: int, drawn: bool) -> None:
     """Tokens in path order, lengths of all rows except padding, and the result copied to the host."""
     batch, vocabulary = 5, 200
