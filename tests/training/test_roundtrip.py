@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -22,59 +21,30 @@ from specbatch.weights import open_checkpoint
 
 from .conftest import CPU, LAYERS, MAX_LEN, RECIPES, VOCABULARY
 
-HIDDEN, MLP, QUERIES, KEYS, DIM = 24, 40, 48, 16, 8
+HIDDEN, DIM = 24, 8
+LAYER = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LAYER += ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+NORMED = (*LAYER, "self_attn.q_norm", "self_attn.k_norm")
 
 
-def layer(stem: str, inputs: int = 1, gated: bool = False) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{stem}.input_layernorm.weight": (HIDDEN,),
-        f"{stem}.self_attn.q_proj.weight": ((1 + gated) * QUERIES, inputs * HIDDEN),
-        f"{stem}.self_attn.k_proj.weight": (KEYS, inputs * HIDDEN),
-        f"{stem}.self_attn.v_proj.weight": (KEYS, inputs * HIDDEN),
-        f"{stem}.self_attn.o_proj.weight": (HIDDEN, QUERIES),
-        f"{stem}.post_attention_layernorm.weight": (HIDDEN,),
-        f"{stem}.mlp.gate_proj.weight": (MLP, HIDDEN),
-        f"{stem}.mlp.up_proj.weight": (MLP, HIDDEN),
-        f"{stem}.mlp.down_proj.weight": (HIDDEN, MLP),
-    }
-
-
-def head_norms(stem: str) -> dict[str, tuple[int, ...]]:
-    return {f"{stem}.self_attn.{name}_norm.weight": (DIM,) for name in "qk"}
+def weights(stem: str, *names: str) -> set[str]:
+    return {f"{stem}{name}.weight" for name in names}
 
 
 PUBLISHED = {
-    "eagle3": {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        "midlayer.hidden_norm.weight": (HIDDEN,),
-        **layer("midlayer", inputs=2),
-        "norm.weight": (HIDDEN,),
-        "lm_head.weight": (24, HIDDEN),
-        "d2t": (24,),
-        "t2d": (VOCABULARY,),
-    },
-    "dflash": {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        "hidden_norm.weight": (HIDDEN,),
-        **{name: shape for i in (0, 1) for name, shape in (layer(f"layers.{i}") | head_norms(f"layers.{i}")).items()},
-        "norm.weight": (HIDDEN,),
-    },
-    "mtp": {
-        "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
-        "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),
-        "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
-        **layer("mtp.layers.0", gated=True),
-        **head_norms("mtp.layers.0"),
-        "mtp.norm.weight": (HIDDEN,),
-    },
+    "eagle3": {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | weights("midlayer.", "hidden_norm", *LAYER),
+    "dflash": weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | weights("layers.1.", *NORMED),
+    "mtp": weights("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    | weights("mtp.layers.0.", *NORMED),
 }
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
-def test_tensor_names_and_shapes_match_published_heads(trained, algorithm):
+def test_tensor_names_match_published_heads(trained, algorithm):
+    """Their shapes are checked when the engine loads them."""
     folder = trained[algorithm][0]
-    tensors = load_file(folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors"))
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == PUBLISHED[algorithm]
+    names = load_file(folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors")).keys()
+    assert names == PUBLISHED[algorithm]
 
 
 def test_configs_hold_the_keys_that_readers_need(trained):
@@ -103,7 +73,7 @@ def test_mtp_head_is_stored_with_the_target(trained, target_folder):
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     own = load_file(target_folder / "model.safetensors")
     assert {name for name, file in index.items() if file == "model.safetensors"} == set(own)
-    assert {name for name, file in index.items() if file == "model-mtp.safetensors"} == set(PUBLISHED["mtp"])
+    assert {name for name, file in index.items() if file == "model-mtp.safetensors"} == PUBLISHED["mtp"]
     before = json.loads((target_folder / "config.json").read_text())
     after = json.loads((folder / "config.json").read_text())
     assert after == before | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
@@ -149,11 +119,9 @@ def emitted(head, target, example: Example) -> list[int]:
 
 @pytest.mark.parametrize("algorithm", first_quick(1, RECIPES))
 def test_engine_acceptance_matches_the_trainer(trained, algorithm, target, target_folder, examples, tmp_path):
-    if find_spec(f"specbatch.drafters.{algorithm}") is None:
-        pytest.skip(f"this engine does not run {algorithm} yet")
     head = read_back(algorithm, trained[algorithm][0], target)
     folder = trained[algorithm][0]
-    if algorithm == "mtp":  # its gates have hardly learnt to be anything but halves
+    if algorithm == "mtp":  # the gates of a short training are all about one half
         folder = tmp_path
         with torch.no_grad():
             gates = head.layers[0].self_attn.q_proj.weight.view(-1, 2, DIM, HIDDEN)[:, 1]
@@ -183,14 +151,9 @@ def test_engine_acceptance_matches_the_trainer(trained, algorithm, target, targe
     assert len(mixed) > 2
 
 
-def test_target_with_an_mtp_head_refuses_another(trained):
+def test_second_mtp_head_is_refused(trained):
     with pytest.raises(SpecbatchError, match="already has an MTP head"):
         takes_a_head(open_checkpoint(str(trained["mtp"][0])))
-
-
-def test_dummy_target_cannot_store_an_mtp_head():
-    with pytest.raises(SpecbatchError, match="stored with the target's files"):
-        takes_a_head(open_checkpoint("toy", "dummy"))
 
 
 def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):
