@@ -128,23 +128,6 @@ def pool() -> PagePool:
     return PagePool(10)
 
 
-def test_duplicate_pages_are_not_cached(pool: PagePool) -> None:
-    cache = PrefixCache(pool, 2)
-    first, second = pool.take(2), pool.take(2)
-    cache.insert([1, 2, 3, 4], 4, first)
-    cache.insert([1, 2, 3, 4], 4, second)
-    assert cache.match([1, 2, 3, 4, 5]) == first
-    assert [pool.holders(page) for page in second] == [1, 1]
-
-
-def test_only_full_pages_are_shared(pool: PagePool) -> None:
-    cache = PrefixCache(pool, 4)
-    pages = pool.take(2)
-    cache.insert([1, 2, 3, 4, 5, 6, 7], 7, pages)
-    assert len(cache) == 1
-    assert cache.match([1, 2, 3, 4, 5, 6, 7, 8, 9]) == pages[:1]
-
-
 def test_eviction_time_does_not_grow_with_the_cache() -> None:
     """Under pressure a page is evicted for every page that decoding needs."""
     looked_at = 0

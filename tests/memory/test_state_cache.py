@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -170,55 +169,23 @@ TestStateCache = StateCacheMachine.TestCase
 TestStateCache.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-@pytest.fixture
-def cached() -> tuple[PrefixCache, PagePool]:
-    pool = PagePool(30)
-    return PrefixCache(pool, 2), pool
-
-
-def fill(cached: tuple[PrefixCache, PagePool], tokens: list[int]) -> None:
-    cache, pool = cached
-    pages = pool.take(len(tokens) // 2)
-    cache.insert(tokens, len(tokens), pages)
-    for page in pages:
-        pool.release(page)
-
-
-def test_long_chunked_prompt_evicts_one_state_only(cached: tuple[PrefixCache, PagePool]) -> None:
+def test_long_chunked_prompt_evicts_one_state_only() -> None:
     """All but one: the least recently used."""
-    state_cache = StateCache(cached[0], 2, 4)
+    pool = PagePool(30)
+    cache = PrefixCache(pool, 2)
+    state_cache = StateCache(cache, 2, 4)
+
+    def compute(tokens: list[int], *, is_branch: bool) -> None:
+        pages = pool.take(len(tokens) // 2)
+        cache.insert(tokens, len(tokens), pages)
+        for page in pages:
+            pool.release(page)
+        for end in range(2, len(tokens) + 1, 2):
+            assert state_cache.keep(tokens, end, is_branch=is_branch)
+            state_cache.planned()
+
     for kind in (1, 2, 3, 4):
-        fill(cached, [kind] * 2)
-        assert state_cache.keep([kind] * 2, 2, is_branch=True)
-        state_cache.planned()
-    long = [9] * 16
-    fill(cached, long)
-    for end in range(2, 17, 2):
-        assert state_cache.keep(long, end, is_branch=False)
-        state_cache.planned()
+        compute([kind] * 2, is_branch=True)
+    compute([9] * 16, is_branch=False)
     assert [state_cache.find([kind] * 3).state > 0 for kind in (1, 2, 3, 4)] == [False, True, True, True]
-    assert len(state_cache.find([*long, 1]).pages) == 8
-
-
-def test_used_probationary_state_is_protected(cached: tuple[PrefixCache, PagePool]) -> None:
-    state_cache = StateCache(cached[0], 2, 2)
-    for kind in (1, 2):
-        fill(cached, [kind] * 2)
-        assert state_cache.keep([kind] * 2, 2, is_branch=False)
-        state_cache.planned()
-    state_cache.use(state_cache.find([1] * 3).state)
-    fill(cached, [3] * 2)
-    assert state_cache.keep([3] * 2, 2, is_branch=False)
-    assert [state_cache.find([kind] * 3).state > 0 for kind in (1, 2)] == [True, False]
-
-
-def test_evicted_slot_is_not_reused_in_the_same_pass(cached: tuple[PrefixCache, PagePool]) -> None:
-    """The pass writes to that slot: two states would share it."""
-    state_cache = StateCache(cached[0], 2, 1)
-    fill(cached, [1, 1])
-    assert state_cache.keep([1, 1], 2, is_branch=True)
-    assert cached[0].evict(1) == 1
-    fill(cached, [2, 2])
-    assert not state_cache.keep([2, 2], 2, is_branch=True)
-    state_cache.planned()
-    assert state_cache.keep([2, 2], 2, is_branch=True)
+    assert len(state_cache.find([9] * 17).pages) == 8
