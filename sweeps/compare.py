@@ -94,7 +94,7 @@ class Comparison:
 
     def markdown(self) -> str:
         places = [name for name in ("section", "configuration", "size") if any(getattr(row, name) for row in self.rows)]
-        titles = ["concurrency" if name == "size" and "section" not in places else name for name in places]
+        titles = ["concurrency" if name == "size" else name for name in places]
         body = [[*(getattr(row, name) for name in places), *_cells(row)] for row in self.rows]
         interval = f"{CONFIDENCE:.0%} interval of change"
         headers = [*titles, "metric", "before", "after", "change", "relative change", interval, "interval over"]

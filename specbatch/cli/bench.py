@@ -14,7 +14,7 @@ from specbatch.cli.values import is_given, names, whole_numbers
 from specbatch.progress import progress
 
 # Options of the engine that each point of `bench` sets itself.
-_SET_BY_POINTS = ("spec", "decode_graph", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")
+_SET_BY_POINTS = ("spec", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")
 
 
 @takes_engine(without=_SET_BY_POINTS)
@@ -31,18 +31,10 @@ def bench(
             "baseline. Section verify always runs v2. Default: all that the device supports."
         ),
     ] = None,
-    decode_graph: Annotated[
-        str | None, Option(metavar="whole|off", help="Default: whole on a CUDA device, off on a CPU.")
-    ] = None,
     batch: Annotated[str, Option(help="Batch sizes of a decode step.")] = "1,32,128",
     verify_batch: Annotated[str, Option(help="Batch sizes of a verify step of 16 rows.")] = "1,32",
     decode_tokens: Annotated[int, Option(help="Prompt tokens before a decode or verify step.")] = 512,
-    new_tokens: Annotated[
-        str,
-        Option(
-            help="Output lengths of two runs whose difference gives the step time; with speculation only the longer."
-        ),
-    ] = "32,288",
+    new_tokens: Annotated[int, Option(help="Tokens that a decode or verify step is averaged over.")] = 288,
     concurrency: Annotated[str, Option(help="Numbers of unfinished requests in a closed loop.")] = "1,8,32,128",
     input_len: Annotated[int, Option(help="Prompt tokens in a closed loop.")] = 1024,
     output_len: Annotated[int, Option(help="New tokens in a closed loop.")] = 256,
@@ -50,7 +42,12 @@ def bench(
     repeats: Annotated[int, Option(help="Rounds over the configurations, interleaved: A B C A B C.")] = 3,
     peers: Annotated[Path | None, Option(help="CSV with results of other engines, to show next to these.")] = None,
     output: Annotated[
-        Path | None, Option("--output", "--out", help="New folder for the results. Default: out/bench-TIME.")
+        Path | None,
+        Option(
+            "--output",
+            "--out",
+            help="New folder for the results, or that of an interrupted bench to continue. Default: out/bench-TIME.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -67,34 +64,43 @@ def bench(
 
     Default sizes that are too long for the model are skipped; sizes you give that are too long are an error.
 
-    Exit status 1 if a point failed; the table shows the reason.
+    Each section is a sweep in a folder of its own, which report and compare read. A step time is the mean of the
+    iterations that ran all requests. To continue an interrupted bench, run the same command with its folder as --out.
+
+    Exit status 1 if a point failed; a note shows the reason, and the same command runs it again.
     """
+    from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.bench import run_bench
     from specbatch.sweeps.bench.peers import read_peers
-    from specbatch.sweeps.bench.plan import LENGTHS, BenchOptions
-    from specbatch.sweeps.bench.tables import load_records, table
+    from specbatch.sweeps.bench.sections import KINDS, BenchOptions
+    from specbatch.sweeps.bench.tables import joined, load_sections, rows_of
+    from specbatch.sweeps.report.tables import as_json as json_rows
 
     options = BenchOptions(
         sections=names(sections),
         configs=None if configs is None else names(configs),
-        decode_graph=decode_graph,
         batch=whole_numbers("batch", batch),
         verify_batch=whole_numbers("verify_batch", verify_batch),
         decode_tokens=decode_tokens,
-        new_tokens=whole_numbers("new_tokens", new_tokens),
+        new_tokens=new_tokens,
         concurrency=whole_numbers("concurrency", concurrency),
         input_len=input_len,
         output_len=output_len,
         ttft_tokens=whole_numbers("ttft_tokens", ttft_tokens),
         repeats=repeats,
-        asked=frozenset(
-            name for group in (*LENGTHS.values(), ("sections",)) for name in group if is_given(context, name)
+        given=frozenset(
+            name
+            for name in (*(name for kind in KINDS.values() for name in kind.lengths), "sections")
+            if is_given(context, name)
         ),
     )
     beside = read_peers(peers) if peers is not None else ""
-    with fresh_folder(output, "bench") as folder, progress("bench") as report:
-        text = run_bench(engine.config(compares=True), options, folder, peers=beside, log=say, report=report)
-    rows = table(load_records(folder))
+    base = engine.config(compares=True, prefix_cache=False)
+    resumes = "*" if output is not None and any(output.glob(f"*/{PLAN}")) else None
+    with fresh_folder(output, "bench", resumes=resumes) as folder, progress("bench") as report:
+        text = run_bench(base, options, folder, peers=beside, log=say, report=report)
+    records = load_sections(folder)
+    rows = json_rows(joined(rows_of(records).values()))
     show(f"{text}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
-    if any(row["failed"] for row in rows):
+    if any(record.error for own in records.values() for record in own):
         raise typer.Exit(1)

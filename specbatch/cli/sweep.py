@@ -189,8 +189,8 @@ def sweep(
     algorithm = "ngram"
     draft-tokens = [3, 7]
 
-    Speedups are relative to the configuration named baseline. Different models (model = ...) run one after the other,
-    each in its own process and folder.
+    Speedups are relative to the configuration named baseline, else to the first one. Different models (model = ...) run
+    one after the other, each in its own process and folder.
 
     specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B
 

@@ -13,7 +13,13 @@ from specbatch.engine.runner import Runner
 from specbatch.engine.scoring import Tally
 from specbatch.memory.state_cache import StateCache, StateCounters
 from specbatch.records.run_record import RunRecord
-from specbatch.records.summarize import device_metrics, emitted_histogram, summarize, total_acceptance
+from specbatch.records.summarize import (
+    device_metrics,
+    emitted_histogram,
+    full_batch_metrics,
+    summarize,
+    total_acceptance,
+)
 
 
 class RecordWindow:
@@ -69,6 +75,7 @@ class RecordWindow:
         if self._state_cache is not None:
             counters["states"] = asdict(self._state_cache.counters)
         metrics |= device_metrics(counters)
+        metrics |= full_batch_metrics(counters, concurrency, metrics["accept_length"])
         requests = [item.as_row() for item in self.completions]
         if self._tally.rows:
             counters["scoring"] = self._tally.numbers()

@@ -46,6 +46,11 @@ class RunRecord:
         return self.gpu or f"{self.hardware.get('cpu')}, {self.hardware.get('cores')} cores"
 
     @property
+    def error(self) -> str | None:
+        """Why nothing was measured; None if it was."""
+        return self.workload.get("error")
+
+    @property
     def drafts(self) -> bool:
         """Whether the run used speculation."""
         return bool(self.config["speculation"]["algorithm"] != NO_SPECULATION)

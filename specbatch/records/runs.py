@@ -30,7 +30,7 @@ _COMPARED_CAPS = ("device", "dtype", "kv_dtype", "float8_activations", "attentio
 
 
 class PointKey(NamedTuple):
-    """Identifies a point of a run; "" for parts that the run does not have. size: of a bench, or the concurrency."""
+    """Identifies a point of a run; "" for parts that it does not have. section: of a bench; size: the concurrency."""
 
     section: str = ""
     configuration: str = ""
@@ -38,8 +38,7 @@ class PointKey(NamedTuple):
 
     def __str__(self) -> str:
         section, configuration, size = self
-        what = "size" if section else "concurrency"
-        return " ".join(filter(None, (section, configuration, f"{what} {size}" if size != "" else "")))
+        return " ".join(filter(None, (section, configuration, f"concurrency {size}" if size != "" else "")))
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
     if (output := output_of(path)) is not None:
         found = [(output, load_output(setting, output, read_rows))]
     else:
-        found = [item for item in find_records(setting, path) if item[1].workload.get("section") != "machine"]
+        found = find_records(setting, path)
     if not found:
         works = "holds no record.json" if path.exists() else "no such file or folder"
         raise refuse(setting, str(path), f"{works}; name what eval, sweep, bench, check or generate wrote")
@@ -165,7 +164,7 @@ def _key(record: RunRecord) -> PointKey:
     work = record.workload
     if "configuration" not in work:
         return PointKey()
-    return PointKey(work.get("section", ""), work["configuration"], work.get("size", work.get("concurrency", "")))
+    return PointKey(work.get("section", ""), work["configuration"], work.get("concurrency", ""))
 
 
 def _order(record: RunRecord) -> tuple[Any, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion
 from specbatch.records.metrics import DISTRIBUTIONS, percentile_name
 from specbatch.records.run_record import RunRecord
+
+MIN_FULL_STEPS = 20  # iterations at full batch whose mean is a step time
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -92,7 +94,33 @@ def device_metrics(counters: dict[str, Any]) -> dict[str, float | None]:
         "late_launch_share": counters["late_launches"] / overlapped if overlapped else None,
         "host_waits_per_step": counters["host_waits"] / steps if steps else None,
         "graph_coverage": replays / passes if passes else None,
+        "host_step_s": counters["iteration_s"] / iterations if (iterations := counters["iterations"]) else None,
+    } | _graph_counts(counters["graphs"])
+
+
+def _graph_counts(graphs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Replays by kind, fallbacks and padding of the graphs that were requested; None where none were."""
+    requested = {name: graph for name, graph in graphs.items() if "off" not in graph["fallbacks"]}
+    found: dict[str, float | None] = {
+        f"{kind}_replays": requested[kind]["replays"] if kind in requested else None
+        for kind in ("decode", "target_prefill", "draft_prefill")
     }
+    fallbacks = sum(sum(graph["fallbacks"].values()) for graph in requested.values())
+    padding = sum(graph["padded"] for graph in requested.values())
+    return found | {
+        "graph_fallbacks": fallbacks if requested else None,
+        "graph_padding": padding if requested else None,
+    }
+
+
+def full_batch_metrics(
+    counters: dict[str, Any], concurrency: int | None, accept_length: float | None
+) -> dict[str, float | None]:
+    """Metrics of the iterations that ran `concurrency` requests."""
+    count, seconds = steps_at(counters, concurrency) if concurrency else (0, None)
+    step_s = seconds if count >= MIN_FULL_STEPS else None
+    speed = concurrency * accept_length / step_s if concurrency and accept_length and step_s else None
+    return {"full_batch_steps": count if concurrency else None, "step_s": step_s, "decode_throughput": speed}
 
 
 def _step_time(counters: dict[str, Any]) -> float | None:

@@ -109,10 +109,10 @@ def check_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 def save(folder: Path, plan: dict[str, Any], point: Point, record: RunRecord) -> None:
     """Write the record of a finished point; the plan is written with the first."""
+    point.folder(folder).mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
         write_atomic(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     record.workload |= point._asdict()
-    point.folder(folder).mkdir(parents=True, exist_ok=True)
     record.save(point.folder(folder))
 
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.draft_shape import shape_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.bench.sections import KINDS, kind_of
 from specbatch.sweeps.report.summaries import run_on
 
 PEERS = "peers.csv"
 _COLUMNS = ("model", "dtype", "gpu", "section", "size", "column", "peer", "value")
-Peer = dict[str, str]
-Point = tuple[str, int, str, str]  # section, size, column, and how it drafts (`drafting_of`)
+# By section, size and configuration: values by column and peer.
+Figures = dict[tuple[str, int, str], dict[tuple[str, str], str]]
 _SHAPE = ("draft_steps", "draft_topk", "draft_tokens")
 _DRAFTING = ("algorithm", *_SHAPE, "accept_length")
 
@@ -71,17 +74,22 @@ def _wrong(header: list[str], cells: list[str]) -> str | None:
     return None
 
 
-def comparable(folder: Path, records: list[RunRecord], points: set[Point]) -> dict[Point, Peer]:
-    """Values by peer of each of the `points`, where a figure is for the same model, type and device."""
+def figures_of(folder: Path, records: Mapping[str, list[RunRecord]]) -> Figures:
+    """The figures that `peers.csv` in `folder` has for points of these sections: same model, dtype, device and
+    speculation."""
     kept = folder / PEERS
     text = kept.read_text(encoding="utf-8") if kept.exists() else ""
-    model, dtype = records[0].config["model"], run_on(records)["dtype"]
-    gpu = records[0].gpu or ""
-    found: dict[Point, Peer] = {}
+    found: Figures = {}
     for peer in csv.DictReader(io.StringIO(text, newline="")):
-        point = (peer["section"], int(peer["size"]), peer["column"], _drafting(peer))
-        if (peer["model"], peer["dtype"]) == (model, dtype) and peer["gpu"] in gpu and point in points:
-            found.setdefault(point, {})[peer["peer"]] = peer["value"]
+        named = (own for section, own in records.items() if kind_of(section) == peer["section"])
+        for record in chain.from_iterable(named):
+            kind, work = KINDS[peer["section"]], record.workload
+            size = work["concurrency"] if kind.size == "concurrency" else work["input_len"]
+            settings = (record.config["model"], run_on([record])["dtype"], str(size), drafting_of(record))
+            same = settings == (peer["model"], peer["dtype"], peer["size"], _drafting(peer))
+            if same and peer["gpu"] in (record.gpu or "") and peer["column"] in kind.peers:
+                point = found.setdefault((peer["section"], size, work["configuration"]), {})
+                point[peer["column"], peer["peer"]] = peer["value"]
     return found
 
 
@@ -93,7 +101,7 @@ def drafting_of(record: RunRecord) -> str:
     return f"{asked.algorithm}, {asked.shape}, accept length {'real' if mean is None else f'{mean:g}'}"
 
 
-def _drafting(peer: Peer) -> str:
+def _drafting(peer: dict[str, str]) -> str:
     """The same of a row of the CSV. Raises SpecbatchError for a shape that is impossible."""
     if not peer.get("algorithm"):
         return ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specbatch.memory.recurrent_state import state_bytes, state_types
 from specbatch.runtime.loader import kept_float8
-from specbatch.sweeps.bench.plan import Load
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
@@ -18,21 +18,17 @@ if TYPE_CHECKING:
 _ROUTED = ".experts."  # in the names of what a router chooses from; shared ones are called otherwise
 
 
-def step_bytes(engine: Engine, load: Load) -> dict[str, float]:
-    """Bytes of a step: weights that it uses, states, and keys and values at the mean context of the measured steps."""
+def step_bytes(engine: Engine, concurrency: int, workload: Mapping[str, Any]) -> float:
+    """Bytes of a step: weights that it uses, states, and keys and values at the mean context of the run."""
     caps, model = engine.caps, engine.model_config
     dtype, rows = getattr(torch, caps["dtype"]), caps["verify_rows"]
-    context = load.prompt_tokens + sum(load.new_tokens) / 2
-    kv_token = caps["kv_bytes"] / (caps["kv_pages"] * caps["page_size"])
-    weights = used_bytes(model, load.concurrency * rows, dtype, engine.device)
-    found = {"weight_bytes": weights, "kv_token_bytes": kv_token, "mean_context": context}
-    moved = weights + load.concurrency * context * kv_token
+    context: float = workload["input_len"] + workload["output_len"] / 2
+    kv_token: float = caps["kv_bytes"] / (caps["kv_pages"] * caps["page_size"])
+    states = 0
     if model.state_shapes:
-        found["state_bytes"] = moved_states(model, rows, state_types(dtype, engine.config.state_dtype))
-        moved += load.concurrency * found["state_bytes"]
-    if model.chosen is not None:
-        found |= {"experts": model.chosen[0], "top_k": model.chosen[1]}
-    return found | {"step_bytes": moved}
+        states = moved_states(model, rows, state_types(dtype, engine.config.state_dtype))
+    weights = used_bytes(model, concurrency * rows, dtype, engine.device)
+    return weights + concurrency * (context * kv_token + states)
 
 
 def used_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -59,7 +55,7 @@ def moved_states(model: ModelConfig, rows: int, types: dict[str, torch.dtype]) -
     return 2 * state_bytes(model.state_shapes, model.num_layers - model.attention_layers, rows, types)
 
 
-def without_products(model: ModelConfig) -> str | None:
+def without_gemms(model: ModelConfig) -> str | None:
     """Why `machine.limits.gemm_seconds`, which is for dense attention layers, is not measured; None if it is."""
     if model.chosen is not None:
         return "which experts' matrices a step multiplies by depends on its tokens"

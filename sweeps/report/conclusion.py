@@ -1,4 +1,4 @@
-"""Summarizes a sweep in sentences: how much faster than the baseline each configuration is."""
+"""Summarizes a sweep in sentences: how much faster than the baseline, or the first one, each configuration is."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def conclusion(rows: pd.DataFrame, differences: Mapping[tuple[Any, ...], Interval]) -> list[str]:
-    """One sentence for each concurrency, from the rows of `tables.table`; none without a baseline.
+def conclusion(rows: pd.DataFrame, base: str | None, differences: Mapping[tuple[Any, ...], Interval]) -> list[str]:
+    """One sentence for each concurrency, from the rows of `tables.table`; none for a single configuration.
 
-    differences: the interval of output tok/s less the baseline's, by (concurrency, configuration), as `compare` has it.
-    A difference is shown if its interval excludes zero.
+    base: the configuration that the ratios are over. differences: the interval of output tok/s less that of `base`, by
+    (concurrency, configuration), as `compare` has it. A difference is shown if its interval excludes zero.
     """
     every: list[Any] = list(rows.itertuples())
-    compared = [row for row in every if row.configuration != "baseline" and not math.isnan(row.ratio)]
+    compared = [row for row in every if row.configuration != base and not math.isnan(row.ratio)]
+    other = "the baseline" if base == "baseline" else str(base)
     sentences = []
     for concurrency in dict.fromkeys(row.concurrency for row in compared):
         parts = ", ".join(
-            _part(row, differences.get((concurrency, row.configuration)))
+            _part(row, other, differences.get((concurrency, row.configuration)))
             for row in compared
             if row.concurrency == concurrency
         )
@@ -31,13 +32,13 @@ def conclusion(rows: pd.DataFrame, differences: Mapping[tuple[Any, ...], Interva
     return [*sentences, *_caveat(compared)]
 
 
-def _part(row: Any, difference: Interval | None) -> str:
+def _part(row: Any, base: str, difference: Interval | None) -> str:
     if row.repeats < 2:
-        return f"{row.configuration} is {row.ratio:.2f} times the baseline"
+        return f"{row.configuration} is {row.ratio:.2f} times {base}"
     spread = f"{row.ratio_min:.2f}-{row.ratio_max:.2f}"
     if difference is None or not difference.excludes_zero:
-        return f"no difference is shown between {row.configuration} and the baseline (ratio {spread})"
-    return f"{row.configuration} is {row.ratio:.2f} times the baseline ({spread})"
+        return f"no difference is shown between {row.configuration} and {base} (ratio {spread})"
+    return f"{row.configuration} is {row.ratio:.2f} times {base} ({spread})"
 
 
 def _caveat(compared: list[Any]) -> Iterator[str]:

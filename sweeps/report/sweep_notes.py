@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from specbatch.records.markdown import draft_length_lines
 from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import MIN_FULL_STEPS
 from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.report.gain import Gain
 from specbatch.sweeps.report.notes import Note, failures, replay_notes
 
+MEDIANS = "Medians over repeats (smallest-largest), ratios within a repeat; accept length counts the bonus token."
+
 
 def sweep_notes(
-    records: list[RunRecord], points: Mapping[tuple[Any, ...], list[RunRecord]], missing: Sequence[Point]
+    records: list[RunRecord],
+    points: Mapping[tuple[Any, ...], list[RunRecord]],
+    missing: Sequence[Point],
+    shown: Collection[str],
 ) -> list[Note]:
-    """Notes about the runs. points: repeats by (concurrency, configuration); missing: points without a record."""
-    found = [Note("Medians over repeats; accept length counts the bonus token; per-user: output tok/s / concurrency.")]
+    """Notes about the runs. points: repeats by (concurrency, configuration); missing: points without a record; shown:
+    the metrics of the table."""
+    found = [Note(MEDIANS)]
     for record in records:
-        found += _of_record(record)
-    found += [*_shared(records), *_simulated(records), *_tokens(records)]
+        found += _failure(record) if record.error else _of_record(record, shown)
+    finished = [record for record in records if not record.error]
+    found += [*_shared(finished), *_simulated(records), *_tokens(finished)]
     for (concurrency, name), repeats in points.items():
         for line in draft_length_lines((record.counters for record in repeats), repeats[0].caps):
             found.append(Note(f"{name} at concurrency {concurrency}, {line}."))
@@ -51,11 +59,21 @@ def _where(record: RunRecord) -> str:
     return f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
 
 
-def _of_record(record: RunRecord) -> Iterator[Note]:
+def _failure(record: RunRecord) -> Iterator[Note]:
+    yield Note(f"{_where(record)}: {record.error}", "FAILED")
+
+
+def _of_record(record: RunRecord, shown: Collection[str]) -> Iterator[Note]:
     work, where = record.workload, _where(record)
     if record.metrics["requests"] != work["prompts"]:
         finished = f"{record.metrics['requests']} of {work['prompts']} prompts finished"
         yield Note(f"{where}: {finished}.", "INCOMPLETE")
+    steps = record.metrics.get("full_batch_steps")
+    if "step_s" in shown and steps is not None and record.metrics.get("step_s") is None:
+        text = f"{where}: {steps:.0f} steps ran all {work['concurrency']} requests, and {MIN_FULL_STEPS} are needed"
+        yield Note(text, "NOT MEASURED", "use longer answers or a larger prefill chunk")
+    if record.metrics.get("retractions"):
+        yield Note(f"{where}: {record.metrics['retractions']} requests waited for KV pages.", "RETRACTED")
     if record.drafts and not record.metrics.get("drafted_tokens"):
         yield Note(f"{where}: nothing was drafted, so this row does not show speculation.", "NO DRAFTS")
     yield from replay_notes(record, where)
@@ -83,6 +101,8 @@ def _shared(records: list[RunRecord]) -> Iterator[Note]:
 def _remarks(record: RunRecord) -> Iterator[Note]:
     if (distinct := record.workload.get("distinct_prompts")) and distinct < record.workload["prompts"]:
         yield Note(f"only {distinct} prompts are different; a prefix cache answers the others faster", "REPEATED")
+    for line in record.workload.get("remarks", ()):
+        yield Note(line)
     for line in record.workload.get("warnings", ()):
         yield Note(line, "CHECK OUTPUTS")
     if reason := record.counters.get("no_accept_length"):

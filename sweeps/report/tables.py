@@ -1,22 +1,24 @@
 """The table of a sweep, made from the records on disk alone.
 
-A number is the median over repeats. `ratio` is the output throughput over the baseline's in the same repeat: its median
-over repeats, with minimum and maximum where there are several. `break_even` is over the baseline of the same repeat.
+A number is the median over repeats; the first one also has its minimum and maximum. `ratio` is over the configuration
+`baseline`, else over the first one, in the same repeat. `break_even` is over the fastest run without speculation in the
+same repeat. A `View` chooses the numbers; columns in which nothing was measured are not shown.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.errors import refuse
 from specbatch.records.intervals import Interval, over_runs
-from specbatch.records.markdown import acceptance_table
-from specbatch.records.metrics import METRICS, RELATIVE
+from specbatch.records.markdown import acceptance_table, markdown_table
+from specbatch.records.metrics import METRICS, RELATIVE, Metric
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import find_records
 from specbatch.records.summarize import break_even
@@ -24,7 +26,7 @@ from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report.conclusion import conclusion
 from specbatch.sweeps.report.gain import BREAK_EVEN, Gain, gain_of, losses
 from specbatch.sweeps.report.notes import Note
-from specbatch.sweeps.report.summaries import caps_text, heading, number, run_on, with_spread
+from specbatch.sweeps.report.summaries import caps_text, heading, run_on, with_spread
 from specbatch.sweeps.report.sweep_notes import disagreement, sweep_notes
 from specbatch.sweeps.run.workloads import lines_of
 
@@ -36,9 +38,31 @@ _SHOWN = (
     *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "accept_length", "accept_rate", "per_user_throughput"),
     *("launch_lead_s", "host_waits_per_step", "device_idle_share", "graph_coverage"),
 )
-COLUMNS = {METRICS[key].column: METRICS[key] for key in _SHOWN}
 _BREAK_EVEN, _RATIO = RELATIVE["break_even"], RELATIVE["ratio"]
 _POINT = ["concurrency", "configuration"]
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class View:
+    """What a table shows.
+
+    keys        metrics of the registry; the first one is shown with its spread
+    ratio       the metric that the ratio compares
+    break_even  the steps that break-even compares: those of all batch sizes, or of a full batch only; None: none
+    """
+
+    keys: tuple[str, ...] = _SHOWN
+    ratio: str = "output_throughput"
+    break_even: Literal["all", "full"] | None = "all"
+
+    @property
+    def columns(self) -> dict[str, Metric]:
+        return {METRICS[key].column: METRICS[key] for key in self.keys}
+
+
+SWEEP = View()
+COLUMNS = SWEEP.columns
 
 Points = dict[tuple[Any, ...], list[RunRecord]]  # repeats by (concurrency, configuration)
 
@@ -66,11 +90,17 @@ def point_name(concurrency: int, configuration: str) -> str:
     return f"{configuration} at concurrency {concurrency}"
 
 
-def gains_of(records: list[RunRecord]) -> dict[tuple[Any, ...], Gain | None]:
+def base_of(configurations: Iterable[str]) -> str | None:
+    """The configuration that ratios are over: the baseline, else the first of several."""
+    names = list(dict.fromkeys(configurations))
+    return BASELINE if BASELINE in names else names[0] if len(names) > 1 else None
+
+
+def gains_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ...], Gain | None]:
     """What speculation gains by its steps at each (concurrency, configuration); None where that is unknown."""
     return {
         point: gain_of(
-            ((record.metrics.get("accept_length"), _break_even(record, records)) for record in repeats),
+            ((record.metrics.get("accept_length"), _break_even(record, records, view)) for record in repeats),
             repeats[0].simulated_accept_length,
         )
         for point, repeats in points_of(records).items()
@@ -78,56 +108,60 @@ def gains_of(records: list[RunRecord]) -> dict[tuple[Any, ...], Gain | None]:
 
 
 def differences_of(records: list[RunRecord]) -> dict[tuple[Any, ...], Interval]:
-    """The interval of output tok/s less the baseline's at each (concurrency, configuration) with several repeats."""
+    """The interval of output tok/s less that of `base_of` at each (concurrency, configuration) with several repeats."""
     speeds = {
         point: {
-            record.workload["repeat"]: speed for record in repeats if (speed := record.metrics["output_throughput"])
+            record.workload["repeat"]: speed for record in repeats if (speed := record.metrics.get("output_throughput"))
         }
         for point, repeats in points_of(records).items()
     }
-    found = {}
+    found, other = {}, base_of(name for _, name in speeds)
     for (concurrency, name), own in speeds.items():
-        base = speeds.get((concurrency, "baseline"), {})
+        base = speeds.get((concurrency, other), {})
         both = [repeat for repeat in own if repeat in base]
-        if name != "baseline" and len(both) > 1:
+        if name != other and len(both) > 1:
             before, after = ([side[repeat] for repeat in both] for side in (base, own))
             found[concurrency, name] = over_runs(before, after, paired=True)
     return found
 
 
-def table(records: list[RunRecord]) -> pd.DataFrame:
-    """One row per concurrency and configuration, with the numbers of the CSV."""
+def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
+    """One row per concurrency and configuration, with the numbers of the CSV.
+
+    repeats: those that were measured; failed: why another one was not.
+    """
     import pandas as pd
 
+    first, *_ = columns = view.columns
     runs = pd.DataFrame(
         {
             **{key: record.workload[key] for key in (*_POINT, "repeat")},
             "simulated_accept_length": record.simulated_accept_length,
-            **{column: _or_nan(metric.read(record)) for column, metric in COLUMNS.items()},
-            "break_even": _or_nan(_break_even(record, records)),
+            "failed": record.error,
+            **{column: _or_nan(metric.read(record)) for column, metric in view.columns.items()},
+            "break_even": _or_nan(_break_even(record, records, view)),
+            "compared": _or_nan(METRICS[view.ratio].read(record)),
         }
         for record in records
     )
-    baseline = runs[runs.configuration == "baseline"].set_index(["concurrency", "repeat"]).output_tok_s
-    places = pd.MultiIndex.from_frame(runs[["concurrency", "repeat"]])
-    runs["ratio"] = runs.output_tok_s / baseline.reindex(places).to_numpy()
+    base = runs[runs.configuration == base_of(runs.configuration)].set_index(["concurrency", "repeat"]).compared
+    runs["ratio"] = runs.compared / base.reindex(pd.MultiIndex.from_frame(runs[["concurrency", "repeat"]])).to_numpy()
     groups = runs.groupby(_POINT, sort=False)
-    rows = groups[[*COLUMNS, "break_even"]].median()
-    rows.insert(0, "repeats", groups.size())
+    rows = groups[[*columns, "break_even"]].median()
+    rows.insert(0, "repeats", groups.failed.agg(lambda reasons: int(reasons.isna().sum())))
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
-    gains = gains_of(records)
+    gains = gains_of(records, view)
     rows["speculation"] = [None if (gain := gains[point]) is None else str(gain) for point in rows.index]
-    rows["ratio"], rows["ratio_min"], rows["ratio_max"] = (
-        groups.ratio.median(),
-        groups.ratio.min(),
-        groups.ratio.max(),
-    )
+    rows["ratio"] = groups.ratio.median()
+    for column in (first, "ratio"):
+        rows[f"{column}_min"], rows[f"{column}_max"] = groups[column].min(), groups[column].max()
+    rows["failed"] = groups.failed.first()
     return rows.reset_index()
 
 
-def losses_of(records: list[RunRecord]) -> Note | None:
+def losses_of(records: list[RunRecord], view: View = SWEEP) -> Note | None:
     """A warning about the points at which speculation loses; None without any."""
-    gains, points = gains_of(records), points_of(records)
+    gains, points = gains_of(records, view), points_of(records)
     return losses([(point_name(*point), gains[point], repeats[-1]) for point, repeats in points.items()])
 
 
@@ -143,36 +177,60 @@ def write_summary(folder: Path) -> str:
 
 def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = ()) -> str:
     """Heading, table, acceptance, notes and a conclusion. missing: points of the sweep without a record."""
-    from tabulate import tabulate
-
-    headers, body = shown(rows)
-    text = tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
-    counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
-    accepted = acceptance_table(counters, tuple(_POINT))
+    headings, body = shown(rows)
     lines = "".join(f"* {note}\n" for note in notes(records, rows, missing))
-    parts = [heading(about(records)), f"{text}\n", f"{accepted}\n" if accepted else "", lines]
-    parts.append("".join(f"{sentence}\n" for sentence in conclusion(rows, differences_of(records))))
+    parts = [heading(about(records)), f"{markdown_table(body, headings)}\n", acceptance(records), lines]
+    parts.append(
+        "".join(f"{sentence}\n" for sentence in conclusion(rows, base_of(rows.configuration), differences_of(records)))
+    )
     return "\n".join(filter(None, parts))
 
 
-def shown(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table."""
-    known = bool(rows.break_even.notna().any())
-    headings = [metric.heading for metric in COLUMNS.values()]
-    headings += [_BREAK_EVEN.heading, "speculation"] if known else []
-    return [*_POINT, *headings, _RATIO.heading], [_cells(row, known) for row in rows.itertuples()]
+def acceptance(records: list[RunRecord]) -> str:
+    """The table of acceptance; empty where nothing was drafted."""
+    counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
+    accepted = acceptance_table(counters, tuple(_POINT))
+    return f"{accepted}\n" if accepted else ""
 
 
-def notes(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = ()) -> list[Note]:
-    """What a reader must know before believing the table."""
-    found = sweep_notes(records, points_of(records), missing)
-    if rows.break_even.notna().any():
-        found.append(Note(BREAK_EVEN))
-    gains = gains_of(records)
+def shown(rows: pd.DataFrame, view: View = SWEEP, size: str = "concurrency") -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the table. size: the column of `rows` that comes first."""
+    measured = {column: metric for column, metric in view.columns.items() if rows[column].notna().any()}
+    headings = [size.replace("_", " "), "configuration", *(metric.heading for metric in measured.values())]
+    if known := bool(rows.break_even.notna().any()):
+        headings += [_BREAK_EVEN.heading, "speculation"]
+    first = next(iter(view.columns))
+    if compared := bool(rows.ratio.notna().any()):
+        of = "" if view.ratio == view.keys[0] else f" of {METRICS[view.ratio].title}"
+        headings.append(f"ratio{of} to {base_of(rows.configuration)}")
+    body: list[list[str]] = []
     each: list[Any] = list(rows.itertuples())
     for row in each:
-        point = row.concurrency, row.configuration
-        found += disagreement(point, gains[point], row.ratio)
+        cells = {column: metric.text(getattr(row, column)) for column, metric in measured.items()}
+        if first in cells:
+            cells[first] = _with_spread(row, first, measured[first])
+        if known:
+            gain = row.speculation if isinstance(row.speculation, str) else "-"  # pandas may turn None into NaN
+            cells |= {"break_even": _BREAK_EVEN.text(row.break_even), "speculation": gain}
+        if compared:
+            cells["ratio"] = _with_spread(row, "ratio", _RATIO)
+        body.append([str(getattr(row, size)), row.configuration, *cells.values()])
+    return headings, body
+
+
+def notes(
+    records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = (), view: View = SWEEP
+) -> list[Note]:
+    """What a reader must know before believing the table."""
+    found = sweep_notes(records, points_of(records), missing, view.keys)
+    if rows.break_even.notna().any():
+        found.append(Note(BREAK_EVEN))
+    if view.break_even == "all":
+        gains = gains_of(records, view)
+        each: list[Any] = list(rows.itertuples())
+        for row in each:
+            point = row.concurrency, row.configuration
+            found += disagreement(point, gains[point], row.ratio)
     return found
 
 
@@ -190,7 +248,7 @@ def about(records: list[RunRecord]) -> dict[str, str]:
         run_on(records)
         | lines_of(work)
         | {
-            "configurations": "; ".join(f"{name}: {_described(record)}" for name, record in configurations.items()),
+            "configurations": "; ".join(f"{name}: {described(record)}" for name, record in configurations.items()),
             "effective caps": _by_name({name: caps_text(record) for name, record in configurations.items()}),
             "prefix cache": _by_name({name: _prefix_cache(record) for name, record in configurations.items()}),
         }
@@ -202,24 +260,26 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _break_even(record: RunRecord, records: list[RunRecord]) -> float | None:
-    """None for a run without speculation, and where no baseline ran in the same repeat."""
+def _break_even(record: RunRecord, records: list[RunRecord], view: View) -> float | None:
+    """None for a run without speculation, and where no other one ran in the same repeat."""
     place = ("concurrency", "repeat")
     baselines = [
         other
         for other in records
         if not other.drafts and all(other.workload[key] == record.workload[key] for key in place)
     ]
-    return break_even(record, baselines) if record.drafts else None
+    if not record.drafts or view.break_even is None:
+        return None
+    if view.break_even == "all":
+        return break_even(record, baselines)
+    steps = [step for other in baselines if (step := other.metrics.get("step_s"))]
+    step = record.metrics.get("step_s")
+    return step / min(steps) if step and steps else None
 
 
-def _cells(row: Any, break_even_known: bool) -> list[str]:
-    numbers = [metric.text(getattr(row, column)) for column, metric in COLUMNS.items()]
-    if break_even_known:
-        gain = row.speculation if isinstance(row.speculation, str) else "-"  # pandas may turn None into NaN
-        numbers += [number(row.break_even, _BREAK_EVEN.decimals), gain]
-    ratio = with_spread((row.ratio, row.ratio_min, row.ratio_max), _RATIO.decimals, row.repeats)
-    return [str(row.concurrency), row.configuration, *numbers, ratio]
+def _with_spread(row: Any, column: str, metric: Metric) -> str:
+    values = (getattr(row, column), getattr(row, f"{column}_min"), getattr(row, f"{column}_max"))
+    return with_spread(values, metric.decimals, row.repeats)
 
 
 def _by_name(texts: dict[str, str]) -> str:
@@ -229,7 +289,8 @@ def _by_name(texts: dict[str, str]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def _described(record: RunRecord) -> str:
+def described(record: RunRecord) -> str:
+    """Speculation and graphs of a configuration, or the server."""
     return str(record.config.get("server") or f"{record.speculation}, {Graphs(**record.config['graphs'])}")
 
 

@@ -3,7 +3,7 @@
 A file is TOML or YAML, with a table for each configuration, whose keys are options of the command and override those of
 the command line. A list makes one configuration for each of its values, and several lists all combinations:
 
-    [baseline]                    # ratios are over the configuration of this name
+    [baseline]                    # ratios are over the configuration of this name, else over the first one
     spec = "off"
 
     [eagle]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,10 @@ from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.page_pool import held_at_once
-from specbatch.memory.planner import MemoryShare
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.progress import Report
 from specbatch.records.run_record import RunRecord
+from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, save
 from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.tables import load_records, losses_of, write_summary
@@ -33,17 +33,26 @@ if TYPE_CHECKING:
     from specbatch.sweeps.run.http_engine import HttpEngine
 
 
+Log = Callable[[str], None]
+Engines = Mapping[str, "Engine | HttpEngine"]
+Load = Callable[[], AbstractContextManager[Engines]]
+Failed = dict[str, str]  # by configuration: why its engine could not be built
+
 WARM_UP_TOKENS = 16
 CPU_WARM_UP = 4  # requests and tokens: a CPU has nothing to compile, and a whole batch takes as long as a point
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Which points are run: each configuration at each concurrency, `repeats` times."""
+    """Which points are run: each configuration at each concurrency, `repeats` times.
+
+    section: the name of this sweep in a bench, which consists of several
+    """
 
     concurrency: tuple[int, ...] = (1, 8, 32, 128)
     repeats: int = 1
     workload: Workload = field(default_factory=Workload)
+    section: str = ""
 
     def __post_init__(self) -> None:
         for number in self.concurrency:
@@ -63,7 +72,7 @@ def run_sweep(
     options: SweepOptions,
     folder: Path,
     *,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
     report: Report | None = None,
 ) -> str:
     """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
@@ -72,7 +81,7 @@ def run_sweep(
     of what is finished is written first. Refused: a concurrency that an engine cannot hold.
     """
     fit = fitted(configs, options)
-    return _finish(fit, lambda: _loaded(fit, options.workload, log), options, folder, log, report)
+    return _summarized(fit, lambda: loaded(fit, log, options.workload), options, folder, log, report)
 
 
 def run_server(
@@ -80,32 +89,28 @@ def run_server(
     options: SweepOptions,
     folder: Path,
     *,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
     report: Report | None = None,
 ) -> str:
     """Run a sweep with a server as the only configuration, named by its model. A point whose requests all fail ends the
     sweep with an error."""
-    return _finish(
+    return _summarized(
         {server.model: server.config}, lambda: nullcontext({server.model: server}), options, folder, log, report
     )
 
 
-def _finish(
+def _summarized(
     configs: Mapping[str, Described],
-    load: Callable[[], AbstractContextManager[Mapping[str, Engine | HttpEngine]]],
+    load: Load,
     options: SweepOptions,
     folder: Path,
-    log: Callable[[str], None] | None,
+    log: Log | None,
     report: Report | None,
 ) -> str:
-    plan = plan_of(configs, options)
-    check_plan(folder, plan)
+    """Run all points and write the summary, also of a sweep that is interrupted or fails."""
     every = list(points(configs, options))
-    left = [point for point in every if not point.is_finished(folder)]
     try:
-        if left:
-            with load() as engines:
-                _run(engines, options, left, partial(save, folder, plan), log, _counter(options, left, report))
+        run_points(configs, load, options, folder, log=log, report=report)
     except KeyboardInterrupt:
         finished = sum(point.is_finished(folder) for point in every)
         works = "the same command with this --out continues"
@@ -117,53 +122,127 @@ def _finish(
     return summary
 
 
-@contextmanager
-def _loaded(
-    configs: Mapping[str, EngineConfig], workload: Workload, log: Callable[[str], None] | None
-) -> Iterator[dict[str, Engine | HttpEngine]]:
-    """The engines of the configurations, on one copy of the weights."""
-    with ExitStack() as stack:
-        engines: dict[str, Engine] = {}
-        check_draft(configs.values(), log)
-        for index, (name, config) in enumerate(configs.items()):
-            first, side = next(iter(engines.values()), None), MemoryShare(index, len(configs))
-            with of_lengths(config, workload):
-                engine = load_engine(name, config, log, weights_of=first, share=side)
-            engines[name] = stack.enter_context(engine)
-        yield {**engines}
+def run_points(
+    configs: Mapping[str, Described],
+    load: Load,
+    options: SweepOptions,
+    folder: Path,
+    *,
+    log: Log | None = None,
+    report: Report | None = None,
+    failed: Failed | None = None,
+    measured: Callable[[Any, Point, RunRecord], None] | None = None,
+) -> None:
+    """Run every point that has no record yet, or failed, and write its record as soon as it is done.
+
+    load      opens the engines; not called if nothing is left
+    failed    engines that could not be built. Their points, and those that fail, leave a record with the error, and the
+              others go on. None: an error ends the sweep
+    measured  called with engine, point and record before the record is written
+    """
+    plan = plan_of(configs, options)
+    check_plan(folder, plan)
+    left = [point for point in points(configs, options) if not _is_measured(point, folder)]
+    if not left:
+        return
+    with load() as engines:
+        for point, record in _run(configs, engines, options, left, log, _counter(options, left, report), failed):
+            if measured is not None and not record.error:
+                measured(engines[point.configuration], point, record)
+            save(folder, plan, point, record)
+
+
+def _is_measured(point: Point, folder: Path) -> bool:
+    return point.is_finished(folder) and load_record("output", point.folder(folder)).error is None
 
 
 def _run(
-    engines: Mapping[str, Engine | HttpEngine],
+    configs: Mapping[str, Described],
+    engines: Engines,
     options: SweepOptions,
     left: list[Point],
-    done: Callable[[Point, RunRecord], None],
-    log: Callable[[str], None] | None,
+    log: Log | None,
     count: Callable[[Completion], None],
-) -> None:
-    workload, tokenizer = options.workload, next(iter(engines.values())).tokenizer
-    most, shown_before = max(options.concurrency), set[str]()
-    every = workload.prompts(tokenizer, workload.count(most))
+    failed: Failed | None,
+) -> Iterator[tuple[Point, RunRecord]]:
+    workload, most, shown_before = options.workload, max(options.concurrency), set[str]()
+    every = workload.prompts(next(iter(engines.values())).tokenizer, workload.count(most))
     params = workload.params(len(every))
-    for name, engine in engines.items():
-        _check_concurrency(name, engine.caps, most, every, params)
+    if failed is None:
+        for name, engine in engines.items():
+            _check_concurrency(name, engine.caps, most, every, params)
     for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
-        now = list(ours)
-        prompts = every[: workload.count(concurrency)]
-        for name in dict.fromkeys(point.configuration for point in now):
-            _warm_up(engines[name], prompts[:concurrency], params[:concurrency])
+        now, prompts = list(ours), every[: workload.count(concurrency)]
+        wanted = params[: len(prompts)]
+        errors = None if failed is None else dict(failed)  # of this concurrency
+        for name in dict.fromkeys(point.configuration for point in now if point.configuration in engines):
+            with noted(errors, name):
+                _check_concurrency(name, engines[name].caps, concurrency, prompts, wanted)
+                _warm_up(engines[name], prompts, wanted, concurrency)
         for point in now:
-            engine = engines[point.configuration]
-            record = _measure(engine, prompts, params[: len(prompts)], workload, concurrency, count)
-            where = f"{point.configuration} at concurrency {concurrency}, repeat {point.repeat}"
-            failed = "; ".join(f"{error} ({number})" for error, number in failures(record))
-            if failed and not record.metrics["requests"]:
-                raise SpecbatchError(f"every request of {where} failed: {failed}; finished points are kept")
-            for line in record.workload["warnings"]:
-                if log is not None and line not in shown_before:
-                    log(f"warning: {where}: {line}")
-                shown_before.add(line)
-            done(point, record)
+            name, record = point.configuration, None
+            if not errors or name not in errors:
+                with noted(errors, name):
+                    record = _measure(engines[name], prompts, wanted, workload, concurrency, count)
+            if record is None:
+                assert errors is not None
+                record = RunRecord(configs[name].as_dict(), {}, {}, {}, [], workload.describe(prompts))
+                record.workload["error"] = errors[name]
+            else:
+                _check_measured(point, record, log, shown_before)
+            if options.section:
+                record.workload["section"] = options.section
+            yield point, record
+
+
+def _check_measured(point: Point, record: RunRecord, log: Log | None, shown_before: set[str]) -> None:
+    """Refuse a point without a finished request; log warnings that were not shown before."""
+    where = f"{point.configuration} at concurrency {point.concurrency}, repeat {point.repeat}"
+    errors = "; ".join(f"{error} ({number})" for error, number in failures(record))
+    if errors and not record.metrics["requests"]:
+        raise SpecbatchError(f"every request of {where} failed: {errors}; finished points are kept")
+    for line in record.workload["warnings"]:
+        if log is not None and line not in shown_before:
+            log(f"warning: {where}: {line}")
+        shown_before.add(line)
+
+
+@contextmanager
+def loaded(
+    configs: Mapping[str, EngineConfig], log: Log | None, workload: Workload | None = None, failed: Failed | None = None
+) -> Iterator[Engines]:
+    """The engines of the configurations, on one copy of the weights. Each gets an equal share of the memory, or if all
+    have kv_pages, what these take.
+
+    workload: a max_model_len that is refused is reported in terms of its lengths. failed: gets the reasons why engines
+    cannot be built; refused if none can. None: the first reason is raised.
+    """
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        check_draft(configs.values(), log)
+        are_sized = all(config.kv_pages for config in configs.values())
+        for index, (name, config) in enumerate(configs.items()):
+            first = next(iter(engines.values()), None)
+            side = EXCLUSIVE if are_sized else MemoryShare(index, len(configs))
+            with noted(failed, name), of_lengths(config, workload):
+                engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
+            if failed and name in failed and log is not None:
+                log(f"{name}: {failed[name]}")
+        if not engines and failed:
+            raise SpecbatchError(next(iter(failed.values())))
+        yield engines
+
+
+@contextmanager
+def noted(errors: dict[str, str] | None, name: str) -> Iterator[None]:
+    """Keep the first line of an exception as the error of `name`; None: let it through."""
+    try:
+        yield
+    except Exception as error:
+        if errors is None:
+            raise
+        line = next(iter(str(error).splitlines()), "")
+        errors[name] = line if isinstance(error, SpecbatchError) else f"{type(error).__name__}: {line}"
 
 
 def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[str, EngineConfig]:
@@ -177,12 +256,13 @@ def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[s
 
 
 @contextmanager
-def of_lengths(config: EngineConfig, workload: Workload) -> Iterator[None]:
+def of_lengths(config: EngineConfig, workload: Workload | None) -> Iterator[None]:
     """Report a max_model_len that is refused in terms of the workload's lengths, if it follows from them."""
     try:
         yield
     except SpecbatchError as error:
-        if error.setting != "max_model_len" or config.max_model_len != workload.max_model_len:
+        of_workload = workload is not None and config.max_model_len == workload.max_model_len
+        if error.setting != "max_model_len" or workload is None or not of_workload:
             raise
         lengths = {name: shown(getattr(workload, name)) for name in ("shared_len", "input_len", "output_len")}
         name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
@@ -216,11 +296,20 @@ def _check_concurrency(
         )
 
 
-def _warm_up(engine: Engine | HttpEngine, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-    on_cpu = engine.caps.get("device") == "cpu"
-    most, count = (CPU_WARM_UP, CPU_WARM_UP) if on_cpu else (WARM_UP_TOKENS, len(prompts))
+def _warm_up(
+    engine: Engine | HttpEngine, prompts: list[list[int]], params: list[SamplingParams], concurrency: int
+) -> None:
+    """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
+    iterations, so each request has enough new tokens that the first one still runs when the last one begins."""
+    caps, count, most = engine.caps, concurrency, WARM_UP_TOKENS
+    if caps.get("device") == "cpu":
+        count, most = min(count, CPU_WARM_UP), CPU_WARM_UP
+    elif "prefill_chunk" in caps:
+        count += 1
+        passes = -(-sum(map(len, prompts[:concurrency])) // caps["prefill_chunk"])
+        most = max(most, (passes + 2) * caps["verify_rows"])
     short = [replace(wanted, max_new_tokens=min(wanted.max_new_tokens, most)) for wanted in params[:count]]
-    engine.generate(prompts[:count], short, concurrency=len(short))
+    engine.generate(prompts[:count], short, concurrency=min(concurrency, len(short)))
 
 
 def _measure(
@@ -231,18 +320,21 @@ def _measure(
     concurrency: int,
     on_completion: Callable[[Completion], None],
 ) -> RunRecord:
-    """Measure one point: a closed loop that keeps `concurrency` requests unfinished, or prompts that arrive by a clock,
-    of which at most `concurrency` run. The prefix cache is empty at its start."""
+    """Measure one point: a closed loop that keeps `concurrency` requests unfinished, prompts that arrive by a clock, of
+    which at most `concurrency` run, or one request after the other. The prefix cache is empty at its start."""
     if engine.config.prefix_cache:
         engine.forget_prefixes()
     engine.reset_record()
-    completions = engine.generate(
-        prompts,
-        params,
-        concurrency=concurrency,
-        arrivals=workload.arrivals(len(prompts)),
-        on_completion=on_completion,
-    )
+    completions = []
+    calls = [slice(index, index + 1) for index in range(len(prompts))] if workload.sequential else [slice(None)]
+    for part in calls:
+        completions += engine.generate(
+            prompts[part],
+            params[part],
+            concurrency=concurrency,
+            arrivals=workload.arrivals(len(prompts)),
+            on_completion=on_completion,
+        )
     record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
     real = record.simulated_accept_length is None  # a simulated accept length makes the text meaningless

@@ -49,6 +49,7 @@ class Workload:
                 it runs all groups
     request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
                 inf: a closed loop, where a prompt is submitted when another one ends
+    sequential  a request is submitted after the previous one has left the device, so that each runs alone
     burst       prompts that arrive together, at the same mean rate; 0: all of a point at once, which takes no rate
     chat_template  None: messages are rendered by the model's template and all else is continued as text; True:
                 texts become a message of the user; False: nothing is rendered
@@ -67,6 +68,7 @@ class Workload:
     shared_len: Length = 2048
     request_rate: float = math.inf
     burst: int = 1
+    sequential: bool = False
     chat_template: bool | None = None
     thinking: bool | None = None
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
@@ -89,6 +91,8 @@ class Workload:
             raise refuse("request_rate", self.request_rate, "all prompts arrive at once; leave it out, or --burst all")
         if self.burst > 1 and self.request_rate == math.inf:
             raise refuse("burst", self.burst, "give --request-rate, too, or use all")
+        if self.sequential and self.is_open:
+            raise refuse("request_rate", self.request_rate, "sequential requests do not arrive by a clock")
         if self.data is not None and self.dataset != "gsm8k" and not self.dataset.startswith(LM_EVAL):
             raise refuse(
                 "data",
@@ -229,6 +233,7 @@ class Workload:
             else None,
             "request_rate": self.request_rate if self.request_rate < math.inf else None,
             "burst": self.burst,
+            "sequential": self.sequential,
             "prompts_sha256": sha256_of(prompts),
         }
 
@@ -273,6 +278,8 @@ def _arrivals(work: dict[str, Any]) -> str:
     rate, burst = work.get("request_rate"), work.get("burst", 1)
     counted = "times are measured from there"
     most = "at most as many as the concurrency run"
+    if work.get("sequential"):
+        return "one request after the other, each alone on an idle engine"
     if burst == 0:
         return f"all prompts of a point at once: {counted}, and {most}"
     if rate is None:

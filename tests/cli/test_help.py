@@ -87,7 +87,7 @@ OPTIONS = {  # command: options in its help, options that are not, and the start
     **dict.fromkeys(("eval", "check", "trace", "generate", "send-one"), (f"{ENGINE} --spec ", "", "")),
     "sweep": (ENGINE, "--spec ", ""),  # its schedules are --configs
     "bench": (
-        "--model --dtype --page-size --prefill-chunk --sections --draft --json",
+        "--model --dtype --page-size --prefill-chunk --sections --decode-graph --draft --json",
         "--spec --kv-pages --max-running --prefix-cache --prefill-graph",
         " --model qwen3-8b --load-format dummy",
     ),

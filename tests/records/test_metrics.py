@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from specbatch.records.metrics import METRICS, RELATIVE, glossary, glossary_markdown
-from specbatch.records.summarize import device_metrics, summarize
+from specbatch.records.summarize import device_metrics, full_batch_metrics, summarize
 
 DOCS = Path(__file__).parents[2] / "docs/glossary.md"
 NO_STEPS = {
@@ -14,9 +14,11 @@ NO_STEPS = {
     "launch_lead_s": 0.0, "late_launches": 0, "host_waits": 0, "iterations": 0, "iteration_s": 0.0,
 }  # fmt: skip
 
+STEPS = full_batch_metrics({"steps_by_rows": {}}, 1, None)
+
 
 def test_every_metric_of_a_record_is_registered() -> None:
-    assert set(summarize([], 1.0, 1)) | set(device_metrics(NO_STEPS)) <= set(METRICS)
+    assert set(summarize([], 1.0, 1)) | set(device_metrics(NO_STEPS)) | set(STEPS) <= set(METRICS)
 
 
 def test_names_are_unique_and_definitions_are_sentences() -> None:

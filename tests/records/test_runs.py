@@ -83,12 +83,14 @@ def test_no_record_and_another_schema_are_refused(tmp_path):
 
 
 def test_points_of_a_bench(tmp_path):
-    for section, size in (("decode", 1), ("machine", 0)):
-        record = make_record([metrics_of()] * 10, section=section, size=size, output_len=4)
+    for section in ("decode", "verify"):
+        record = make_record([metrics_of()] * 10, section=section, concurrency=1, output_len=4)
         record.metrics["step_s"] = 0.004
-        folder = tmp_path / section / "v1" / str(size) / "r1"
+        folder = tmp_path / section / "v1" / "c1" / "r1"
         folder.mkdir(parents=True)
         record.save(folder)
-    assert list(load_run("before", tmp_path, read_output).points) == [PointKey("decode", "v1", 1)]
-    (row,) = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "step time at this batch")
+    (tmp_path / "machine.json").write_text("{}")
+    found = [PointKey("decode", "v1", 1), PointKey("verify", "v1", 1)]
+    assert list(load_run("before", tmp_path, read_output).points) == found
+    row, _ = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "full-batch step")
     assert (row.section, row.before) == ("decode", pytest.approx(4.0))

@@ -20,6 +20,7 @@ from specbatch.records.summarize import (
     break_even,
     device_metrics,
     emitted_histogram,
+    full_batch_metrics,
     percentile,
     steps_at,
     summarize,
@@ -122,6 +123,27 @@ def test_step_time_by_number_of_requests() -> None:
     assert steps_at(counters, 32) == (4, pytest.approx(0.025))
     assert steps_at(counters, 1) == (2, 0.25)
     assert steps_at(counters, 31) == (0, None)
+
+
+def test_metrics_of_a_full_batch_need_enough_steps() -> None:
+    counters = {"steps_by_rows": {"4": [20, 0.2], "3": [19, 0.1]}}
+    full = full_batch_metrics(counters, 4, 2.5)
+    assert full == {"full_batch_steps": 20, "step_s": pytest.approx(0.01), "decode_throughput": pytest.approx(1000)}
+    assert full_batch_metrics(counters, 3, 2.5) == {"full_batch_steps": 19, "step_s": None, "decode_throughput": None}
+    assert set(full_batch_metrics(counters, None, 2.5).values()) == {None}
+
+
+def test_graphs_are_counted_by_kind_where_they_were_requested() -> None:
+    graphs = {
+        "decode": {"replays": 7, "fallbacks": {"logprobs": 2}, "padded": 4},
+        "target_prefill": {"replays": 6, "fallbacks": {"too long": 1}, "padded": 30},
+        "draft_prefill": {"replays": 0, "fallbacks": {"off": 3}, "padded": 0},
+    }
+    found = device_metrics(COUNTERS | {"graphs": graphs})
+    names = ("decode_replays", "target_prefill_replays", "draft_prefill_replays", "graph_fallbacks", "graph_padding")
+    assert [found[name] for name in names] == [7, 6, None, 3, 34]
+    assert found["host_step_s"] == pytest.approx(0.1)
+    assert {device_metrics(COUNTERS)[name] for name in names} == {None}
 
 
 def timed(seconds: float | None, **more: list[float]) -> RunRecord:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.sweeps.bench.columns import DRAFTING as SECTIONS
 from specbatch.sweeps.bench.peers import read_peers
+from specbatch.sweeps.bench.sections import KINDS
 
 HEAD = "model,dtype,gpu,section,size,column,peer,value\n"
 DRAFTING = "algorithm,draft_steps,draft_topk,draft_tokens,accept_length," + HEAD
@@ -61,7 +61,7 @@ def test_the_peers_of_the_repository_can_be_shown():
     assert all(float(row["value"]) > 0 for row in rows)
     ways = {tuple(row[name] for name in DRAFTING.split(",")[:5]) for row in rows}
     assert ways == {("",) * 5, ("eagle3", "3", "1", "3", "2.4"), ("dflash", "15", "1", "15", "6.35")}
-    assert all(row["column"] in SECTIONS[row["section"]].peer_columns for row in rows)
+    assert all(row["column"] in KINDS[row["section"]].peers for row in rows)
     names = ("algorithm", "section", "size", "peer", "column")
     figures = {tuple(row[name] for name in names): float(row["value"]) for row in rows}
     assert len(figures) == len(rows)

@@ -23,6 +23,7 @@ def test_faster_slower_and_no_difference() -> None:
             (4, "baseline", 3, 1.0, 1.0, 1.0),
             (4, "v1", 3, 1.02, 1.01, 1.05),
         ),
+        "baseline",
         {(1, "v1"): Interval(9.0, 11.0, ""), (1, "v2"): Interval(-3.0, -1.0, ""), (4, "v1"): Interval(-0.1, 0.5, "")},
     )
     assert found == [
@@ -33,10 +34,15 @@ def test_faster_slower_and_no_difference() -> None:
 
 
 def test_one_repeat_shows_no_spread() -> None:
-    found = conclusion(rows((1, "baseline", 1, 1.0, 1.0, 1.0), (1, "v2", 1, 1.5, 1.5, 1.5)), {})
+    found = conclusion(rows((1, "baseline", 1, 1.0, 1.0, 1.0), (1, "v2", 1, 1.5, 1.5, 1.5)), "baseline", {})
     assert found[0] == "Concurrency 1, output tok/s: v2 is 1.50 times the baseline."
     assert "--repeats 3" in found[1]
 
 
-def test_nothing_without_a_baseline() -> None:
-    assert conclusion(rows((1, "v2", 1, float("nan"), float("nan"), float("nan"))), {}) == []
+def test_ratios_over_the_first_configuration() -> None:
+    found = conclusion(rows((1, "v1", 1, 1.0, 1.0, 1.0), (1, "v2", 1, 1.5, 1.5, 1.5)), "v1", {})
+    assert found[0] == "Concurrency 1, output tok/s: v2 is 1.50 times v1."
+
+
+def test_a_single_configuration_has_no_conclusion() -> None:
+    assert conclusion(rows((1, "v2", 1, float("nan"), float("nan"), float("nan"))), None, {}) == []

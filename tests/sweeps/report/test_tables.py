@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,7 +11,17 @@ from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
-from specbatch.sweeps.report.tables import COLUMNS, load_records, losses_of, markdown, table, write_summary
+from specbatch.sweeps.report.tables import (
+    COLUMNS,
+    View,
+    load_records,
+    losses_of,
+    markdown,
+    notes,
+    shown,
+    table,
+    write_summary,
+)
 
 CAPS = {"max_running": 4, "max_model_len": 64, "kv_pages": 32, "page_size": 16, "prefill_chunk": 64}
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -61,10 +72,67 @@ def test_repeat_without_its_baseline_has_no_ratio():
     assert rows.ratio.to_list() == [1.0, 2.0]
 
 
-def test_without_a_baseline_there_are_no_ratios():
+def test_without_a_baseline_the_ratio_is_over_the_first_configuration():
+    records = [record("v1", 1, 10.0), record("v2", 1, 15.0)]
+    assert table(records).ratio.to_list() == [1.0, 1.5]
+    text = markdown(records, table(records))
+    assert "ratio to v1" in text
+    assert "v2 is 1.50 times v1" in text
+
+
+def full_batch(name: str, step_s: float | None, repeat: int = 1, *, steps: int = 50) -> RunRecord:
+    """At a full batch; "v1" drafts and emits 2 tokens per verify, by steps of all sizes at half of the break-even."""
+    made, accept = record(name, repeat, 1.0), 1.0 if name == "baseline" else 2.0
+    made.metrics |= {"full_batch_steps": steps, "step_s": step_s, "accept_length": accept}
+    made.metrics["decode_throughput"] = 4 * accept / step_s if step_s else None
+    made.counters = {"steps_by_rows": {"1": [10, 1.0]}}
+    return made
+
+
+def test_a_view_compares_full_batches():
+    view = View(("step_s", "decode_throughput", "full_batch_steps"), "decode_throughput", "full")
+    records = [
+        *(full_batch("baseline", time, repeat) for repeat, time in ((1, 0.004), (2, 0.005))),
+        *(full_batch("v1", time, repeat) for repeat, time in ((1, 0.006), (2, 0.02))),
+    ]
+    rows = table(records, view)
+    v1 = rows[rows.configuration == "v1"].iloc[0]
+    assert (v1.ratio_min, v1.ratio_max) == pytest.approx((2 * 5 / 20, 2 * 4 / 6))
+    assert v1.break_even == pytest.approx((6 / 4 + 20 / 5) / 2)  # not by the steps of all sizes
+    assert (v1.step_ms_min, v1.step_ms_max) == pytest.approx((6, 20))
+    headings, body = shown(rows, view)
+    assert headings[2:] == [
+        "full-batch step (ms)", "decode tok/s", "full-batch steps", "break-even accept length", "speculation",
+        "ratio of decode tok/s to baseline",
+    ]  # fmt: skip
+    assert body[1][2] == "13.00 (6.00-20.00)"
+    rows = table(records, replace(view, break_even=None))
+    assert rows.break_even.isna().all()
+    assert rows.speculation.isna().all()
+
+
+def test_a_step_without_enough_iterations_is_a_note_where_it_is_shown():
+    records = [full_batch("v1", None, steps=19)]
+    view = View(("step_s",), "step_s", None)
+    note = "NOT MEASURED: v1 at concurrency 4, repeat 1: 19 steps ran all 4 requests, and 20 are needed"
+    assert any(str(item).startswith(note) for item in notes(records, table(records, view), view=view))
+    assert note not in markdown(records, table(records))
+
+
+def test_a_failed_point_is_a_note_and_leaves_the_others_alone():
+    records = [record("baseline", 1, 10.0), record("v1", 1, 15.0, error="no memory"), record("v2", 1, 15.0)]
+    records[1].metrics, records[1].caps = {}, {}
+    rows = table(records)
+    assert rows.repeats.to_list() == [1, 0, 1]
+    assert rows.failed.isna().to_list() == [True, False, True]
+    assert rows.ratio.to_list() == pytest.approx([1.0, math.nan, 1.5], nan_ok=True)
+    assert "FAILED: v1 at concurrency 4, repeat 1: no memory" in markdown(records, rows)
+
+
+def test_a_single_configuration_has_no_ratio():
     records = [record("v2", 1, 10.0)]
     assert table(records).ratio.isna().all()
-    assert "| - " in text_of(records)
+    assert "ratio to" not in markdown(records, table(records))
 
 
 def test_missing_measurements_are_dashes():

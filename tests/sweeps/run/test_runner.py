@@ -1,0 +1,30 @@
+"""Points of a sweep on an engine: the warm-up, and requests that run alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbatch import Engine
+from specbatch.config import EngineConfig, Speculation
+from specbatch.sweeps.run.runner import _warm_up
+from specbatch.sweeps.run.workloads import Workload
+
+EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
+
+
+@pytest.mark.parametrize("speculation", [Speculation(), EAGLE3])
+@pytest.mark.parametrize(("concurrency", "per_concurrency"), [(12, 1), (7, 2)])
+def test_warm_up_on_a_gpu_runs_a_full_batch(speculation: Speculation, concurrency: int, per_concurrency: int) -> None:
+    """Prompts are computed one after the other, and the first has not ended when the last begins."""
+    config = EngineConfig(
+        model="toy", load_format="dummy", device="cpu", page_size=4, prefill_chunk=10, speculation=speculation
+    )
+    work = Workload(input_len=10, output_len=200, prompts_per_concurrency=per_concurrency)
+    count = work.count(concurrency)
+    with Engine(config) as engine:
+        engine.caps["device"] = "cuda:0"
+        _warm_up(engine, work.prompts(engine.tokenizer, count), work.params(count), concurrency)
+        counters = engine.record().counters
+    assert str(concurrency) in counters["steps_by_rows"]
+    # No more requests than run at once, and in a closed loop one that takes the slot of another.
+    assert counters["prefill_passes"] == concurrency + (per_concurrency > 1)
