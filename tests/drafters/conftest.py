@@ -44,7 +44,7 @@ def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Decoder:
 
 
 class Bench:
-    """Rows of a batch in scattered slots and pages, each with its text for the plain references."""
+    """Rows of a batch in scattered slots and pages, each with its text for the references."""
 
     def __init__(self, prompts: list[list[int]], width: int = 128) -> None:
         count = len(prompts)
@@ -83,7 +83,7 @@ class Bench:
                 torch.testing.assert_close(ours[pages, positions % PAGE], expected, rtol=1e-4, atol=1e-5)
 
     def prefill(self, drafter: Drafter, chunk: int = 1000, target: tuple[Decoder, KVCache] | None = None) -> None:
-        """All positions before the root, in chunks; through the target, too, if it is there."""
+        """All positions before the root, in chunks; also through the target if it is given."""
         ends = [len(text) - 1 for text in self.texts]
         for start in range(0, max(ends), chunk):
             spans = [
@@ -127,7 +127,7 @@ class Bench:
         )
 
     def acceptances(self, count: int, randomness: random.Random) -> list[list[int]]:
-        """Accepted drafts per turn and row: all, none, all twice in a row, and random counts."""
+        """Accepted drafts per iteration and row: all, none, all twice in a row, and random counts."""
         rows = len(self.texts)
         turns = [[count] * rows, [0] * rows, [count] * rows, [count] * rows]
         return turns + [[randomness.randint(0, count) for _ in range(rows)] for _ in range(3)]

@@ -49,7 +49,7 @@ def texts_of(tokens: list[int], words: list[int]) -> set[tuple[int, ...]]:
     return {tuple(tokens[at - 1] for at in range(1, 64) if word >> at & 1) for word in words[1:]}
 
 
-class Life:
+class Run:
     """Iterations whose verify accepts a given path."""
 
     def __init__(self, bench: Any, tiny: Any, shape: DraftShape, chunk: int = 1000) -> None:
@@ -84,65 +84,65 @@ class Life:
 
 @pytest.mark.parametrize(("shape", "chunk"), crossed(SHAPES, [1000, 3]), ids=str)
 def test_tree_matches_uncached_model(bench: Any, tiny: Any, shape: DraftShape, chunk: int) -> None:
-    life = Life(bench, tiny, shape, chunk)
+    run = Run(bench, tiny, shape, chunk)
     for turn in range(6):
-        before = life.here.batch.tokens.clone()
-        step, proposal = life.propose()
-        assert torch.equal(life.here.batch.tokens, before)
+        before = run.here.batch.tokens.clone()
+        step, proposal = run.propose()
+        assert torch.equal(run.here.batch.tokens, before)
         assert proposal.probabilities is None
         assert proposal.drafted.tolist() == [shape.tokens] * len(LENGTHS)
-        assert trees_of(proposal.tokens, proposal.ancestors) == wanted_trees(life.model, life.here.texts, shape)
-        life.accept(step, proposal, least=(0, shape.steps, 1, shape.steps, shape.steps, 0)[turn])
+        assert trees_of(proposal.tokens, proposal.ancestors) == wanted_trees(run.model, run.here.texts, shape)
+        run.accept(step, proposal, least=(0, shape.steps, 1, shape.steps, shape.steps, 0)[turn])
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
 def test_cached_keys_match_uncached_model(bench: Any, tiny: Any, shape: DraftShape) -> None:
     """Up to the root once the draft has run, and before that all but the positions that the plan counts as missing."""
-    life = Life(bench, tiny, shape)
+    run = Run(bench, tiny, shape)
     speculation = Speculation("standalone", draft="self:skip=0", **dict(zip(FIELDS, shape, strict=True)))
-    target: Any = SimpleNamespace(config=life.model.config)
+    target: Any = SimpleNamespace(config=run.model.config)
     missing = plan(target, EngineConfig(speculation=speculation), print).uncached_tail
     for turn in range(5):
-        step, proposal = life.propose()
-        life.here.check_keys(life.model, life.cache)
-        life.accept(step, proposal, least=(shape.steps, 0)[turn % 2])
-        life.here.check_keys(life.model, life.cache, 1 + missing)  # nor is the root
+        step, proposal = run.propose()
+        run.here.check_keys(run.model, run.cache)
+        run.accept(step, proposal, least=(shape.steps, 0)[turn % 2])
+        run.here.check_keys(run.model, run.cache, 1 + missing)  # nor is the root
 
 
 def test_reused_row_starts_fresh(bench: Any, tiny: Any) -> None:
     """The prefill of a new request clears what the previous one had accepted."""
-    life = Life(bench, tiny, SHAPES[1])
+    run = Run(bench, tiny, SHAPES[1])
     for _ in range(2):
-        step, proposal = life.propose()
-        life.accept(step, proposal, least=3)
-    assert life.drafter._new[life.here.rows].max() > 3
-    for row, text in zip(life.here.rows.tolist(), life.here.texts, strict=True):
+        step, proposal = run.propose()
+        run.accept(step, proposal, least=3)
+    assert run.drafter._new[run.here.rows].max() > 3
+    for row, text in zip(run.here.rows.tolist(), run.here.texts, strict=True):
         text[:] = [text[0], 5]
-        life.here.batch.tokens[row, :2] = torch.tensor(text)
-        life.here.batch.lengths[row] = 1
-    life.here.prefill(life.drafter)
-    _, proposal = life.propose()
-    assert trees_of(proposal.tokens, proposal.ancestors) == wanted_trees(life.model, life.here.texts, life.shape)
+        run.here.batch.tokens[row, :2] = torch.tensor(text)
+        run.here.batch.lengths[row] = 1
+    run.here.prefill(run.drafter)
+    _, proposal = run.propose()
+    assert trees_of(proposal.tokens, proposal.ancestors) == wanted_trees(run.model, run.here.texts, run.shape)
 
 
 def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:
     """For any number of accepted drafts."""
-    life = Life(bench, tiny, SHAPES[1])
-    life.here.rows = torch.zeros(len(LENGTHS), dtype=torch.int64)
-    kept = [item[1:].clone() for item in (*life.cache.k, *life.cache.v)]
+    run = Run(bench, tiny, SHAPES[1])
+    run.here.rows = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    kept = [item[1:].clone() for item in (*run.cache.k, *run.cache.v)]
     for _ in range(3):
-        step, proposal = life.propose()
-        life.drafter.update(step, Features(torch.empty(0), None), torch.full((len(LENGTHS),), 3), proposal.ancestors)
-    assert all(torch.equal(item[1:], old) for item, old in zip((*life.cache.k, *life.cache.v), kept, strict=True))
-    assert int(life.drafter._new[0]) == 1
+        step, proposal = run.propose()
+        run.drafter.update(step, Features(torch.empty(0), None), torch.full((len(LENGTHS),), 3), proposal.ancestors)
+    assert all(torch.equal(item[1:], old) for item, old in zip((*run.cache.k, *run.cache.v), kept, strict=True))
+    assert int(run.drafter._new[0]) == 1
 
 
 @pytest.mark.parametrize("vocabulary", [11, 16])
 def test_draft_with_another_padded_vocabulary(bench: Any, tiny: Any, vocabulary: int) -> None:
-    life = Life(bench, tiny, SHAPES[2])
-    own = life.drafter
-    life.drafter = DraftModelTree(life.model, own._forward, life.cache, SHAPES[2], vocabulary, 20)
-    step, proposal = life.propose()
+    run = Run(bench, tiny, SHAPES[2])
+    own = run.drafter
+    run.drafter = DraftModelTree(run.model, own._forward, run.cache, SHAPES[2], vocabulary, 20)
+    step, proposal = run.propose()
     assert proposal.tokens.min() >= 0
     assert proposal.tokens.max() < min(vocabulary, VOCABULARY)
     assert step.slots.shape == proposal.drafted.shape

@@ -53,7 +53,7 @@ def test_tree_holds_continuations_of_the_best_matches(bench: Any) -> None:
     assert proposal.probabilities is None
 
 
-def test_the_baseline_drafts_nothing(bench: Any) -> None:
+def test_baseline_drafts_nothing(bench: Any) -> None:
     here = bench([[1, 2], [1, 2, 1, 2, 1]])
     proposal = NoDraft().propose(here.step(0))
     assert proposal.tokens.shape == (2, 0)

@@ -61,7 +61,7 @@ def ablate(
     return run
 
 
-def test_the_table_has_no_empty_cell_and_compares_answers(ablate: Any, tmp_path: Path) -> None:
+def test_table_has_no_empty_cell_and_compares_answers(ablate: Any, tmp_path: Path) -> None:
     found, made, seen = ablate()
     rows = found.rows()
     assert [row["configuration"] for row in rows] == ["baseline", "v1", "v2"]
@@ -80,7 +80,7 @@ def test_the_table_has_no_empty_cell_and_compares_answers(ablate: Any, tmp_path:
     assert (tmp_path / "v1" / "questions.jsonl").exists()
 
 
-def test_an_interruption_reports_what_is_kept(ablate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interruption_reports_what_is_kept(ablate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     warm_up, rest = ablation._warm_up, ["baseline"]
 
     def stop(*args: Any) -> None:
@@ -106,7 +106,7 @@ def test_configurations_get_the_same_prompts(
     assert {report.prompts_sha256 for report in found.reports.values()} == {alone.prompts_sha256}
 
 
-def test_a_task_with_different_prompts_in_each_run_is_refused(ablate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_with_different_prompts_in_each_run_is_refused(ablate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text_of, number = ConfigurableTask.doc_to_text, count()
     monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *args: f"{next(number)} {text_of(*args)}")
     with pytest.raises(SpecbatchError, match="task='gsm8k': builds different prompts in each run"):

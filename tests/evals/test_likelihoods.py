@@ -246,7 +246,7 @@ def prefers(number: int) -> Callable[[str], str]:
     return reply
 
 
-def test_a_row_per_question(make_engine: Any, tasks: None, tmp_path: Path) -> None:
+def test_row_per_question(make_engine: Any, tasks: None, tmp_path: Path) -> None:
     output = tmp_path / "out"
     seen: list[tuple[int, int]] = []
     options = EvalOptions("choice", limit=3, output=output)
@@ -295,7 +295,7 @@ def test_table_has_no_columns_without_measurements(make_engine: Any, tasks: None
     assert "logprob" in report.questions[0]
 
 
-def test_a_bootstrapped_error_prints_nothing(capfd: pytest.CaptureFixture[str], make_engine: Any, tasks: None) -> None:
+def test_bootstrapped_error_prints_nothing(capfd: pytest.CaptureFixture[str], make_engine: Any, tasks: None) -> None:
     """lm-eval computes that of a perplexity in processes of its own, and prints a line."""
     report = run_eval(make_engine(prefers(0)), EvalOptions("likely"))
     assert capfd.readouterr() == ("", "")
@@ -307,7 +307,7 @@ def test_a_bootstrapped_error_prints_nothing(capfd: pytest.CaptureFixture[str], 
     assert report.questions[0].keys() >= {"target", "logprob", "is_greedy"}
 
 
-def test_an_interrupted_run_keeps_finished_scores(make_engine: Any, tasks: None, tmp_path: Path) -> None:
+def test_interrupted_run_keeps_finished_scores(make_engine: Any, tasks: None, tmp_path: Path) -> None:
     engine = make_engine(prefers(0))
     engine.stop_after = 2
     with pytest.raises(KeyboardInterrupt):

@@ -50,7 +50,7 @@ def test_scores_and_prompts(make_engine: Any) -> None:
     assert all(prompt.startswith(shared) for prompt in prompts)
 
 
-def test_the_same_sums_as_multiple_choice(make_engine: Any) -> None:
+def test_same_sums_as_multiple_choice(make_engine: Any) -> None:
     """Four different numbers; the right one is at each place about equally often."""
     engine = make_engine(lambda prompt: f" {eval(prompt.rsplit(': ', 1)[1].split(' =')[0])}")
     report = run_eval(engine, EvalOptions("one_digit_choices"))

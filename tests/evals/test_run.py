@@ -36,7 +36,7 @@ def test_scores_computed_by_hand(report: Any) -> None:
     assert report.record.metrics["accept_rate"] == 3 / 8
 
 
-def test_a_row_per_question(report: Any) -> None:
+def test_row_per_question(report: Any) -> None:
     assert [row["doc_id"] for row in report.questions] == list(range(8))
     right, loose, none, endless = report.questions[:4]
     assert right["question"] == "Question: What comes before 101? #100\nAnswer:"

@@ -59,7 +59,7 @@ def test_missing_cells_are_left_out(tmp_path):
     assert read_rows("input", path, None, ("prompt", "messages", "prompt_token_ids")) == rows
 
 
-def test_a_folder_of_splits(tmp_path):
+def test_folder_of_splits(tmp_path):
     table = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"a": table, "b": table.select([2])}).save_to_disk(tmp_path / "two")
     datasets.DatasetDict({"a": table}).save_to_disk(tmp_path / "one")
@@ -70,7 +70,7 @@ def test_a_folder_of_splits(tmp_path):
             read_rows("input", tmp_path / "two", split, ("prompt",))
 
 
-def test_a_data_set_of_the_hub(monkeypatch):
+def test_data_set_of_the_hub(monkeypatch):
     seen = []
 
     def load(*names, **options):
@@ -88,7 +88,7 @@ def test_a_data_set_of_the_hub(monkeypatch):
         read_rows("input", "hf:owner/name", None, ("prompt",))
 
 
-def test_an_unreachable_hub(monkeypatch):
+def test_unreachable_hub(monkeypatch):
     def offline(*names, **options):
         raise ConnectionError("no route.\nat all")
 
@@ -123,7 +123,7 @@ def loaded(path):
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out"])
-def test_a_written_table_has_types_and_replaces_an_old_one(tmp_path, name, capfd):
+def test_written_table_has_types_and_replaces_an_old_one(tmp_path, name, capfd):
     path = tmp_path / name
     for rows in (OUT[:1], OUT):
         write_rows(path, rows, TYPES)
@@ -137,7 +137,7 @@ def test_a_written_table_has_types_and_replaces_an_old_one(tmp_path, name, capfd
 
 @pytest.mark.parametrize("name", ["out.parquet", "out"])
 @pytest.mark.parametrize("fails", ["convert", "move"])
-def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch, name, fails):
+def test_failed_write_keeps_the_old_table(tmp_path, monkeypatch, name, fails):
     path = tmp_path / name
     write_rows(path, OUT[:1], TYPES)
     replace = os.replace
@@ -154,7 +154,7 @@ def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch, name, fails):
     assert len(loaded(path)) == 1
 
 
-def test_a_folder_with_other_files_is_not_a_saved_data_set(tmp_path):
+def test_folder_with_other_files_is_not_a_saved_data_set(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path)
     assert is_saved(tmp_path)
     (tmp_path / "notes.txt").write_text("")

@@ -40,7 +40,7 @@ def opened(tmp_path):
         (text_of(HEADER | {"place": "there"}, *ROWS), ROWS),
     ],
 )
-def test_a_job_continues_from_what_a_crash_leaves(opened, left, taken):
+def test_job_continues_from_what_a_crash_leaves(opened, left, taken):
     kept = opened()
     kept.path.write_text(left)
     kept.load()
@@ -84,7 +84,7 @@ def test_other_files_are_an_error_and_unchanged(opened, left, message):
     assert kept.path.read_bytes() == left.encode(errors="surrogateescape")
 
 
-def test_a_folder_is_an_error(opened):
+def test_folder_is_an_error(opened):
     kept = opened()
     kept.path.mkdir()
     with pytest.raises(SpecbatchError, match=r"rows': cannot be read \(Is a directory\)"):

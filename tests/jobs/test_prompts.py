@@ -41,7 +41,7 @@ def scanned(tmp_path):
         (b'{"prompt": "a", "id": "\\ud800"}', "id has half of a surrogate pair"),
     ],
 )
-def test_a_malformed_line_is_returned_between_the_others(scanned, line, what):
+def test_malformed_line_is_returned_between_the_others(scanned, line, what):
     before, bad, after = scanned(b'{"prompt": "a"}\n\n' + line + b'\n{"question": "b", "id": 7}')
     assert before == Prompt(1, "prompt", "a")
     assert isinstance(bad, MalformedLine)
@@ -64,7 +64,7 @@ def test_byte_order_marks_and_line_endings_are_ignored(scanned):
     assert scanned("\r\n".join(lines).encode()) == found
 
 
-def test_a_json_file_has_an_array_or_lines(tmp_path):
+def test_json_file_has_an_array_or_lines(tmp_path):
     path = tmp_path / "in.json"
     path.write_text('\n[{"prompt": "2024-01-01", "id": "a"},\n 5, {"messages": [{"role": "user", "content": "x"}]}]')
     first, bad, last = scan_prompts(path)
@@ -80,7 +80,7 @@ def test_a_json_file_has_an_array_or_lines(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf"])
-def test_an_empty_file_is_an_error(scanned, content):
+def test_empty_file_is_an_error(scanned, content):
     with pytest.raises(SpecbatchError, match=r"in\.jsonl': has no prompts"):
         scanned(content)
 
@@ -102,7 +102,7 @@ def test_read_prompts_raises_for_the_first_malformed_line(tmp_path):
         ("messages", CHAT, "messages"),
     ],
 )
-def test_a_column_has_any_form_or_the_one_of_its_name(scanned, column, value, form):
+def test_column_has_any_form_or_the_one_of_its_name(scanned, column, value, form):
     row = {"prompt": "other", "messages": CHAT, column: value, "id": 3}
     assert scanned(json.dumps(row).encode(), column=column) == [Prompt(1, form, value, 3)]
 
@@ -117,7 +117,7 @@ def test_a_column_has_any_form_or_the_one_of_its_name(scanned, column, value, fo
         ({"body": [{"role": "user"}]}, "body must be a string, a list"),
     ],
 )
-def test_a_row_without_a_prompt_in_the_column_is_malformed(scanned, row, what):
+def test_row_without_a_prompt_in_the_column_is_malformed(scanned, row, what):
     (bad,) = scanned(json.dumps(row).encode(), column="body")
     assert isinstance(bad, MalformedLine)
     assert bad.problem.startswith(what)

@@ -46,7 +46,7 @@ def test_invalid_files_are_refused(tmp_path: Path, content: str | bytes | None, 
     assert "\n" not in str(refused.value)
 
 
-def test_an_example_must_not_be_scored() -> None:
+def test_example_must_not_be_scored() -> None:
     scored = Questions(Path("a.jsonl"), "a.jsonl", [{"question": "one?", "answer": "1"}], "0" * 64)
     other = Questions(Path("b.jsonl"), "b.jsonl", [{"question": "two?", "answer": "2"}], "0" * 64)
     same = Questions(Path("b.jsonl"), "b.jsonl", [*other.rows, {"question": " one?\n", "answer": "uno"}], "0" * 64)

@@ -20,11 +20,11 @@ from specbatch.jobs.thinking import answer_of, opens_thinking
         (" 4", False, " 4"),
     ],
 )
-def test_the_answer_is_the_text_after_the_reasoning(text, opened, answer):
+def test_answer_is_the_text_after_the_reasoning(text, opened, answer):
     assert answer_of(text, opened=opened) == answer
 
 
-def test_a_template_can_open_the_reasoning():
+def test_template_can_open_the_reasoning():
     assert opens_thinking("<|im_start|>assistant\n<think>\n")
     assert not opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not opens_thinking("What is <think>?")

@@ -23,7 +23,7 @@ class Script:
     piece: int = 1  # tokens of each piece
     usage: str = "every"  # or "last", "never"
     model: str = "org/toy"
-    tokens: int | None = None  # of an answer; None: as many as asked
+    tokens: int | None = None  # of an answer; None: as many as requested
     text: Callable[[int], str] = lambda token: "abc "[token % 4]
     end: bool = False  # an end token without text, which usage counts only at the end
     fails: Callable[[int], Broken | None] = lambda number: None

@@ -314,7 +314,7 @@ def test_nan_fp8_weights_are_refused(keeps: bool, tmp_path: Path, monkeypatch: p
         Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
 
 
-def test_the_file_decides_which_weights_are_fp8(tmp_path: Path) -> None:
+def test_file_decides_which_weights_are_fp8(tmp_path: Path) -> None:
     meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
     described = json.loads((tmp_path / "config.json").read_text())
     described["quantization_config"]["modules_to_not_convert"] = None

@@ -42,5 +42,5 @@ def test_values_have_units_and_medians_skip_missing_ones() -> None:
     assert (ttft.heading, METRICS["device_idle_share"].heading) == ("mean TTFT (ms)", "device idle (%)")
 
 
-def test_the_documentation_has_the_definitions() -> None:
+def test_documentation_has_the_definitions() -> None:
     assert glossary_markdown() in DOCS.read_text()

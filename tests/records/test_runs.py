@@ -49,7 +49,7 @@ def test_runs_without_a_common_point_are_refused(tmp_path):
         compare(old, new)
 
 
-def test_a_folder_of_different_runs_is_refused(tmp_path):
+def test_folder_of_different_runs_is_refused(tmp_path):
     saved(tmp_path / "a", make_record([metrics_of()]))
     saved(tmp_path / "b", make_record([metrics_of()], config=EngineConfig(speculation=Speculation("ngram", "v2"))))
     with pytest.raises(SpecbatchError, match=r"speculation\.schedule v1 and v2"):

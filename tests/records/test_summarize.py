@@ -183,7 +183,7 @@ def test_percentiles_match_numpy(values: list[float], percent: float) -> None:
     assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
 
 
-def test_a_record_survives_a_round_trip(tmp_path: Path) -> None:
+def test_record_survives_a_round_trip(tmp_path: Path) -> None:
     rows, metrics = [item.as_row() for item in TWO], summarize(TWO, 4.0)
     record = RunRecord({"model": "modèle"}, {"kv_pages": 7}, metrics, {"iterations": 3}, rows, {"seed": 1})
     record.save(tmp_path)

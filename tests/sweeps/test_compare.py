@@ -175,7 +175,7 @@ def test_failed_unfinished_and_unreplayed_points_are_noted(tmp_path):
         compare(old / "v1" / "c8", new / "v1" / "c8")
 
 
-def test_the_output_of_generate(tmp_path):
+def test_output_of_generate(tmp_path):
     record = make_record([metrics_of()] * 12, configuration=None, command="generate")
     kept = ("index", "finish_reason", "accept_length", "verify_steps", "ttft_s", "tpot_s", "e2e_s", "output_tokens")
     rows = [{name: row[name] for name in kept} for row in record.requests]

@@ -1,4 +1,4 @@
-"""A plain float64 reference of DFlash."""
+"""A float64 reference of DFlash."""
 
 from __future__ import annotations
 

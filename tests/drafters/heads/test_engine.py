@@ -33,7 +33,7 @@ def sizes(**changes: Any) -> dict[str, Any]:
 
 
 class Table:
-    """The target's checkpoint, with the MTP head beside it."""
+    """The target's checkpoint, with an MTP head."""
 
     name, origin = "table", "memory"
 

@@ -19,7 +19,7 @@ KERNELS = ("accept", "attention", "attention-tiles", "equal-rows", "gemm", "moe"
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_benchmark_of_kernels_is_refused_without_a_device(name):
+def test_benchmark_of_kernels_is_refused_without_a_device(name):
     result = CliRunner().invoke(app, [name])
     assert result.exit_code == 2
     assert (result.stdout, result.stderr) == ("", "error: needs a CUDA device and torch sees none here\n")

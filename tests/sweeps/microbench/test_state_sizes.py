@@ -23,18 +23,18 @@ def test_states_of_nemotron_by_hand() -> None:
     assert found.moved_snapshots == 8 * found.state
 
 
-def test_a_single_row_needs_no_snapshot() -> None:
+def test_single_row_needs_no_snapshot() -> None:
     found = sizes_of(ModelConfig.from_dict(SHAPES["qwen3-next-80b-a3b"]), 1)
     assert (found.snapshots, found.moved_snapshots) == (0, 2 * found.state)
     assert found.moved > found.moved_snapshots
 
 
-def test_a_smaller_type_halves_the_matrix() -> None:
+def test_smaller_type_halves_the_matrix() -> None:
     model = ModelConfig.from_dict(SHAPES["qwen3.5-35b-a3b"])
     full, half = (sizes_of(model, 4, torch.bfloat16, state) for state in ("fp32", "bf16"))
     assert full.state - half.state == 30 * 32 * 128 * 128 * 2
     assert full.pending == half.pending
 
 
-def test_the_table_in_results_is_current() -> None:
+def test_table_in_results_is_current() -> None:
     assert KEPT.read_text() == "\n".join(lines()) + "\n"

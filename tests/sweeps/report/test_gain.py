@@ -21,7 +21,7 @@ NEEDED = [1.50, 1.52, 1.48]
         ([1.80], "+20.0% (one repeat)"),
     ],
 )
-def test_a_gain_is_shown_where_its_interval_excludes_zero(accepted: list[float], text: str) -> None:
+def test_gain_is_shown_where_its_interval_excludes_zero(accepted: list[float], text: str) -> None:
     gain = gain_of(zip(accepted, NEEDED, strict=False))
     assert gain is not None
     assert str(gain) == text
@@ -32,7 +32,7 @@ def test_a_gain_is_shown_where_its_interval_excludes_zero(accepted: list[float],
     assert gain.loses() == text.startswith("loses")
 
 
-def test_a_gain_needs_both_numbers() -> None:
+def test_gain_needs_both_numbers() -> None:
     for pair in ((1.0, math.nan), (math.nan, 1.0), (None, 1.0), (1.0, None)):
         assert gain_of([pair]) is None
     gain = gain_of([(1.5, 1.2), (None, 1.2)])

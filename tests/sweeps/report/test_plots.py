@@ -196,7 +196,7 @@ def test_legends_name_every_configuration_and_simulated_acceptance():
 # -- how they look ----------------------------------------------------------------------------------------------------
 
 
-def test_a_configuration_has_one_colour_and_marker_in_all_plots(drawn):
+def test_configuration_has_one_colour_and_marker_in_all_plots(drawn):
     for plot in drawn.values():
         for axes in plot.figure.axes:
             for name, mark in marks(NAMES).items():

@@ -203,9 +203,9 @@ def test_names_are_escaped_and_missing_plots_have_a_reason():
     made = swept(nasty)
     made.config["model"] = nasty
     del made.counters["acceptance"]
-    pictures = draw_all([made])
-    assert [picture.plot.name for picture in pictures if not picture.svg] == ["accept_length", "acceptance"]
-    text = page([made], pictures, serving_rows([made]), f"specbatch report '{nasty}'")
+    drawn = draw_all([made])
+    assert [item.plot.name for item in drawn if not item.svg] == ["accept_length", "acceptance"]
+    text = page([made], drawn, serving_rows([made]), f"specbatch report '{nasty}'")
     assert "<script" not in text
     assert html.escape(nasty, quote=False) in text.replace("&#34;", '"')
     (figure,) = (node for node in parser.fromstring(text).iter("figure") if node.get("id") == "acceptance")

@@ -87,7 +87,7 @@ def test_arrivals_and_simulation_are_shown():
     assert "SIMULATED" not in block(serving_rows([swept("v1")])[0])
 
 
-def test_the_summary_has_a_table_for_each_configuration():
+def test_summary_has_a_table_for_each_configuration():
     rows = serving_rows(RECORDS)
     assert [(row["configuration"], row["max_concurrency"]) for row in summary_rows(rows)] == [
         ("baseline", 1), ("baseline", 4), ("v2", 1), ("v2", 4),

@@ -49,7 +49,7 @@ def test_lists_make_all_combinations(tmp_path: Path, suffix: str, text: str) -> 
     }  # fmt: skip
 
 
-def test_a_file_overrides_the_command_line(tmp_path: Path) -> None:
+def test_file_overrides_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text(TOML)
     asked = EngineOptions(device="cpu", seed=7, draft_tokens="5", page_size=8)

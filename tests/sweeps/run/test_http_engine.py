@@ -119,7 +119,7 @@ def test_request_bodies(serve):
     assert "Authorization" not in script.headers[0]
 
 
-def test_a_closed_loop_keeps_its_concurrency(serve):
+def test_closed_loop_keeps_its_concurrency(serve):
     script = Script(first_s=0.1)
     found, record = run(serve(script), [[n + 5] for n in range(9)], [1 + n for n in range(9)], concurrency=3)
     assert script.most_running == 3

@@ -96,7 +96,7 @@ def test_arrivals_are_seeded_and_have_their_rate():
     assert Workload().arrivals(5) is None
 
 
-def test_a_range_samples_lengths_and_fixed_lengths_keep_their_prompts():
+def test_range_samples_lengths_and_fixed_lengths_keep_their_prompts():
     workload = Workload(input_len=(5, 40), output_len=(2, 9), seed=3)
     prompts, params = workload.prompts(TOKENIZER, 400), workload.params(400)
     lengths, outputs = [len(prompt) for prompt in prompts], [wanted.max_new_tokens for wanted in params]
