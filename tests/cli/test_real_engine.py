@@ -107,7 +107,7 @@ def test_generate_is_lossless_and_records_acceptance(run):
     assert sum(verifies for _, verifies, _ in counts["context"]) == record["metrics"]["verify_steps"]
 
 
-JOB = "generate in.jsonl --max-new-tokens 30 --temperature 1 --concurrency 2"
+JOB = "generate in.jsonl --max-new-tokens 20 --temperature 1 --concurrency 2"
 
 
 def wait_for(condition: Callable[[], bool], process: psutil.Popen | None = None) -> None:
@@ -127,8 +127,8 @@ def expect_continuation(run: Callable[..., Result]) -> None:
     """The same command continues, and its output is that of an uninterrupted run."""
     assert not Path("out.jsonl").exists()
     kept = Path("out.jsonl.partial").read_text().count("\n") - 1
-    assert 3 <= kept < 24
-    assert f"continuing: {kept} of 24 are finished" in run(f"{JOB} -o out.jsonl").stderr
+    assert 3 <= kept < 16
+    assert f"continuing: {kept} of 16 are finished" in run(f"{JOB} -o out.jsonl").stderr
     run(f"{JOB} -o once.jsonl")
     resumed, once = (
         [(row["index"], row["token_ids"], row["text"]) for row in rows(f"{name}.jsonl")] for name in ("out", "once")
@@ -142,7 +142,7 @@ def test_interrupted_generate_continues(run):
         wait_for(has_finished_rows)
         os.kill(os.getpid(), signal.SIGINT)
 
-    write_prompts(*(f"{n}" * 3 for n in range(24)))
+    write_prompts(*(f"{n}" * 3 for n in range(16)))
     sender = threading.Thread(target=interrupt)
     sender.start()
     assert "the same command continues" in run(f"{JOB} -o out.jsonl", exit_code=130).stderr
@@ -160,7 +160,7 @@ def start(command: str) -> psutil.Popen:
 
 @pytest.mark.slow
 def test_killed_generate_continues(run):
-    write_prompts(*(f"{n}" * 3 for n in range(24)))
+    write_prompts(*(f"{n}" * 3 for n in range(16)))
     process = start(f"{JOB} -o out.jsonl")
     wait_for(has_finished_rows, process)
     process.kill()

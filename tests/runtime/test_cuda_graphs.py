@@ -20,7 +20,7 @@ from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.prefill import PrefillStep
-from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, token_buckets
+from specbatch.runtime.cuda_graphs import RING, batch_buckets, token_buckets
 from specbatch.runtime.prefill_forward import PiecewiseGraphs, static_bytes
 
 SPECULATIONS = {
@@ -307,26 +307,17 @@ def test_buckets_rise_to_the_maximum(buckets: Callable[[int], list[int]], most: 
         assert all(after - before <= before / 8 for before, after in pairwise(sizes) if before >= 1024)
 
 
-def test_out_of_memory_while_recording_shows_the_plan(
-    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_out_of_memory_shows_the_plan(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def record(self: FakeRecorder, program: Program) -> Program:
+    def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
 
-    monkeypatch.setattr(FakeRecorder, "record", record)
-    with pytest.raises(
-        SpecbatchError, match=r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
-    ):
-        graph_engine()
-
-
-def test_out_of_memory_in_a_pass_shows_the_plan(
-    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def decode(self: Any, *, may_retract: bool) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    engine = toy_engine()
-    monkeypatch.setattr("specbatch.engine.runner.Runner.decode", decode)
+    engine = graph_engine(graphs=Graphs())
+    monkeypatch.setattr("specbatch.engine.runner.Runner.decode", fail)
     with pytest.raises(SpecbatchError, match="out of memory while running prompts"):
-        engine.generate([list(toy.prompts()[0])], SamplingParams(max_new_tokens=4))
+        engine.generate([list(toy.prompts()[0])], greedy(4))
+    monkeypatch.setattr(FakeRecorder, "record", fail)
+    message = r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
+    with pytest.raises(SpecbatchError, match=message):
+        graph_engine()
