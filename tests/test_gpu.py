@@ -60,8 +60,8 @@ def test_v2_on_recurrent_and_expert_targets_waits_only_for_results(
 ) -> None:
     engine = targets.engine(name, algorithm, device="cuda", dtype="float32", graphs=GRAPHS[graphs])
     prompts, params = targets.prompts(name), SamplingParams(max_new_tokens=20, ignore_eos=True)
-    engine.generate(prompts, params)  # compiles whatever is left
-    engine.generate(prompts, params)  # and with prefixes
+    engine.generate(prompts, params)  # compiles the remaining kernels
+    engine.generate(prompts, params)  # with cached prefixes
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = [item.token_ids for item in engine.generate(prompts, params)]
@@ -90,10 +90,10 @@ def test_v2_waits_only_for_results(
 
 
 @pytest.mark.parametrize(("name", "graphs"), crossed(["ngram", "other", "eagle", "eagle3", "mtp", "block"], GRAPHS))
-def test_any_number_of_drafts_without_a_wait(
+def test_draft_lengths_change_without_a_wait(
     toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, graphs: str
 ) -> None:
-    """As times and acceptance choose them, then at random."""
+    """Lengths chosen by step times and acceptance, then at random."""
     speculation = replace(SPECULATIONS[name], draft_tokens="auto", draft_steps=None)
     engine = toy_engine(device="cuda", dtype="float32", speculation=speculation, graphs=GRAPHS[graphs])
     prompts, params = [list(prompt) for prompt in toy.prompts()], SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -102,7 +102,7 @@ def test_any_number_of_drafts_without_a_wait(
     assert all(seconds > 0 for row in engine.caps["draft_length_s"].values() for seconds in row.values())
     chance = random.Random(1)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.lengths]))
-    engine.generate(prompts, params)  # compiles whatever is left
+    engine.generate(prompts, params)  # compiles the remaining kernels
     engine.reset_record()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -123,11 +123,11 @@ def test_seeds_give_the_tokens_of_the_cpu(toy: Any, toy_engine: Callable[..., An
         for device in ("cpu", "cuda")
     ]
     same = sum(a == b for a, b in zip(*tokens, strict=True))
-    assert same >= len(prompts) - 2  # a random number within rounding of a threshold may fall either way
+    assert same >= len(prompts) - 2  # random numbers near a threshold may fall on either side of it
 
 
 def test_bfloat16_tokens_are_the_same_from_graphs(toy: Any, toy_engine: Callable[..., Any]) -> None:
-    """To the last bit: both run the same kernels, whose sums have a fixed order."""
+    """Bit-identical: both run the same kernels, whose sums have a fixed order."""
     prompts = [list(prompt) for prompt in toy.prompts()[:8]]
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     tokens = [
@@ -141,7 +141,7 @@ def test_bfloat16_tokens_are_the_same_from_graphs(toy: Any, toy_engine: Callable
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
-def test_a_prompt_with_nan_logits_is_named(toy_engine: Callable[..., Any], graphs: str) -> None:
+def test_nan_logits_name_the_prompt(toy_engine: Callable[..., Any], graphs: str) -> None:
     engine = toy_engine(model="toy-nan", device="cuda", dtype="float32", graphs=GRAPHS[graphs])
     with pytest.raises(SpecbatchError, match="logits of prompt 1 are not finite"):
         engine.generate([[3, 4, 5], [3, 36, 5]], SamplingParams(max_new_tokens=4, ignore_eos=True))

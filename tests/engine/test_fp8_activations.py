@@ -1,4 +1,4 @@
-"""Products in float8: which passes of an engine round their activations, and what it says of that."""
+"""FP8 activations: which passes of an engine quantize them, and what it logs and records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PLAIN = {key: value for key, value in DENSE.items() if key != "quantization_conf
 KEPT = "float8 weights: kept"
 ON = "float8 activations: on, quantized per token and 128 columns"
 OFF = "float8 activations: off, they are float16"
-NOTHING = "float8_activations: off has no effect: this model has no FP8 GEMM on this device"
+NO_EFFECT = "float8_activations: off has no effect: this model has no FP8 GEMM on this device"
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 GRAPHS = Graphs(decode="whole", prefill="piecewise")
@@ -73,7 +73,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """`build(shape, **settings)`; on a CPU weights stay float8, too."""
+    """`build(shape, **settings)`; weights stay FP8 on a CPU, too."""
     engines: list[Engine] = []
     for module in ("models.layers", "runtime.loader"):
         monkeypatch.setattr(f"specbatch.{module}.keeps_fp8", lambda device: True)
@@ -96,17 +96,17 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
-    """By the kind of pass: is an activation rounded?"""
+def passes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
+    """(kind of pass, whether it quantizes activations) of every FP8 GEMM."""
     found: set[tuple[str, bool]] = set()
-    place, rounds, run = ["prompt"], fp8_activations.quantizes, DecodeStep.__call__
+    place, quantizes_, run = ["prompt"], fp8_activations.quantizes, DecodeStep.__call__
 
     def spied(x: torch.Tensor) -> bool:
-        found.add((place[-1], rounds(x)))
-        return rounds(x)
+        found.add((place[-1], quantizes_(x)))
+        return quantizes_(x)
 
     def iterate(self: DecodeStep, *args: Any) -> Any:
-        place.append("iteration")
+        place.append("decode")
         try:
             return run(self, *args)
         finally:
@@ -117,7 +117,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
     return found
 
 
-RIGHT = {("prompt", True), ("iteration", True)}
+RIGHT = {("prompt", True), ("decode", True)}
 SPECULATIONS = {
     "none": (DENSE, Speculation()),
     "experts": (MOE, Speculation()),
@@ -127,43 +127,43 @@ SPECULATIONS = {
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)
-def test_prompts_and_iterations_are_rounded(
-    build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str
+def test_prompts_and_decode_steps_are_quantized(
+    build: Callable[..., Engine], passes: set[tuple[str, bool]], name: str
 ) -> None:
     shape, speculation = SPECULATIONS[name]
     engine = build(shape, speculation=speculation, prefill_chunk=8)
     assert engine.caps["float8_activations"] == "on"
     engine.generate(PROMPTS, PARAMS)
-    assert asked == RIGHT
-    asked.clear()
+    assert passes == RIGHT
+    passes.clear()
     engine.score([(PROMPTS[0], PROMPTS[1])])
-    assert asked == {("prompt", True)}
+    assert passes == {("prompt", True)}
 
 
-def test_a_draft_catches_up_as_with_a_prompt(
-    build: Callable[..., Engine], asked: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+def test_draft_models_catch_up_with_quantized_activations(
+    build: Callable[..., Engine], passes: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = [0, 0, 0, 2, 2, 2, 2]
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0))
     spec = Speculation("standalone", draft="self:skip=1", draft_tokens="auto", draft_steps=2, schedule="v1")
     engine = build(DENSE, speculation=spec, prefix_cache=False)
-    asked.clear()
+    passes.clear()
     engine.generate(PROMPTS[:1], PARAMS)
     assert len(plan) < 4
-    assert asked == RIGHT
+    assert passes == RIGHT
 
 
-def test_a_head_is_shortened_as_it_drafts(
-    build: Callable[..., Engine], asked: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+def test_heads_consume_pending_inputs_with_quantized_activations(
+    build: Callable[..., Engine], passes: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has waited then goes through its own layer, outside of any iteration."""
+    """When the draft length is reduced, outside of any decode step."""
     plan, shorten, seen = [2, 2, 1, 2, 0, 2, 1], FeatureChain.shorten, list[int]()
 
     def spied(self: FeatureChain, step: StepInput) -> None:
         seen.append(step.num_drafts)
-        asked.clear()
+        passes.clear()
         shorten(self, step)
-        assert {rounds for _, rounds in asked} == {True}
+        assert {quantized for _, quantized in passes} == {True}
 
     monkeypatch.setattr(FeatureChain, "shorten", spied)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0) if plan else 1)
@@ -174,7 +174,7 @@ def test_a_head_is_shortened_as_it_drafts(
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_second_look_is_taken_as_the_run_was(
+def test_diagnosis_uses_the_setting_of_the_run(
     build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, on: bool
 ) -> None:
     seen: list[bool] = []
@@ -187,13 +187,13 @@ def test_a_second_look_is_taken_as_the_run_was(
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings", "said"),
+    ("shape", "settings", "expected"),
     [
         (DENSE, {}, [KEPT, ON]),
         (DENSE, {"float8_activations": False}, [KEPT, OFF]),
         (DENSE, {"dtype": "float32"}, [KEPT, OFF.replace("16", "32")]),
-        (DENSE, {"dtype": "float32", "float8_activations": False}, [NOTHING, KEPT, OFF.replace("16", "32")]),
-        (PLAIN, {"float8_activations": False}, [NOTHING]),
+        (DENSE, {"dtype": "float32", "float8_activations": False}, [NO_EFFECT, KEPT, OFF.replace("16", "32")]),
+        (PLAIN, {"float8_activations": False}, [NO_EFFECT]),
         (
             DENSE | {"head_dim": 48},
             {},
@@ -206,40 +206,38 @@ def test_a_second_look_is_taken_as_the_run_was(
     ],
     ids=["on", "off", "float32", "float32-off", "plain", "odd"],
 )
-def test_what_is_said_of_it(
+def test_the_log_and_the_record(
     build: Callable[..., Engine],
-    asked: set[tuple[str, bool]],
+    passes: set[tuple[str, bool]],
     shape: dict[str, Any],
     settings: dict[str, Any],
-    said: list[str],
+    expected: list[str],
 ) -> None:
     lines: list[str] = []
     engine = build(shape, log=lines.append, **settings)
-    assert of_float8(lines) == said
-    assert engine.record().caps["float8_activations"] == ("on" if ON in said else "off")
+    assert fp8_lines(lines) == expected
+    assert engine.record().caps["float8_activations"] == ("on" if ON in expected else "off")
     engine.generate(PROMPTS, PARAMS)
-    assert asked == (RIGHT if ON in said else set() if shape is PLAIN else {(kind, False) for kind, _ in RIGHT})
+    assert passes == (RIGHT if ON in expected else set() if shape is PLAIN else {(kind, False) for kind, _ in RIGHT})
 
 
-def of_float8(lines: list[str]) -> list[str]:
+def fp8_lines(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith(("float8", "draft: float8"))]
 
 
-def test_a_draft_may_be_float8_alone(
-    build: Callable[..., Engine], tmp_path: Path, asked: set[tuple[str, bool]]
-) -> None:
+def test_only_the_draft_is_fp8(build: Callable[..., Engine], tmp_path: Path, passes: set[tuple[str, bool]]) -> None:
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps(DENSE))
     lines: list[str] = []
     draft = Speculation("standalone", draft=str(tmp_path / "draft"), draft_tokens=2)
     engine = build(PLAIN, log=lines.append, speculation=draft)
-    assert of_float8(lines) == [f"draft: {KEPT}", ON]
+    assert fp8_lines(lines) == [f"draft: {KEPT}", ON]
     assert engine.caps["float8_activations"] == "on"
     engine.generate(PROMPTS, PARAMS)
-    assert asked == RIGHT
+    assert passes == RIGHT
 
 
-def test_a_cpu_multiplies_nothing_in_float8(tmp_path: Path) -> None:
+def test_a_cpu_dequantizes_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     lines: list[str] = []
     with Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu"), log=lines.append) as engine:
@@ -247,13 +245,13 @@ def test_a_cpu_multiplies_nothing_in_float8(tmp_path: Path) -> None:
     assert "float8 weights: dequantized to float32, as this device has no FP8 GEMM" in lines
 
 
-def test_it_is_on_or_off() -> None:
+def test_other_values_are_refused() -> None:
     with pytest.raises(SpecbatchError, match="float8_activations='on': use True or False"):
         EngineConfig(float8_activations="on")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("float8", [True, False])
-def test_recordings_are_rounded_too(float8: bool) -> None:
+def test_graphs_are_captured_with_the_setting(float8: bool) -> None:
     seen: list[bool] = []
 
     class Item:
@@ -272,27 +270,29 @@ def test_recordings_are_rounded_too(float8: bool) -> None:
     assert not fp8_activations.quantizes(torch.zeros(1).half())
 
 
-def test_a_target_in_training_is_what_an_engine_runs(
-    build: Callable[..., Engine], asked: set[tuple[str, bool]], tmp_path: Path
+def test_training_quantizes_the_targets_activations(
+    build: Callable[..., Engine], passes: set[tuple[str, bool]], tmp_path: Path
 ) -> None:
     build(DENSE)
-    for dtype, rounds in ((torch.float16, True), (torch.float32, False)):
-        asked.clear()
+    for dtype, quantized in ((torch.float16, True), (torch.float32, False)):
+        passes.clear()
         target = Target(weights.open_checkpoint(str(tmp_path), "dummy"), dtype, CPU, 8)
         target.features(Batch(torch.ones(2, 4, dtype=torch.int64), torch.tensor([1, 1]), torch.tensor([4, 4])), ())
-        assert asked == {("prompt", rounds)}
+        assert passes == {("prompt", quantized)}
 
 
-def test_engines_that_share_weights_need_not_agree(build: Callable[..., Engine], asked: set[tuple[str, bool]]) -> None:
-    """Each says it of itself, and nothing of weights that another one has loaded."""
+def test_engines_that_share_weights_can_have_different_settings(
+    build: Callable[..., Engine], passes: set[tuple[str, bool]]
+) -> None:
+    """Each logs its own setting, and nothing of weights that another one has loaded."""
     lines: list[str] = []
     first = build(DENSE)
     second = build(DENSE, log=lines.append, float8_activations=False, weights_of=first)
-    assert of_float8(lines) == [OFF]
-    for engine, rounds in ((first, True), (second, False), (first, True)):
-        asked.clear()
+    assert fp8_lines(lines) == [OFF]
+    for engine, quantized in ((first, True), (second, False), (first, True)):
+        passes.clear()
         engine.generate(PROMPTS, PARAMS)
-        assert asked == {("prompt", rounds), ("iteration", rounds)}
+        assert passes == {("prompt", quantized), ("decode", quantized)}
 
 
 # On a GPU
@@ -300,16 +300,16 @@ def test_engines_that_share_weights_need_not_agree(build: Callable[..., Engine],
 LONG = [[(7 * i + 3 * j) % 250 for i in range(length)] for j, length in enumerate((50, 9, 33))]
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("shape", [DENSE, MOE, NEXT], ids=["dense", "moe", "next"])
-def test_products_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engine], shape: dict[str, Any]) -> None:
-    """And nearer still to themselves in other chunks: a product's rows are the same bits, and what lies between is not
-    always, so that some values are rounded to the other side."""
+def test_logits_are_near_those_of_bfloat16_activations(build: Callable[..., Engine], shape: dict[str, Any]) -> None:
+    """And nearer to those of other chunk sizes: rows of a GEMM are bit-identical, but attention is not, so that some
+    values are quantized to the other side."""
     found = {}
     for name, settings in {
         "off": {"float8_activations": False},
@@ -319,21 +319,21 @@ def test_products_in_float8_are_near_those_in_bfloat16(build: Callable[..., Engi
     }.items():
         engine = build(shape, device="cuda", dtype="bfloat16", prefix_cache=False, **settings)
         found[name] = torch.stack([engine.next_logits(list(prompt)) for prompt in LONG])
-    noise = apart(found["on"], found["off"])
+    noise = difference(found["on"], found["off"])
     assert 0.002 < noise < 0.5  # a token may go to another expert
-    assert apart(found["chunks"], found["on"]) <= noise
-    assert apart(found["graphs"], found["on"]) <= noise
+    assert difference(found["chunks"], found["on"]) <= noise
+    assert difference(found["graphs"], found["on"]) <= noise
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("graphs", [Graphs(), GRAPHS], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", SPECULATIONS)
-def test_iterations_on_a_gpu_are_rounded(
-    build: Callable[..., Engine], asked: set[tuple[str, bool]], name: str, graphs: Graphs
+def test_decode_steps_on_a_gpu_are_quantized(
+    build: Callable[..., Engine], passes: set[tuple[str, bool]], name: str, graphs: Graphs
 ) -> None:
-    """Recorded ones, too."""
+    """Also from CUDA graphs."""
     shape, speculation = SPECULATIONS[name]
     engine = build(shape, device="cuda", dtype="bfloat16", speculation=speculation, graphs=graphs)
     engine.generate(PROMPTS, PARAMS)
-    assert asked == RIGHT
+    assert passes == RIGHT

@@ -1,4 +1,4 @@
-"""The scheduler against a pretended device: random lengths, acceptance, stops, aborts, exhaustion, and states."""
+"""The scheduler against a simulated device: random lengths, acceptance, stops, aborts, full pools, and states."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STOP = 0
 
 
 class Device:
-    """What the device knows: page row and KV length of each slot, and which text each place of a page was written for,
-    by the target and by a drafter, which is a token behind after a verify that accepts everything."""
+    """What the device holds: page row and KV length of each slot, and the text that each KV slot was written for,
+    by the target and by a drafter, which lacks the last token after a verify that accepts all drafts."""
 
     def __init__(self, page_size: int, rows: int) -> None:
         self.page_size = page_size
@@ -75,7 +75,7 @@ class Device:
     def verify(self, slot: int, text: list[int], accepted: int) -> None:
         """Read what lies before, write the root and all drafts, right or wrong, and move on by what is accepted.
 
-        text: prompt and output up to the token behind the last one accepted."""
+        text: prompt and output up to the token after the last accepted one."""
         length = self.length[slot]
         self.read(slot, text, length, length - 1)
         for position in range(length - 1, length + self.rows):
@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
         self.in_flight: Launched | None = None
         self.clock = 0.0
 
-    # -- what the world does ------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------
 
     @rule(data=st.data(), count=st.integers(1, 4))
     def add(self, data: st.DataObject, count: int) -> None:
@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
             self.slots_are_conserved()
 
     @rule(data=st.data())
-    def a_result_that_is_void_changes_nothing(self, data: st.DataObject) -> None:
+    def void_results_change_nothing(self, data: st.DataObject) -> None:
         if self.in_flight is None:
             return
         void = [row for row in self.in_flight.rows if self.void(row)]
@@ -258,14 +258,14 @@ class Machine(RuleBasedStateMachine):
             if self.void(row):
                 continue
             self.scheduler.receive(request, None if launched.first else len(tokens) - 1)
-            assert request.append(tokens, self.clock) > 0, "an iteration was run that could only be thrown away"
+            assert request.append(tokens, self.clock) > 0, "a step was launched past the limit"
             if not request.finished:
                 assert request.tokens == self.truth[request.index][: len(request.tokens)]
                 assert request.committed == len(request.tokens) - 1
             if request.finished:
                 self.scheduler.release(request)
 
-    # -- what must hold ---------------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------------
 
     @invariant()
     def pages_are_conserved(self) -> None:
@@ -378,7 +378,7 @@ def test_prompts_are_computed_in_order_and_in_chunks() -> None:
     assert spans(scheduler) == []
 
 
-def test_no_more_run_than_there_are_slots() -> None:
+def test_at_most_max_running_requests_run() -> None:
     scheduler, _ = make(max_running=2)
     requests = [add(scheduler, index, 3) for index in range(3)]
     assert [span[0] for span in spans(scheduler)] == [0, 1]
@@ -389,8 +389,8 @@ def test_no_more_run_than_there_are_slots() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [(3, 1), (6, 1), (8, 20), (40, 20)])
-def test_a_pool_of_just_what_all_can_come_to_hold_runs_them_together(prompt: int, limit: int) -> None:
-    """Also where the output fits into the prompt's last page: nobody can ask for more then."""
+def test_a_pool_of_exactly_the_pages_needed_runs_all_requests(prompt: int, limit: int) -> None:
+    """Also where the output fits into the prompt's last page."""
     each = -(-(prompt + limit + 2) // 4)
     scheduler, _ = make(pages=4 * each, max_running=4, prefill_chunk=1000)
     requests = [add(scheduler, index, prompt, limit) for index in range(4)]
@@ -427,7 +427,7 @@ def test_a_request_that_waits_for_pages_takes_none_from_the_cache() -> None:
     assert (pool.free, pool.idle) == (0, 2)
 
 
-def test_the_one_with_the_fewest_tokens_is_retracted_and_comes_back_first() -> None:
+def test_the_request_with_the_fewest_tokens_is_retracted_and_readmitted_first() -> None:
     scheduler, pool = make(pages=7, max_model_len=25)
     old, young = add(scheduler, 0, 7, 15), add(scheduler, 1, 6, 15)
     waiting = add(scheduler, 2, 9, 15)
@@ -456,7 +456,7 @@ def test_the_one_with_the_fewest_tokens_is_retracted_and_comes_back_first() -> N
     assert pool.free == 7 - len(young.pages)
 
 
-def test_pages_in_need_with_results_in_flight_take_nobodys() -> None:
+def test_nothing_is_retracted_while_results_are_in_flight() -> None:
     scheduler, _ = make(pages=5, max_running=2, max_model_len=14)
     requests = [add(scheduler, index, 6, 8) for index in range(2)]
     spans(scheduler)
@@ -469,7 +469,7 @@ def test_pages_in_need_with_results_in_flight_take_nobodys() -> None:
     assert all(request.epoch == 0 for request in requests)
 
 
-def test_an_iteration_that_could_only_be_thrown_away_is_not_run() -> None:
+def test_steps_past_the_output_limit_are_not_launched() -> None:
     scheduler, _ = make()
     request = add(scheduler, 0, 3, limit=3)
     spans(scheduler)
@@ -502,7 +502,7 @@ def test_a_pool_too_small_for_a_request_is_refused() -> None:
         scheduler.check(20, 7, 0)
 
 
-def test_thousands_of_waiting_requests_are_dropped_in_no_time() -> None:
+def test_thousands_of_waiting_requests_can_be_aborted() -> None:
     scheduler, pool = make()
     requests = [add(scheduler, index, 3) for index in range(5000)]
     spans(scheduler)
@@ -512,7 +512,7 @@ def test_thousands_of_waiting_requests_are_dropped_in_no_time() -> None:
     assert (scheduler.unfinished, pool.free) == (0, 50)
 
 
-def test_what_was_not_computed_is_not_shared() -> None:
+def test_uncomputed_pages_are_not_shared() -> None:
     scheduler, _ = make(cached=True, prefill_chunk=6)
     dropped = add(scheduler, 0, 20)
     assert spans(scheduler) == [(0, 0, 6, False)]
@@ -536,7 +536,7 @@ def crowded(tokens: list[int]) -> tuple[Scheduler, list[Request]]:
     return scheduler, requests
 
 
-def test_a_victim_that_was_planned_already_leaves_the_plan() -> None:
+def test_a_retracted_request_leaves_the_plan() -> None:
     scheduler, (first, second, third) = crowded([3, 2, 5])
     plan = scheduler.plan_decode(may_retract=True)
     assert plan is not None
@@ -550,7 +550,7 @@ def test_a_victim_that_was_planned_already_leaves_the_plan() -> None:
     assert (first.pending, second.pending) == (1, 0)
 
 
-def test_a_page_of_a_request_that_has_ended_does_not_reach_the_slots_next_owner() -> None:
+def test_pages_of_an_ended_request_do_not_reach_the_next_owner_of_its_slot() -> None:
     scheduler, (first, second) = crowded([3, 3])
     scheduler._pool.release(second.pages.pop())  # room for one more page, not for two
     second.committed = 12
@@ -599,23 +599,23 @@ def end(scheduler: Scheduler, request: Request) -> None:
 COMMON = list(range(10, 21))  # 11 tokens, 2 pages and a part
 
 
-def test_the_second_prompt_of_a_kind_pays_for_those_behind_it() -> None:
+def test_the_second_prompt_with_a_prefix_saves_its_state() -> None:
     scheduler, _ = make(places=8)
     assert passes(scheduler, [*COMMON, *[1] * 7]) == [(0, 18)]
     assert passes(scheduler, [*COMMON, *[2] * 7]) == [(0, 8), (8, 18)]
     assert scheduler.state_cache is not None
-    assert len(scheduler.state_cache._protected) == 1, "where prompts part is no guess"
+    assert len(scheduler.state_cache._protected) == 1, "branch points are protected"
     assert passes(scheduler, [*COMMON, *[3] * 9]) == [(8, 20)]
     assert (scheduler.state_cache.counters.kept, scheduler.state_cache.counters.loaded) == (2, 1)  # 20 is a full page
 
 
-def test_the_same_prompt_again_is_computed_but_for_its_last_page() -> None:
+def test_a_repeated_prompt_computes_its_last_page_only() -> None:
     scheduler, _ = make(places=8)
     prompt = [*COMMON, 1, 2, 3]
     assert [passes(scheduler, prompt) for _ in range(3)] == [[(0, 14)], [(0, 12), (12, 14)], [(12, 14)]]
 
 
-def test_three_prompts_of_a_new_kind_in_one_pass() -> None:
+def test_three_prompts_with_a_new_prefix_in_one_pass() -> None:
     """The second computes its prefix as there is no state of the first's; the third waits for that, one pass."""
     scheduler, pool = make(places=8)
     requests = [submit(scheduler, [*COMMON, *[kind] * 3], kind) for kind in (1, 2, 3)]
@@ -629,19 +629,19 @@ def test_three_prompts_of_a_new_kind_in_one_pass() -> None:
     assert slot == requests[1].slot
     assert (first.loads, second.loads) == ([], [(place, requests[2].slot)])
     assert [request.metrics.cached_tokens for request in requests] == [0, 0, 8]
-    # What lies behind the state that a prompt begins with is its own: nothing is held in the others' names.
+    # Pages after the state that a prompt begins with are its own.
     assert [len(request.pages) for request in requests] == [4, 4, 4]
     for request in requests:
         end(scheduler, request)
     assert pool.free + pool.idle == pool.total
 
 
-def test_a_conversation_computes_a_turn_and_the_one_before_it() -> None:
+def test_each_turn_of_a_conversation_computes_itself_and_the_previous_one() -> None:
     scheduler, _ = make(places=8, pages=200, max_model_len=200)
     texts = [[*range(100, 114)]]
     for turn in range(1, 4):
         texts.append([*texts[-1], *range(100 * turn + 500, 100 * turn + 511)])
-    # With the pages of the answer, too: the next turn finds them known, and leaves a state behind them.
+    # With the pages of the answer, too: the next turn finds them known, and saves a state after them.
     assert passes(scheduler, texts[0]) == [(0, 14)]
     assert passes(scheduler, texts[1]) == [(0, 12), (12, 25)]
     assert passes(scheduler, texts[2]) == [(12, 24), (24, 36)]
@@ -657,7 +657,7 @@ def test_a_conversation_computes_a_turn_and_the_one_before_it() -> None:
         (3, 8, [(0, 3), (3, 6), (6, 8)]),  # 4 and 8 are reached in no chunk more, but not from 3
     ],
 )
-def test_chunks_end_at_full_pages_where_that_costs_no_pass(
+def test_chunks_end_at_full_pages_where_that_needs_no_more_passes(
     chunk: int, length: int, expected: list[tuple[int, int]]
 ) -> None:
     scheduler, _ = make(places=8, prefill_chunk=chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
+from specbatch.records.environment import versions
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import emitted_histogram, summarize, total_acceptance
 from specbatch.records.sweep_plan import Point
 
 DRAFTS = 4
+_versions = cache(versions)
 ORDER = ("baseline", "v1", "v2", "v2+piecewise")  # within a round
 CAPS = {"max_running": 8, "max_model_len": 64, "kv_pages": 32, "page_size": 16, "prefill_chunk": 64}
 
@@ -87,6 +90,7 @@ def swept(
         counters=counters,
         requests=[one.as_row() for one in done],
         workload=workload | work,
+        versions=dict(_versions()),
         created="2026-01-02T03:04:05+00:00",
     )
 

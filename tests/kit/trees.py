@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
+
+def random_parents(randomness: Random, nodes: int, is_tree: bool) -> list[int]:
+    """Of a tree in which each node's parent is one of the four before it, or of a chain."""
+    return [randomness.randrange(max(0, node - 4), node) if is_tree else node - 1 for node in range(1, nodes)]
+
 
 def path_of(parents: list[int], node: int) -> list[int]:
     """The nodes from the root down to `node`."""

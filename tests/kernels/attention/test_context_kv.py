@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from crossed import crossed
+from dtypes import DTYPES
 
 from specbatch.kernels.attention.context_kv import ContextKVLayout, write_context_kv_ref, write_verified_kv_ref
 from specbatch.kernels.attention.context_kv_triton import write_context_kv, write_verified_kv
@@ -12,7 +13,6 @@ from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.elementwise.rope import rope_table
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-DTYPES = list(TOLERANCE)[: 3 if torch.cuda.is_available() else 2]
 SIZES = [(1, 1, 128), (3, 2, 24), (5, 3, 80), (2, 5, 20)]
 PAGES, PAGE = 40, 4
 

@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 from crossed import crossed
+from dtypes import DTYPES
 
 from specbatch.kernels.attention.prefill_attention_triton import Tiling, prefill_attention
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import first_quick, slow_but
+from dtypes import DTYPES
 from trees import ancestor_masks, path_of
 
 from specbatch.kernels.attention.qkv import QKVLayout
@@ -18,7 +19,6 @@ from specbatch.kernels.attention.verify_attention_triton import verify_attention
 from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.rope import rope_table
 
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 

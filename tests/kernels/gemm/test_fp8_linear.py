@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from dtypes import HALVES
 
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
@@ -111,8 +112,6 @@ def test_concat_linear_matches_reference(
 
 # FP8 activations
 
-HALVES = [torch.float16, torch.bfloat16]
-
 
 def random_rows(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
     """The memory past the last row is NaN."""
@@ -128,8 +127,6 @@ def random_rows(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> 
 def test_fp8_linear_with_fp8_activations_matches_reference(
     rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    if dtype == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter cannot store bfloat16")
     weight, dequantized = random_weight(n, k, device)
     x, bias = random_rows(rows, k, dtype, device), torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
@@ -164,8 +161,6 @@ def test_rows_do_not_depend_on_batch(
     dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
 ) -> None:
     """For every tile size, so that a prompt's results do not depend on its chunks."""
-    if dtype == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the interpreter cannot store bfloat16")
     rows, n, k = (130, 140, 256) if device.type == "cpu" else (3000, 8600, 1100)
     weight, _ = random_weight(n, k, device)
     x = random_rows(rows, k, dtype, device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crossed import first_quick
-from trees import ancestor_masks, path_of
+from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import gated_delta, gated_delta_prefill_triton, gated_delta_triton
@@ -132,7 +132,7 @@ class Case:
         padding = [item[0].clone() for item in (self.state, *self.pending)]
         on_device = partial(torch.tensor, device=self.device)
         for _ in range(rounds):
-            parents = [parents_of(self.random, nodes, tree) for _ in rows]
+            parents = [random_parents(self.random, nodes, tree) for _ in rows]
             replay = StateReplay(
                 on_device(rows), self.count.to(self.device), self.kept.to(self.device) if tree else None,
                 on_device([ancestor_masks(item) for item in parents]) if tree else None,
@@ -160,10 +160,6 @@ class Case:
         assert all(map(torch.equal, padding, (item[0] for item in (self.state, *self.pending))))
         free = [row for row in range(ROWS) if row not in rows]
         assert all(item[free].isnan().all() for item in (self.state, *self.pending))
-
-
-def parents_of(randomness: random.Random, nodes: int, tree: bool) -> list[int]:
-    return [randomness.randrange(max(0, node - 4), node) if tree else node - 1 for node in range(1, nodes)]
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crossed import first_quick
-from trees import ancestor_masks, path_of
+from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import short_conv, short_conv_triton
@@ -100,7 +100,7 @@ class Case:
         rows = [*self.seen, 0]
         before = self.window.clone()
         for _ in range(rounds):
-            parents = [parents_of(self.random, nodes, tree) for _ in rows]
+            parents = [random_parents(self.random, nodes, tree) for _ in rows]
             replay = StateReplay(
                 torch.tensor(rows, device=self.device), self.count.to(self.device),
                 self.kept.to(self.device) if tree else None,
@@ -124,10 +124,6 @@ class Case:
         assert not self.pending[0].any()
         free = [row for row in range(ROWS) if row not in rows]
         assert torch.equal(self.window[free], before[free]) or self.window[free].isnan().all()
-
-
-def parents_of(randomness: random.Random, nodes: int, tree: bool) -> list[int]:
-    return [randomness.randrange(max(0, node - 4), node) if tree else node - 1 for node in range(1, nodes)]
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
+from dtypes import DTYPES
 
 pytest.importorskip("triton")
 
@@ -17,13 +18,6 @@ from specbatch.engine.acceptance import accept_ref
 from specbatch.kernels.sampling.accept import BatchRows
 from specbatch.kernels.sampling.accept_triton import _BLOCK, Chosen, argmax_partials, commit, verify_inputs
 from specbatch.kernels.sampling.rng import simulated_accept_ref
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        pytest.skip("the interpreter has no bfloat16")
 
 
 def greedy(seeds: torch.Tensor) -> Sampling:
@@ -95,7 +89,6 @@ SHAPES = [(1, 1, 5), (1, 5, 37), (4, 1, 8193), (5, 3, 4096), (3, 7, 4097), (2, 1
 def test_greedy_accept_matches_reference(
     batch: int, n: int, vocabulary: int, simulate: float | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    check_dtype(dtype, device)
     case = Case(batch, n, vocabulary, device, dtype)
     expected = case.expected(simulate)
     case.check(case.commit_argmax(simulate), expected)
