@@ -12,6 +12,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.bench.traffic import step_bytes, without_gemms
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth, gemm_seconds
+from specbatch.sweeps.run.runner import noted
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
@@ -38,14 +39,14 @@ class Limits:
         if why := without_gemms(engine.model_config):
             work["remarks"] = [f"GEMMs alone: not measured, because {why}"]
             return
-        try:
+        errors: dict[str, str] = {}
+        with noted(errors, "gemm_s"):  # such as no memory for the weights: only these columns are lost
             if (rows, head_rows) not in self.gemm_times:
                 dtype = getattr(torch, engine.caps["dtype"])
                 seconds = gemm_seconds(engine.model_config, rows, dtype, engine.device, head_rows=head_rows)
                 self.gemm_times[rows, head_rows] = seconds
-        except Exception as error:  # such as no memory for the weights: only these columns are lost
-            line = next(iter(str(error).splitlines()), "")
-            work["remarks"] = [f"GEMMs alone: not measured ({type(error).__name__}: {line})"]
+        if errors:
+            work["remarks"] = [f"GEMMs alone: not measured ({errors['gemm_s']})"]
             return
         metrics["gemm_s"] = gemm_s = self.gemm_times[rows, head_rows]
         metrics["times_gemms"] = time / gemm_s if time else None

@@ -72,7 +72,7 @@ def load_records(folder: Path) -> list[RunRecord]:
     records = [record for _, record in find_records("folder", folder, "*/c*/r*/record.json")]
     if not records:
         several = sorted({path.parents[3].name for path in folder.glob("*/*/c*/r*/record.json")})
-        works = f"holds a sweep of each of several models; name the folder of one: {', '.join(several)}"
+        works = f"holds several sweeps; name the folder of one: {', '.join(several)}"
         none = "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)" if folder.exists() else "no such folder"
         raise refuse("folder", str(folder), works if several else none)
     return sorted(records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")])
