@@ -63,25 +63,18 @@ def test_commands_parse(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_exist(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if target.startswith("https://"):
-            continue
+def test_links_and_named_files_exist(page: Path) -> None:
+    """Names are paths from the root, the package or the page. Those under out/ and ci/ are outputs; those "at" a commit
+    were removed."""
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https://)([^)\s]+)\)", text):
         file, _, anchor = target.partition("#")
         linked = page.parent / file if file else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
-
-
-@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page: Path) -> None:
-    """Paths from the root, the package or the page. Those under out/ and ci/ are outputs; those "at" a commit were
-    removed."""
-    named = re.findall(r"`((?!out/|ci/)[\w./-]+/[\w.-]+\.(?:py|md|toml|csv))`(?! at [0-9a-f]{7})", page.read_text())
-    missing = [
-        path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "specbatch", page.parent))
-    ]
-    assert missing == []
+    named = re.findall(r"`((?!out/|ci/)[\w./-]+/[\w.-]+\.(?:py|md|toml|csv))`(?! at [0-9a-f]{7})", text)
+    roots = (ROOT, ROOT / "specbatch", page.parent)
+    assert [path for path in named if not any((root / path).exists() for root in roots)] == []
 
 
 def anchors(page: Path) -> set[str]:

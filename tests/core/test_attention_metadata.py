@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from crossed import crossed
 from targets import SIZES
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
@@ -94,8 +95,7 @@ class Bench:
         self.run(metadata, [(row, length, count) for row, length in zip(rows, lengths, strict=True)])
 
 
-@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 3), (2, 4)])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(("page_size", "kv_heads", "group"), crossed([1, 3, 16], [(2, 1), (1, 3), (2, 4)]))
 def test_chunked_prefill_then_verifies(page_size: int, kv_heads: int, group: int) -> None:
     """Prompts in chunks of changing sizes, then verifies of changing width that accept some of their rows."""
     bench = Bench(4, 64, page_size, kv_heads, group)

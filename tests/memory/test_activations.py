@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from peak_memory import as_on_a_device, peak_of
 from targets import HYBRIDS, MTP, SIZES, Targets
 
@@ -25,9 +26,10 @@ LARGE |= {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 8, "
 FAMILIES: dict[str, dict[str, Any]] = {**HYBRIDS, "llama": {"architectures": ["LlamaForCausalLM"]}}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", [{}, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "sizes", "dtype"),
+    crossed(FAMILIES, [({}, torch.float32), (LARGE, torch.bfloat16), (LARGE, torch.float32), ({}, torch.bfloat16)]),
+)
 def test_prefill_activations_match_the_plan(
     family: str, sizes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

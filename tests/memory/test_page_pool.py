@@ -36,15 +36,20 @@ def test_allocating_more_than_free_raises() -> None:
 
 def test_misuse_raises() -> None:
     pool = PagePool(2)
-    (page,) = pool.take(1)
+    page, other = pool.take(2)
+    pool.keep(page)
+    with pytest.raises(RuntimeError, match="cached twice"):
+        pool.keep(page)
+    with pytest.raises(RuntimeError, match="is not cached"):
+        pool.drop(other)
     pool.release(page)
-    with pytest.raises(RuntimeError, match="released twice"):
-        pool.release(page)
+    pool.release(other)
+    for free in (0, page, other):
+        with pytest.raises(RuntimeError, match="released twice"):
+            pool.release(free)
     with pytest.raises(RuntimeError, match="is free"):
-        pool.hold(page)
-    with pytest.raises(RuntimeError, match="released twice"):
-        pool.release(0)
-    assert pool.free == 2
+        pool.hold(other)
+    assert pool.free == 1
 
 
 def test_idle_counts_pages_held_by_the_cache_only() -> None:
@@ -62,16 +67,3 @@ def test_idle_counts_pages_held_by_the_cache_only() -> None:
     pool.keep(other)
     pool.drop(other)
     assert (pool.idle, pool.holders(other)) == (0, 1)
-
-
-def test_misuse_of_cached_pages_raises() -> None:
-    pool = PagePool(2)
-    page, other = pool.take(2)
-    pool.keep(page)
-    with pytest.raises(RuntimeError, match="cached twice"):
-        pool.keep(page)
-    with pytest.raises(RuntimeError, match="is not cached"):
-        pool.drop(other)
-    pool.release(page)
-    with pytest.raises(RuntimeError, match="released twice"):
-        pool.release(page)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from safetensors.torch import load_file, save_file
 
 from specbatch.errors import SpecbatchError
@@ -20,9 +21,10 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**config, **changes}))
 
 
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "tied", "old"),
+    crossed(["llama", "qwen2", "qwen3"], [(False, True), (True, False), (True, True), (False, False)]),
+)
 def test_saved_model_round_trips(
     tiny_model: Make, save: Make, family: str, tied: bool, old: bool, read_all: Make
 ) -> None:

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from crossed import crossed
 from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
@@ -21,8 +22,7 @@ from specbatch.weights.cache import file_hash
 Make = Callable[..., Any]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "tied"), crossed(["llama", "qwen2", "qwen3"], [False, True]))
 def test_gguf_matches_the_folder(
     tiny_model: Make, save: Make, write_gguf: Make, family: str, tied: bool, read_all: Make
 ) -> None:
