@@ -231,7 +231,7 @@ def test_damaged_records_are_refused(tmp_path, text):
 def test_folder_of_a_sweep_over_several_models_is_refused(tmp_path):
     for model in ("small", "large"):
         saved(tmp_path / model, swept("v1"))
-    with pytest.raises(SpecbatchError, match="several models; name the folder of one: large, small"):
+    with pytest.raises(SpecbatchError, match="holds several sweeps; name the folder of one: large, small"):
         load_records(tmp_path)
 
 
