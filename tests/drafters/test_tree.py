@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbatch.draft_shape import DraftShape
@@ -105,6 +105,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, DraftShape]:
     return vocabulary, DraftShape(steps, topk, draw(st.integers(1, min(pool, 63))))
 
 
+@settings(max_examples=20)
 @given(case=shapes(), seed=st.integers(0, 10_000))
 def test_tree_matches_a_python_search(case: tuple[int, DraftShape], seed: int) -> None:
     vocabulary, shape = case
