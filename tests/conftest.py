@@ -123,25 +123,12 @@ class ToyCheckpoint:
 
 
 TOY_BLOCK = {
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 12,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-4,
-    "rope_theta": 3000.0,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "use_sliding_window": True,
-    "sliding_window": 9,
-    "num_target_layers": 4,
-    "block_size": 5,
-    "dflash_config": {"mask_token_id": 34, "target_layer_ids": [2, 0]},
-}
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": 37, "hidden_size": 32,
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "head_dim": 12, "max_position_embeddings": 512, "rms_norm_eps": 1e-4, "rope_theta": 3000.0,
+    "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 9,
+    "num_target_layers": 4, "block_size": 5, "dflash_config": {"mask_token_id": 34, "target_layer_ids": [2, 0]},
+}  # fmt: skip
 
 
 class ToyBlock(ToyCheckpoint):

@@ -201,14 +201,9 @@ def test_a_check_from_graphs_is_equal(
 ) -> None:
     monkeypatch.setattr("specbatch.weights.open_checkpoint", open_toy)
     config = EngineConfig(
-        model="toy",
-        load_format="dummy",
-        device="cuda",
-        dtype="float32",
-        max_model_len=120,
-        speculation=with_schedule(SPECULATIONS[name], schedule),
-        graphs=GRAPHS["graphs"],
-    )
+        model="toy", load_format="dummy", device="cuda", dtype="float32", max_model_len=120,
+        speculation=with_schedule(SPECULATIONS[name], schedule), graphs=GRAPHS["graphs"],
+    )  # fmt: skip
     report = run_check(config, CheckOptions(input_len=30), tmp_path)
     assert report.counts() == {"prompts": 32, "equal": 32, "near_ties": 0, "differing": 0}
     assert "NO REPLAYS" not in report.markdown()

@@ -28,37 +28,20 @@ from specbatch.training.target import Target
 CPU = torch.device("cpu")
 QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 DENSE: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 260,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "quantization_config": QUANTIZED,
-}
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 260, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "quantization_config": QUANTIZED,
+}  # fmt: skip
 MOE = DENSE | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "norm_topk_prob": True,
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "norm_topk_prob": True,
+}  # fmt: skip
 NEXT = MOE | {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "hidden_size": 256,
-    "shared_expert_intermediate_size": 128,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 256,
+    "shared_expert_intermediate_size": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 PLAIN = {key: value for key, value in DENSE.items() if key != "quantization_config"}
 KEPT = "float8 weights: kept"
 ON = "float8 activations: on, quantized per token and 128 columns"

@@ -25,36 +25,22 @@ from specbatch.models.eagle import eagle_shapes
 from specbatch.models.mtp import mtp_config
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 40,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
+    "vocab_size": 37, "hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 _DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-}
+}  # fmt: skip
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _SHARED = {**_MOE, "shared_expert_intermediate_size": 24}
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4}
 _SIGMOID = {
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 2,
-    "topk_group": 1,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
     "routed_scaling_factor": 2.5,
-}
+}  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], **_MOE, "norm_topk_prob": True, "mlp_only_layers": [2]},
     "qwen3-next": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_DELTA, **_SHARED},
@@ -98,16 +84,9 @@ class Letters:
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
-    "llama": 1.2,
-    "qwen3-moe": 1.0,
-    "qwen3-next": 2.6,
-    "qwen3.5": 2.8,
-    "qwen3.5-moe": 2.8,
-    "nemotron-h": 1.2,
-    "nemotron-h-moe": 1.9,
-    "lfm2": 1.3,
-    "drafts": 2.0,
-}
+    "llama": 1.2, "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
+    "nemotron-h-moe": 1.9, "lfm2": 1.3, "drafts": 2.0,
+}  # fmt: skip
 
 
 class TargetCheckpoint:
