@@ -117,15 +117,9 @@ class Machine(RuleBasedStateMachine):
         if self.cache is not None and self.places:
             self.state_cache = StateCache(self.cache, self.page_size, self.places)
         self.scheduler = Scheduler(
-            self.pool,
-            self.cache,
-            page_size=self.page_size,
-            max_running=self.slots,
-            max_model_len=self.longest,
-            prefill_chunk=options["chunk"],
-            kv_slots_per_step=self.rows,
-            state_cache=self.state_cache,
-        )
+            self.pool, self.cache, page_size=self.page_size, max_running=self.slots, max_model_len=self.longest,
+            prefill_chunk=options["chunk"], kv_slots_per_step=self.rows, state_cache=self.state_cache,
+        )  # fmt: skip
         self.device = Device(self.page_size, self.rows)
         self.truth: dict[int, list[int]] = {}  # what the device's tokens are: prompt and output, ahead of the host
         self.requests: list[Request] = []
@@ -376,16 +370,6 @@ def test_prompts_are_computed_in_order_and_in_chunks() -> None:
     assert spans(scheduler) == [(0, 0, 7, True), (1, 0, 3, False)]
     assert spans(scheduler) == [(1, 3, 8, True), (2, 0, 2, True)]
     assert spans(scheduler) == []
-
-
-def test_at_most_max_running_requests_run() -> None:
-    scheduler, _ = make(max_running=2)
-    requests = [add(scheduler, index, 3) for index in range(3)]
-    assert [span[0] for span in spans(scheduler)] == [0, 1]
-    assert spans(scheduler) == []
-    requests[0].finish_reason = "abort"
-    scheduler.release(requests[0])
-    assert [span[0] for span in spans(scheduler)] == [2]
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [(3, 1), (6, 1), (8, 20), (40, 20)])

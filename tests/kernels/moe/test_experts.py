@@ -44,17 +44,9 @@ class Case:
     """An MoE layer with random weights, and its expected output."""
 
     def __init__(
-        self,
-        rule: Routing,
-        tokens: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        *,
-        hidden: int = 34,
-        inner: int = 15,
-        activation: Activation = "swiglu",
-        logits: torch.Tensor | None = None,
-    ) -> None:
+        self, rule: Routing, tokens: int, device: torch.device, dtype: torch.dtype = torch.float32, *,
+        hidden: int = 34, inner: int = 15, activation: Activation = "swiglu", logits: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.rule, self.activation = rule, activation
         count, rows = rule.experts + rule.shared, (2 if activation == "swiglu" else 1) * inner
         kind = {"device": device, "dtype": dtype}
@@ -370,11 +362,9 @@ def test_qwen3_moe_matches_transformers(device: torch.device) -> None:
     with torch.no_grad():
         expected = (x + block(norm(x)))[0].to(device)
     ours = Experts(
-        Routing(6, 2),
-        weights["gate.weight"],
-        Weight(weights["experts.gate_up_proj"]),
+        Routing(6, 2), weights["gate.weight"], Weight(weights["experts.gate_up_proj"]),
         Weight(weights["experts.down_proj"]),
-    )
+    )  # fmt: skip
     x = x[0].to(device)
     torch.testing.assert_close(
         ours(x, norm=Norm(norm.weight.detach().to(device), 1e-5), residual=x), expected, rtol=1e-4, atol=1e-5
@@ -431,12 +421,9 @@ def test_nemotron_h_matches_transformers(device: torch.device) -> None:
         8, 3, "sigmoid", scale=2.5, bias=weights["gate.e_score_correction_bias"], groups=2, top_groups=1, shared=2
     )
     ours = Experts(
-        rule,
-        weights["gate.weight"],
-        Weight(torch.cat([weights["experts.up_proj"], up])),
-        Weight(torch.cat([weights["experts.down_proj"], down])),
-        "relu2",
-    )
+        rule, weights["gate.weight"], Weight(torch.cat([weights["experts.up_proj"], up])),
+        Weight(torch.cat([weights["experts.down_proj"], down])), "relu2",
+    )  # fmt: skip
     torch.testing.assert_close(ours(x[0].to(device)), expected, rtol=1e-4, atol=1e-5)
 
 

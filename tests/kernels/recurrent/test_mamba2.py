@@ -41,13 +41,9 @@ class Layer:
     """A layer with random weights, slots and pending rows full of NaN, and what each slot's sequence should hold."""
 
     def __init__(
-        self,
-        device: torch.device,
-        sizes: tuple[int, int, int, int] = SIZES[0],
-        dtype: torch.dtype = torch.float32,
-        held: torch.dtype = torch.float32,
-        most: int = MOST,
-    ) -> None:
+        self, device: torch.device, sizes: tuple[int, int, int, int] = SIZES[0], dtype: torch.dtype = torch.float32,
+        held: torch.dtype = torch.float32, most: int = MOST,
+    ) -> None:  # fmt: skip
         if dtype == torch.bfloat16 and device.type != "cuda":
             pytest.skip("bfloat16 needs a CUDA device")
         count, dim, groups, state = sizes
