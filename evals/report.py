@@ -19,6 +19,7 @@ from typing import Any
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
+from specbatch.core.request import INCOMPLETE
 from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS
@@ -119,8 +120,8 @@ class EvalReport(EvalAnswers):
         if metrics.get("cached_tokens"):
             cached = f"{metrics['cached_tokens']:.0f} of {metrics['input_tokens']:.0f}"
             yield f"{cached} prompt tokens came from the prefix cache."
-        if self.generates and "abort" in self.finish_reasons:
-            yield f"{self.finish_reasons['abort']} answers were aborted and are scored as they are."
+        if self.generates and (incomplete := sum(self.finish_reasons.get(reason, 0) for reason in INCOMPLETE)):
+            yield f"{incomplete} answers are incomplete and are scored as they are."
 
     def save(self, folder: Path) -> None:
         """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder."""

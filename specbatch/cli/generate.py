@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import open_engine, say, show
@@ -44,6 +44,9 @@ def generate(
     skip_bad: Annotated[
         bool, Option("--skip-bad", help="Skip and report malformed lines instead of stopping with an error.")
     ] = False,
+    max_failures: Annotated[
+        int, Option(min=0, help="Exit status 1 if more prompts than this fail while they run.")
+    ] = 0,
     sampling: dict[str, Any],
     stop: Annotated[
         list[str] | None, Option(help="Stop string, not included in the answer; can be given several times.")
@@ -73,7 +76,8 @@ def generate(
 
     {"messages": [{"role": "user", "content": "Name a river."}]}
 
-    The output has the order of the input; `index` is the position of the line or row in the input, from 0.
+    The output has the order of the input; `index` is the position of the line or row in the input, from 0. A prompt
+    that fails while it runs, because its logits are not finite, has a row with an `error` in place of an answer.
     """
     from specbatch.atomic_file import write_atomic
     from specbatch.jobs.batch_job import BatchJob, summary
@@ -103,12 +107,16 @@ def generate(
     beside = job.output.with_name(f"{job.output.name}.record.json")
     write_atomic(beside, record.summary())
     left_out = f", {len(job.skipped)} malformed lines skipped" if job.skipped else ""
+    left_out += f", {job.failed} of them failed" if job.failed else ""
     result = {
         "output": str(job.output),
         "rows": len(rows),
+        "failed": job.failed,
         "skipped": len(job.skipped),
         "record": str(beside),
         "metrics": record.metrics,
     }
     text = f"{len(rows)} rows in {job.output}{left_out}; configuration and metrics: {beside}"
     show(text, result, as_json=as_json)
+    if job.failed > max_failures:
+        raise Exit(1)

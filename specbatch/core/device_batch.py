@@ -16,12 +16,16 @@ from specbatch.kernels.sampling.verify_inputs import verify_inputs
 
 @dataclass(frozen=True)
 class Admission:
-    """A request that gets a slot: its tokens so far, the pages that hold them and its sampling parameters. seed: a
-    signed 64-bit number."""
+    """A request that gets a slot: its tokens so far, the pages that hold them and its sampling parameters.
+
+    shared   how many of the pages come from the prefix cache, the first ones
+    seed     a signed 64-bit number
+    """
 
     slot: int
     tokens: list[int]
     pages: list[int]
+    shared: int
     temperature: float
     top_k: int
     top_p: float
@@ -53,9 +57,10 @@ class DeviceBatch:
         """Write the rows of requests that were given a slot."""
         for item in admissions:
             count = len(item.tokens)
-            row = upload([*item.tokens, *item.pages], self.device)
+            unused = [0] * (self.page_table.shape[1] - len(item.pages))  # the last owner's, which may hold NaN
+            row = upload([*item.tokens, *item.pages, *unused], self.device)
             self.tokens[item.slot, :count] = row[:count]
-            self.page_table[item.slot, : len(item.pages)] = row[count:]
+            self.page_table[item.slot] = row[count:]
         values = np.array([(item.temperature, item.top_k, item.top_p, item.min_p) for item in admissions], np.float64)
         whole = np.array([(item.slot, item.seed) for item in admissions], np.int64)
         # In one upload, as each delays the first token: floats travel as their bits.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 Decode = Callable[[list[int]], str]
+INCOMPLETE = ("abort", "error")  # finish reasons without a complete answer
 _STOP = Rule(
     lambda x: isinstance(x, tuple) and all(isinstance(text, str) for text in x), "use a text or a list of texts"
 )
@@ -98,7 +99,11 @@ class RequestMetrics:
 
 @dataclass
 class Completion:
-    """The result of one prompt. `finish_reason` is "stop", "length" or "abort"; `index` is its place in the input."""
+    """The result of one prompt. `index` is its place in the input.
+
+    finish_reason   "stop" or "length"; or, of an incomplete one, "abort" (ended by the caller) or "error"
+    error           why it failed, if `finish_reason` is "error"
+    """
 
     index: int
     prompt_token_ids: list[int]
@@ -107,11 +112,18 @@ class Completion:
     finish_reason: str
     metrics: RequestMetrics
     logprobs: list[float] | None = None
+    error: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Incomplete ones count in no metric."""
+        return self.finish_reason not in INCOMPLETE
 
     def as_row(self) -> dict[str, Any]:
         """The request's entry in a record: its numbers, not its tokens."""
         row = asdict(self.metrics)
-        return {"index": self.index, "finish_reason": self.finish_reason, **row}
+        error = {} if self.error is None else {"error": self.error}
+        return {"index": self.index, "finish_reason": self.finish_reason, **error, **row}
 
 
 class IncrementalText:
@@ -162,6 +174,7 @@ class Request:
         self.tokens = list(prompt)  # prompt and output
         self.prompt_len = len(prompt)
         self.finish_reason: str | None = None
+        self.error: str | None = None
         self.logprobs: list[float] = []
         self._decode = decode
         self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
@@ -171,6 +184,7 @@ class Request:
         # Written by the scheduler only.
         self.slot: int | None = None
         self.pages: list[int] = []
+        self.shared = 0  # pages that it took from the prefix cache, the first of `pages`
         self.prefilled = 0  # tokens whose prefill is launched
         self.branch = 0  # tokens of its prompt that another prompt began with
         self.committed = 0  # KV length by the last handled result
@@ -278,6 +292,7 @@ class Request:
             finish_reason=self.finish_reason,
             metrics=metrics,
             logprobs=list(self.logprobs) if self.params.logprobs else None,
+            error=self.error,
         )
 
     def _shown(self, output: list[int]) -> str:

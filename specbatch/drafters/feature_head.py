@@ -151,6 +151,8 @@ class FeatureChain(NoDraft):
         # The next token of a prompt's last token is not known yet; that pair is buffered, too, and written again.
         self._prefill(batch.tokens[metadata.slots, metadata.positions + 1], taken, metadata)
         rows = metadata.slots[metadata.last]
+        # A step runs the pairs after the ready ones, too, so they must be finite.
+        self._waiting.index_fill_(0, rows, 0.0)
         self._waiting[rows, 0] = self._head.project(taken[metadata.last])
         self._ready.index_fill_(0, rows, 1)  # assigning a number by index would synchronize with the device
 

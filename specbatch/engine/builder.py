@@ -221,6 +221,7 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
         PrefillStep(batch, model, forward, drafter, states=cache.states, **passes),
         DecodeStep(model, cache, drafter, config.speculation.simulate_accept_length, float8=float8),
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
+        caches=loader.caches,
         forwards=loader.forwards,
         page_size=config.page_size,
         prefill_chunk=config.prefill_chunk,

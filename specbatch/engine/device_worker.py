@@ -22,6 +22,7 @@ from specbatch.engine.score_step import ScoreStep, ScoreWork
 from specbatch.engine.step import DecodeStep
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.memory.kv_cache import KVCache
 from specbatch.progress import Report
 from specbatch.runtime.cuda_graphs import (
     GraphCounters,
@@ -48,6 +49,7 @@ class DeviceWorker:
         decode_step: DecodeStep,
         score_step: ScoreStep,
         *,
+        caches: list[KVCache],
         forwards: dict[str, PromptWork],
         page_size: int,
         prefill_chunk: int,
@@ -55,13 +57,14 @@ class DeviceWorker:
         recorder: Recorder | None,
         float8: bool,
     ) -> None:
-        """forwards: the prefill passes of target and draft by role, for their counters and recordings; prefill_chunk:
-        most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for graphs of whole
-        decode steps, None to run them eagerly; float8: see `use_fp8_activations`."""
+        """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
+        prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
+        graphs of whole decode steps, None to run them eagerly; float8: see `use_fp8_activations`."""
         self.batch = batch
         self.prefill_step = prefill_step
         self.decode_step = decode_step
         self.score_step = score_step
+        self._caches = caches
         self.forwards = forwards
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
@@ -74,10 +77,12 @@ class DeviceWorker:
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write tokens, pages and sampling parameters of requests that were given a slot."""
+        self._clear([page for item in admissions for page in item.pages[item.shared :]])
         self.batch.admit(admissions)
 
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index in its row, page) each."""
+        self._clear([page for _, _, page in pages])
         self.batch.add_pages(pages)
 
     def prefill(self, work: PrefillWork) -> Result | None:
@@ -107,6 +112,10 @@ class DeviceWorker:
     def score(self, work: ScoreWork) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Log-probabilities of given tokens; see `ScoreStep`."""
         return self.score_step(work)
+
+    def _clear(self, pages: list[int]) -> None:
+        for cache in self._caches:
+            cache.clear(pages)
 
     def _run(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int | None = None) -> Result:
         """One decode step over slots [B]; what a graph records."""

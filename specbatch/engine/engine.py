@@ -190,7 +190,7 @@ class Engine:
                 pass
             if self._watch is not None:
                 with on_device(self.device):
-                    ended = [item for item in self._window.completions if item.finish_reason != "abort"]
+                    ended = [item for item in self._window.completions if item.is_complete]
                     self._watch.finish([item for item in ended if not item.metrics.embedded_tokens])
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
@@ -357,8 +357,8 @@ class Engine:
         self._scheduler.add(request)
 
     def _on_tokens(self, request: Request, tokens: list[int]) -> None:
-        assert request.last_token is not None
-        self._window.add_tokens(request.last_token, len(tokens))
+        if request.last_token is not None:  # else it failed before its first token
+            self._window.add_tokens(request.last_token, len(tokens))
         if request.finished:
             self._finish(request, tokens)
         else:
@@ -369,7 +369,7 @@ class Engine:
         completion = request.completion(now)
         self._active.pop(request.index, None)
         self._window.add(completion, now)
-        if self._watch is not None and completion.finish_reason != "abort":
+        if self._watch is not None and completion.is_complete:
             self._watch.add(completion.metrics.acceptance)
         self._events.append(StreamEvent(request.index, tokens, completion))
 

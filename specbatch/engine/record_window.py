@@ -16,6 +16,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import (
     device_metrics,
     emitted_histogram,
+    error_counts,
     full_batch_metrics,
     summarize,
     total_acceptance,
@@ -71,6 +72,8 @@ class RecordWindow:
         counters = self._counters.as_dict()
         counters["emitted_histogram"] = emitted_histogram(self.completions)
         counters["acceptance"] = total_acceptance(self.completions).as_counters()
+        if errors := error_counts(self.completions):
+            counters["errors"] = errors
         counters["graphs"] = {name: asdict(item) for name, item in self._graphs.items()}
         if self._state_cache is not None:
             counters["states"] = asdict(self._state_cache.counters)

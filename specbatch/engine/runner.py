@@ -18,7 +18,6 @@ from specbatch.engine.device_worker import DeviceWorker
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.prefill import PrefillWork
 from specbatch.engine.scheduler import PrefillPlan, ScheduledRequest, Scheduler
-from specbatch.errors import SpecbatchError
 from specbatch.runtime.cuda_graphs import Result
 
 OnTokens = Callable[[Request, list[int]], None]
@@ -206,10 +205,14 @@ class Runner:
             *tokens, accepted, drafted, finite = values
         self.scheduler.receive(request, None if first else accepted)
         if not finite:
-            raise SpecbatchError(
-                f"logits of prompt {request.index} are not finite after token {len(request.tokens)}: the weights "
-                "are damaged or overflow in this dtype; try dtype='float32' or 'bfloat16'"
+            request.finish_reason = "error"
+            request.error = (
+                f"its logits are not finite after token {len(request.tokens)}: the weights are damaged or overflow in "
+                "this dtype; try dtype='float32' or 'bfloat16'"
             )
+            self.scheduler.fail(request)
+            self._on_tokens(request, [])
+            return
         kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth)
@@ -229,6 +232,7 @@ class Runner:
             slot=request.slot,
             tokens=request.tokens,
             pages=request.pages,
+            shared=request.shared,
             temperature=float(p.temperature),
             top_k=int(p.top_k),
             top_p=float(p.top_p),

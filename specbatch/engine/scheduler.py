@@ -151,6 +151,7 @@ class Scheduler:
             for page in shared:
                 self._pool.release(page)
             return False
+        request.shared = len(shared)
         request.pages = shared + self._pool.take(need)
         request.slot = self._slots.pop()
         request.prefilled = len(shared) * self._page_size
@@ -293,6 +294,12 @@ class Scheduler:
             if request.draft_kv_valid_until is not None:
                 known = min(known, request.draft_kv_valid_until)
             self._cache.insert(request.tokens, known, request.pages)
+        self._vacate(request)
+
+    def fail(self, request: Request) -> None:
+        """End a request whose pages may hold anything: what it cached is forgotten, too."""
+        if self._cache is not None:
+            self._cache.forget(request.tokens, request.shared)
         self._vacate(request)
 
     def forget_prefixes(self) -> None:

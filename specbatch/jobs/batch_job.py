@@ -53,6 +53,7 @@ _TYPES = {
     "text": "string",
     "token_ids": "[int32]",
     "finish_reason": "string",
+    "error": "string",
     "prompt_tokens": "int64",
     "output_tokens": "int64",
     "accept_length": "float64",
@@ -128,7 +129,7 @@ class BatchJob:
         kept = PartialRows(
             path.with_name(f"{path.name}.partial"),
             header,
-            lambda row: row["index"] in prompts and "token_ids" in row,
+            lambda row: row["index"] in prompts and ("token_ids" in row or "error" in row),
             start_over="pass --overwrite",
         )
         job = cls(str(source), path, prompts, params, chat_template, seed, kept, log, overwrite, replaces, skip_bad)
@@ -147,6 +148,11 @@ class BatchJob:
         return job
 
     @property
+    def failed(self) -> int:
+        """How many of the finished prompts failed."""
+        return sum("error" in row for row in self.finished.values())
+
+    @property
     def partial(self) -> Path:
         return self.kept.path
 
@@ -160,14 +166,16 @@ class BatchJob:
     ) -> list[dict[str, Any]]:
         """Generate the missing rows, write the output and return its rows in the order of the input.
 
-        Prompts that this engine cannot run raise SpecbatchError, or are left out with `skip_bad`. After
+        Prompts that this engine cannot run raise SpecbatchError, or are left out with `skip_bad`. The row of a prompt
+        that fails while it runs has an `error` in place of an answer. After
         KeyboardInterrupt or an error the finished rows stay in the partial file.
         """
         encoded = self._encode(engine, {i: item for i, item in self.prompts.items() if i not in self.finished})
-        total = len(self.finished) + len(encoded)
-        with self.kept.claim() as keep:
+        with self.kept.claim(starts_over=self.overwrite) as keep:
             if _is_there(self.output) and not self.replaces:  # another process wrote it meanwhile
                 raise self._exists()
+            encoded = {index: ids for index, ids in encoded.items() if index not in self.finished}
+            total = len(self.finished) + len(encoded)
             try:
                 self._generate(engine, encoded, concurrency, keep, total, report)
             except KeyboardInterrupt:
@@ -198,6 +206,8 @@ class BatchJob:
                 speed.add(event.index, len(event.token_ids), ended=completion is not None)
                 if completion is not None and completion.finish_reason != "abort":
                     keep(self._row(indices[event.index], completion))
+                    if completion.error is not None:
+                        self.log(f"failed: {self._place(indices[event.index])}: {completion.error}")
                 now = time.monotonic()
                 if report is not None and (now - reported > SECONDS_BETWEEN_REPORTS or len(self.finished) == total):
                     report(len(self.finished), total, str(speed))
@@ -208,7 +218,7 @@ class BatchJob:
             write_atomic(self.output, "".join(json.dumps(row) + "\n" for row in rows))
             return
         kind = _id_type(self.prompts, self.output)
-        types = {name: of for name, of in _TYPES.items() if name != "id"}
+        types = {name: of for name, of in _TYPES.items() if name != "id" and (name != "error" or self.failed)}
         write_rows(self.output, rows, types if kind is None else {"index": "int64", "id": kind} | types)
 
     def _leave_out(self, bad: list[MalformedLine], total: int) -> None:
@@ -250,11 +260,16 @@ class BatchJob:
         self._leave_out(bad, len(self.prompts))
         return encoded
 
+    def _place(self, index: int) -> str:
+        return location(self.source, self.prompts[index].line)
+
     def _row(self, index: int, completion: Completion) -> dict[str, Any]:
         metrics = completion.metrics
         row: dict[str, Any] = {"index": index}
         if self.prompts[index].id is not None:
             row["id"] = self.prompts[index].id
+        if completion.error is not None:
+            return row | {"finish_reason": completion.finish_reason, "error": completion.error}
         row |= {
             "text": completion.text,
             "token_ids": completion.token_ids,
@@ -274,7 +289,8 @@ def read_output(output: Path) -> list[dict[str, Any]]:
     """The rows of a finished output: JSONL, Parquet or a folder."""
     if output.is_file() and output.suffix != ".parquet":
         return [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
-    there = dict.fromkeys(name for name in _TYPES if name != "id")  # a cell of None is missing in a row of `read_rows`
+    # A cell of None is missing in a row of `read_rows`.
+    there = dict.fromkeys(name for name in _TYPES if name not in ("id", "error"))
     return [there | row for row in read_rows("output", output, None, _TYPES)]
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from specbatch.errors import refuse
 from specbatch.records.differences import describe_differences
@@ -49,10 +49,13 @@ class PartialRows:
     def load(self) -> None:
         """Read the complete lines of the file. Raises SpecbatchError for the output of another job, or another file."""
         try:
-            text = self.path.read_bytes()
+            self._read(self.path.read_bytes())
         except OSError as error:
             works = f"cannot be read ({error.strerror}); name another output or {self._start_over}"
             raise refuse("output", str(self.path), works) from error
+
+    def _read(self, text: bytes) -> None:
+        self.rows.clear()
         if _line(self.header).encode().startswith(text):
             return  # only a header, which a crash may have truncated
         lines = text.split(b"\n")[:-1]
@@ -82,21 +85,21 @@ class PartialRows:
             self.rows[row["index"]] = row
 
     @contextmanager
-    def claim(self) -> Iterator[Callable[[Row], None]]:
-        """Lock the file for this process, and yield the function to call with every finished row."""
-        with self.path.open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                works = "another process is writing to it; wait for that, or name another output"
-                raise refuse("output", str(self.path), works) from None
+    def claim(self, *, starts_over: bool = False) -> Iterator[Callable[[Row], None]]:
+        """Lock the file for this process, and yield the function to call with every finished row.
+
+        Under the lock, `rows` are read again: another process may have written since `load`. starts_over: drop them.
+        """
+        with self._locked() as file:
             file.seek(0)
-            whole = _whole_lines(file.read()) if self.rows else ""
-            file.truncate(len(whole.encode()))
+            text = b"" if starts_over else file.read()
+            self._read(text)
+            whole = text[: text.rfind(b"\n") + 1] if self.rows else b""  # a crash may have truncated the last line
+            file.truncate(len(whole))
             synced = time.monotonic()
 
             def write(row: Row) -> None:
-                file.write(_line(row))
+                file.write(_line(row).encode())
                 file.flush()
 
             def keep(row: Row) -> None:
@@ -115,6 +118,21 @@ class PartialRows:
                 file.flush()
                 os.fsync(file.fileno())
 
+    @contextmanager
+    def _locked(self) -> Iterator[BinaryIO]:
+        """The file at `path`, opened for appending and locked."""
+        while True:
+            with self.path.open("ab+") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    works = "another process is writing to it; wait for that, or name another output"
+                    raise refuse("output", str(self.path), works) from None
+                if self.path.exists() and os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                    yield file
+                    return
+            # Another process finished and removed the file between open and lock.
+
 
 def row_seed(seed: int, index: int) -> int:
     """A seed that depends on the row and not on how many rows an earlier run had finished."""
@@ -131,8 +149,3 @@ def parsed(line: bytes) -> Any:
 
 def _line(row: Row) -> str:
     return json.dumps(row) + "\n"
-
-
-def _whole_lines(text: str) -> str:
-    """Drop the last line if a crash truncated it."""
-    return text[: text.rfind("\n") + 1]

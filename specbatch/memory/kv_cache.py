@@ -64,6 +64,15 @@ class KVCache:
         self.k = self.keys.unbind()
         self.v = self.values.unbind()
 
+    def clear(self, pages: list[int]) -> None:
+        """Write zeros to pages that get a new owner, on a CPU: their former owner may have left NaN or infinite values,
+        which attention by torch multiplies by a weight of 0. Triton kernels do not read masked keys."""
+        if self.keys.device.type != "cpu" or not pages or not self.k:
+            return
+        index = torch.tensor(pages)
+        for item in (self.keys, self.values):
+            item.view(torch.uint8).index_fill_(1, index, 0)
+
     def begin(self, rows: torch.Tensor) -> None:
         """Prepare a prompt pass over device rows [S]."""
         if self.states is not None:

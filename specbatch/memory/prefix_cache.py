@@ -80,6 +80,16 @@ class PrefixCache:
             node = child
         self._touch(node)
 
+    def forget(self, tokens: list[int], kept: int) -> None:
+        """Drop the cached prefix of `tokens` from page number `kept` on, with everything that continues it. Requests
+        that hold its pages keep them."""
+        path = self.path(tokens, len(tokens))
+        dropped = path[kept : kept + 1]
+        for node in dropped:  # grows
+            dropped.extend(node.children.values())
+        for node in reversed(dropped):
+            self._remove(node)
+
     def evict(self, count: int) -> int:
         """Free up to `count` pages that no request holds, least recently used first. Returns how many were freed.
 
@@ -90,18 +100,21 @@ class PrefixCache:
             node = next(iter(self._order.values()))
             if node.page == first_held:  # all visited: the remaining idle pages have children that are held
                 break
-            assert node.parent is not None
             assert not node.children
             if self._pool.holders(node.page) > 1:
                 first_held = first_held or node.page
                 self._touch(node)
                 continue
-            del node.parent.children[node.key]
-            del self._order[node.page]
-            self._pool.drop(node.page)
-            self.dropped(node)
+            self._remove(node)
             freed += 1
         return freed
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        del self._order[node.page]
+        self._pool.drop(node.page)
+        self.dropped(node)
 
     def _touch(self, node: Node) -> None:
         while node.parent is not None:

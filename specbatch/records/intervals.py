@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.core.request import INCOMPLETE
 from specbatch.records.metrics import Metric
 from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import Replicates
@@ -139,7 +140,7 @@ def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample |
         value = lambda row: (0.0, 0.0) if row[top] is None else (row[top], 1.0)  # noqa: E731
     else:
         value = lambda row: (row[top], row[bottom])  # noqa: E731
-    pairs = np.array([(0.0, 0.0) if row["finish_reason"] == "abort" else value(row) for row in rows], float)
+    pairs = np.array([(0.0, 0.0) if row["finish_reason"] in INCOMPLETE else value(row) for row in rows], float)
     indices = [[row["index"] for row in record.requests] for record in records]
     known = sorted(indices[0])
     if len(set(known)) < len(known) or any(sorted(found) != known for found in indices):

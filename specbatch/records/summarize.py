@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,8 +36,8 @@ def _distribution(name: str, values: list[float]) -> dict[str, float | None]:
 def summarize(
     completions: Iterable[Completion], duration_s: float, concurrency: int | None = None
 ) -> dict[str, float | None]:
-    """All metrics of the finished requests over a window of `duration_s` seconds. Aborted requests are ignored."""
-    done = [item for item in completions if item.finish_reason != "abort"]
+    """All metrics of the finished requests over a window of `duration_s` seconds. Incomplete requests are ignored."""
+    done = [item for item in completions if item.is_complete]
     rows = [item.metrics for item in done]
     verifies = sum(row.verify_steps for row in rows)
     emitted = sum(row.emitted for row in rows)
@@ -136,20 +137,25 @@ def steps_at(counters: dict[str, Any], rows: int) -> tuple[int, float | None]:
     return int(steps), seconds / steps if steps else None
 
 
+def error_counts(completions: Iterable[Completion]) -> dict[str, int]:
+    """How many requests failed with each error."""
+    return dict(Counter(item.error for item in completions if item.error is not None))
+
+
 def total_acceptance(completions: Iterable[Completion]) -> Acceptance:
-    """Acceptance counters of all verifies. Aborted requests are ignored."""
+    """Acceptance counters of all verifies. Incomplete requests are ignored."""
     total = Acceptance()
     for item in completions:
-        if item.finish_reason != "abort":
+        if item.is_complete:
             total += item.metrics.acceptance
     return total
 
 
 def emitted_histogram(completions: Iterable[Completion]) -> list[int]:
-    """How many verifies emitted 0, 1, 2, ... tokens (index = tokens, bonus included). Aborted requests are ignored."""
+    """How many verifies emitted 0, 1, 2, ... tokens (index = tokens, bonus included) in complete requests."""
     total: list[int] = []
     for item in completions:
-        if item.finish_reason == "abort":
+        if not item.is_complete:
             continue
         counts = item.metrics.emitted_histogram
         total += [0] * (len(counts) - len(total))

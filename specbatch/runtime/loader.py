@@ -93,6 +93,7 @@ class Loader:
     cached_states: int  # places for states of prefixes
     recorder: Recorder | None = None
     forwards: dict[str, PromptWork] = field(default_factory=dict)
+    caches: list[KVCache] = field(default_factory=list)
 
     def model(self, checkpoint: Checkpoint, *, of_draft: bool = False) -> Decoder:
         return Decoder(
@@ -115,7 +116,9 @@ class Loader:
     def cache(self, config: ModelConfig, layers: int, role: str, states: RecurrentStates | None = None) -> KVCache:
         """A cache that is not filled by prefill passes of its own model. layers: attention layers."""
         backend = self.attention[role]
-        return KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, backend, states)
+        cache = KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, backend, states)
+        self.caches.append(cache)
+        return cache
 
     def _states(self, model: Decoder) -> RecurrentStates | None:
         if not model.recurrent_layers:

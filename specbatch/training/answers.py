@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.partial_output import PartialRows, Row, parsed, row_seed
 from specbatch.progress import Report
 from specbatch.records.differences import describe_differences
@@ -86,10 +86,13 @@ def answer(
             replace(params, max_new_tokens=limit, seed=row_seed(params.seed, index))
             for index, limit in zip(missing, limits, strict=True)
         ]
+        failed: list[str] = []
         with open_engine() as engine, kept.claim() as keep, progress() as report:
 
             def finish(completion: Completion) -> None:
-                if completion.finish_reason == "abort":
+                if completion.error is not None:
+                    failed.append(f"prompt {missing[completion.index]}: {completion.error}")
+                if not completion.is_complete:
                     return
                 index = missing[completion.index]
                 keep({"index": index, "prompt_token_ids": prompts[index], "token_ids": completion.token_ids})
@@ -101,6 +104,8 @@ def answer(
                 done = f"kept {len(kept.rows)} finished of {len(prompts)} answers"
                 works = f"the same command with --out {kept.path.parent} continues"
                 raise KeyboardInterrupt(f"{done} in {kept.path}; {works}") from None
+        if failed:
+            raise SpecbatchError(f"{len(failed)} of {len(prompts)} answers failed; {failed[0]}")
     answers = {
         index: Example((*row["prompt_token_ids"], *row["token_ids"]), len(row["prompt_token_ids"]))
         for index, row in kept.rows.items()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from specbatch.core.request import INCOMPLETE
 from specbatch.records.markdown import sum_lists
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import percentile
@@ -320,7 +321,7 @@ def _median(records: Iterable[RunRecord], metric: str) -> float | None:
 
 def _of_requests(record: RunRecord, metric: str) -> list[float]:
     """Of each finished request that has it."""
-    rows = (row for row in record.requests if row.get("finish_reason") != "abort")
+    rows = (row for row in record.requests if row.get("finish_reason") not in INCOMPLETE)
     return [value for row in rows if (value := row.get(metric)) is not None]
 
 

@@ -23,6 +23,7 @@ class Answer:
         self.last = submitted
         self.text = ""
         self.finish_reason: str | None = None
+        self.error: str | None = None
         self.usage: dict[str, Any] | None = None
         self.counted = 0  # tokens so far, according to usage
         self.is_counted = True  # does every chunk have usage?
@@ -76,7 +77,8 @@ class Answer:
             e2e_s=self.last - self.submitted,
             itl_s=self.gaps if self.is_counted else [],
         )
-        return Completion(self.index, list(self.prompt), [], self.text, self.finish_reason or "abort", metrics)
+        reason = self.finish_reason or "abort"
+        return Completion(self.index, list(self.prompt), [], self.text, reason, metrics, error=self.error)
 
     def _count(self, new: int, now: float) -> int:
         """Tokens that usage has counted since the last chunk."""

@@ -28,7 +28,7 @@ from specbatch.config import Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
-from specbatch.records.summarize import summarize
+from specbatch.records.summarize import error_counts, summarize
 from specbatch.sweeps.run.http_answer import Answer, Failed, message_of, parsed
 from specbatch.sweeps.run.server_counters import accepted, counters_of
 
@@ -84,8 +84,8 @@ class Server:
 
 class HttpEngine:
     """The part of `Engine` that a sweep needs. Raises SpecbatchError if the server, its model or a tokenizer is not
-    available; a request that fails later is a completion with finish_reason "abort", counted by its error in the
-    record's `errors`."""
+    available; a request that fails later is a completion with finish_reason "error", counted by its
+    `error` in the record."""
 
     def __init__(self, server: Server, *, log: Callable[[str], None] | None = None) -> None:
         self.server = server
@@ -136,7 +136,7 @@ class HttpEngine:
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
         found, source = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions)
         metrics |= found
-        counters: dict[str, Any] = {"errors": dict(self._errors)}
+        counters: dict[str, Any] = {"errors": error_counts(self._completions)}
         counters |= {"accept_length_source": source} if found else {"no_accept_length": source}
         emptied = f"emptied by {self._emptied}" if self._emptied else "NOT EMPTIED: no endpoint was found"
         return RunRecord(
@@ -162,7 +162,6 @@ class HttpEngine:
 
     def _start_window(self) -> None:
         self._completions: list[Completion] = []
-        self._errors: Counter[str] = Counter()
         self._per_second: Counter[int] = Counter()
         self._opened: float | None = None
         self._closed = 0.0
@@ -191,8 +190,7 @@ class HttpEngine:
                 try:
                     await self._ask(session, answer, params[index])
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed) as error:
-                    self._errors[_message(error)] += 1
-                    answer.finish_reason = "abort"
+                    answer.finish_reason, answer.error = "error", _message(error)
                 self._closed = max(self._closed, time.perf_counter())
                 done[index] = completion = answer.completion()
                 self._completions.append(completion)

@@ -19,7 +19,7 @@ TEMPLATE_MARKS = (
 
 def warnings(workload: Workload, completions: list[Completion], params: list[SamplingParams]) -> Iterator[str]:
     """Problems with the answers of a point, one line each. Aborted requests are ignored."""
-    ended = [item for item in completions if item.finish_reason != "abort"]
+    ended = [item for item in completions if item.is_complete]
     if not ended:
         return
     texts, limit = [item.text for item in ended], params[0].max_new_tokens

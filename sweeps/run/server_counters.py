@@ -39,7 +39,7 @@ def accepted(
         found: dict[str, float | None] = {"accept_length": 1 + right / drafts, "accept_rate": rate}
         return found | {"verify_steps": drafts, "drafted_tokens": drafted, "accepted_tokens": right}, "vLLM's counters"
     if verifies := grown.get(VERIFIES):
-        tokens = sum(item.metrics.output_tokens - 1 for item in completions if item.finish_reason != "abort")
+        tokens = sum(item.metrics.output_tokens - 1 for item in completions if item.is_complete)
         return {"accept_length": tokens / verifies, "verify_steps": verifies}, "SGLang's counter of verifies"
     if after:
         return {}, "the server's counters show no drafts"

@@ -325,46 +325,6 @@ def test_a_stream_is_open_until_it_ends(toy: Any, toy_engine: Callable[..., Engi
     check_usable(toy, engine)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_non_finite_logits_name_the_prompt(
-    toy: Any, toy_engine: Callable[..., Engine], schedule: str, drafter: str
-) -> None:
-    engine = toy_engine(model="toy-nan", speculation=Speculation(drafter, schedule))
-    ended: list[int] = []
-    prompts = [[5, 6], [7, 8], [9, 36], [4]]
-    params = [SamplingParams(max_new_tokens=count) for count in (1, 30, 30, 30)]
-    with pytest.raises(SpecbatchError, match=r"logits of prompt 2 are not finite after token 2: .*dtype") as caught:
-        engine.generate(prompts, params, on_completion=lambda item: ended.append(item.index))
-    assert "\n" not in str(caught.value)
-    assert ended == [0]
-    assert clean(engine)
-    assert len(engine.generate([[5, 6]], SamplingParams(max_new_tokens=1))) == 1
-
-
-def test_non_finite_logits_in_a_later_step_name_the_prompt(
-    toy: Any, toy_engine: Callable[..., Engine], schedule: str
-) -> None:
-    engine = toy_engine(speculation=Speculation(schedule=schedule))
-    logits = engine._worker.decode_step.model.logits
-    calls = 0
-
-    def overflow(hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        found = logits(hidden)
-        if calls == 4:
-            found[1] = torch.inf
-        return found
-
-    ended: list[int] = []
-    engine._worker.decode_step.model.logits = overflow  # type: ignore[method-assign]
-    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (4, 20, 20)]
-    with pytest.raises(SpecbatchError, match=f"logits of prompt 1 are not finite after token {5 + 3}"):
-        engine.generate(prompts_of(toy, 6)[3:], params[0:3], on_completion=lambda item: ended.append(item.index))
-    assert ended == [0], "it ended in the step that broke the other one"
-    assert clean(engine)
-
-
 def test_a_request_can_be_aborted_before_it_runs(toy: Any, toy_engine: Callable[..., Engine]) -> None:
     engine = toy_engine(max_running=1)
     found: dict[int, Completion] = {}

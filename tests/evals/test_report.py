@@ -49,15 +49,15 @@ def test_csv_has_a_row_per_score(report: Any, report_folder: Path) -> None:
     assert float(rows[0]["truncated"]) == 0.25
 
 
-def test_table_shows_aborts_simulation_and_acceptance_only_where_present(evaluate: Any) -> None:
+def test_table_shows_incomplete_answers_simulation_and_acceptance_only_where_present(evaluate: Any) -> None:
     report = evaluate(limit=2)
-    for text in ("aborted", "simulated", "reached draft"):
+    for text in ("incomplete", "simulated", "reached draft"):
         assert text not in report.table()
     assert report._flat()[0]["simulated_accept_length"] is None
     report.questions[0]["finish_reason"] = "abort"
     report.record.config["speculation"] = asdict(Speculation("ngram", simulate_accept_length=3.5))
     counts = {"drafted": [10, 10], "tried": [10, 6], "accepted": [6, 3], "context": [[64, 10, 19]]}
     report.record.counters = {"acceptance": counts, "emitted_histogram": [0, 4, 3, 3]}
-    for text in ("1 answers were aborted", "simulated accept length 3.5", "| 10         | 60 30 "):
+    for text in ("1 answers are incomplete", "simulated accept length 3.5", "| 10         | 60 30 "):
         assert text in report.table()
     assert report._flat()[0]["simulated_accept_length"] == 3.5

@@ -164,7 +164,7 @@ def test_errors_are_counted_by_message(serve):
         [[n + 5] for n in range(10)], [SamplingParams(max_new_tokens=4)] * 10, concurrency=1, on_completion=seen.append
     )
     record = engine.record(concurrency=1)
-    assert [item.finish_reason == "abort" for item in found] == [n in failures for n in range(10)]
+    assert [item.finish_reason == "error" for item in found] == [n in failures for n in range(10)]
     assert record.counters["errors"] == {
         "HTTP 503: overloaded, try later": 2,
         "the stream ended before its answer did": 1,
@@ -184,7 +184,7 @@ def test_timeouts_and_missing_token_counts_are_errors(serve, monkeypatch):
     _, record = run(serve(Script(first_s=0.5)))
     assert record.counters["errors"] == {"timed out": 1}
     (done,), record = run(serve(Script(usage="never")))
-    assert (done.finish_reason, done.text, record.metrics["requests"]) == ("abort", "abc ", 0)
+    assert (done.finish_reason, done.text, record.metrics["requests"]) == ("error", "abc ", 0)
     assert list(record.counters["errors"]) == [
         "the stream has no usage (stream_options.include_usage), so tokens cannot be counted"
     ]
@@ -195,7 +195,7 @@ def test_connection_errors_are_counted(serve):
     with serving(script) as url:
         engine = HttpEngine(Server(url))
     found, record = run(engine, [[5], [6]])
-    assert [item.finish_reason for item in found] == ["abort", "abort"]
+    assert [item.finish_reason for item in found] == ["error", "error"]
     ((error, count),) = record.counters["errors"].items()
     assert error.startswith("ClientConnectorError: Cannot connect")
     assert count == 2

@@ -1,0 +1,121 @@
+"""A request whose logits are not finite fails alone: other requests, the prefix cache and the engine are unaffected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lossless import settings_of
+from targets import Targets
+
+from specbatch import Completion, Engine, SamplingParams, Speculation
+from specbatch.core.step_input import Proposal, StepInput
+
+GREEDY = SamplingParams(max_new_tokens=10, ignore_eos=True)
+PREFIX = [3, 4, 5, 6, 7, 8, 9, 10, 11]
+BAD = 36
+GOOD = [[*PREFIX, 12], [5, 6], [*PREFIX, 13, 14, 15, 16, 17], [20, 21, 22, 23, 24, 25], [7]]
+
+
+def failing(bad: int) -> list[list[int]]:
+    """Prompts with a token before, within and after the prefix that others share."""
+    return [[bad], [3, 4, 5, 6, bad, 8, 9, 10, 11, 12], [*PREFIX, 12, bad], [*PREFIX, bad, 13, 14, 15, 16]]
+
+
+def damage(engine: Engine, bad: int) -> None:
+    """Make the target's embedding of one token NaN. Its output matrix and its draft stay as they are, but the draft no
+    longer proposes the token, which would end a request that the baseline completes."""
+    embedding = engine._model.embedding.clone()
+    embedding[bad] = torch.nan
+    engine._model.embedding = embedding
+    drafter = engine._worker.decode_step.drafter
+    propose = drafter.propose
+
+    def without(step: StepInput) -> Proposal:
+        proposal = propose(step)
+        proposal.tokens.masked_fill_(proposal.tokens == bad, 3)
+        return proposal
+
+    drafter.propose = without  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    [
+        ("llama", "none"),
+        ("llama", "ngram"),
+        ("llama", "model"),
+        ("llama", "eagle3"),
+        ("llama", "eagle-tree"),
+        ("llama", "dflash"),
+        ("qwen3.5", "mtp"),
+        ("nemotron-h", "none"),
+        ("lfm2", "ngram-tree"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize("kv_pages", [40, 200])
+def test_only_the_request_itself_fails(
+    targets: Targets, target: str, drafter: str, schedule: str, kv_pages: int
+) -> None:
+    settings = {"page_size": 2, "prefill_chunk": 8, "max_running": 3, "max_model_len": 40, "kv_pages": kv_pages}
+    with targets.engine(target, drafter, schedule, **settings | settings_of(target, drafter)) as engine:
+        expected = [item.token_ids for item in engine.generate(GOOD, GREEDY)]
+        engine.forget_prefixes()
+        bad = next(token for token in range(26, 37) if not any(token in tokens for tokens in expected))
+        broken = failing(bad)
+        prompts = [prompt for pair in zip(broken, GOOD, strict=False) for prompt in pair] + GOOD[len(broken) :]
+        damage(engine, bad)
+        for _ in range(2):
+            completions = engine.generate(prompts, GREEDY)
+            good = [item for item in completions if item.prompt_token_ids in GOOD]
+            assert [item.token_ids for item in good] == expected
+            failed = [item for item in completions if item.prompt_token_ids in broken]
+            assert [item.finish_reason for item in failed] == ["error"] * len(broken)
+            assert all("not finite after token" in str(item.error) and not item.token_ids for item in failed)
+        engine.forget_prefixes()
+        assert engine._scheduler._pool.free == engine._scheduler._pool.total
+
+
+def test_record_counts_failures_and_leaves_them_out_of_metrics(targets: Targets) -> None:
+    with targets.engine("llama", "ngram", "v2", page_size=4, max_model_len=40) as engine:
+        damage(engine, BAD)
+        engine.reset_record()
+        engine.generate([*failing(BAD), *GOOD], GREEDY)
+        record = engine.record()
+    assert record.metrics["requests"] == len(GOOD)
+    assert record.metrics["output_tokens"] == len(GOOD) * GREEDY.max_new_tokens
+    assert sum(record.counters["errors"].values()) == 4
+    assert [row["finish_reason"] for row in record.requests if "error" in row] == ["error"] * 4
+
+
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+def test_logits_that_break_later_keep_the_tokens_before(
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str
+) -> None:
+    engine = toy_engine(speculation=Speculation(schedule=schedule))
+    prompts = [list(prompt) for prompt in toy.prompts()[3:6]]
+    expected = [item.token_ids for item in engine.generate(prompts, GREEDY)]
+    logits = engine._worker.decode_step.model.logits
+    calls = 0
+
+    def overflow(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        found = logits(hidden)
+        if calls == 4:
+            found[1] = torch.inf
+        return found
+
+    engine._worker.decode_step.model.logits = overflow  # type: ignore[method-assign]
+    ended: list[Completion] = []
+    params = [replace(GREEDY, max_new_tokens=count) for count in (4, 10, 10)]
+    found = engine.generate(prompts, params, on_completion=ended.append)
+    assert [item.finish_reason for item in found] == ["length", "error", "length"]
+    assert found[1].token_ids == expected[1][:3]
+    assert found[2].token_ids == expected[2]
+    assert f"after token {len(prompts[1]) + 3}" in str(found[1].error)
+    assert [item.index for item in ended][:2] == [0, 1]
