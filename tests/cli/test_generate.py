@@ -249,6 +249,41 @@ def test_output_of_another_process_is_not_replaced(engine, jsonl, tmp_path):
     assert out.read_text() == "theirs"
 
 
+def test_failed_prompts_have_rows_with_their_reason(generate, engine, tmp_path):
+    lines = [PROMPTS[0], {"prompt": "! one", "id": "x"}, PROMPTS[1], {"prompt": "! two"}]
+    assert generate("--max-failures 2", lines, interrupt_after=3).exit_code == 130
+    result = generate("--max-failures 2", lines)
+    assert result.exit_code == 0
+    assert "4 rows in" in result.stdout
+    assert "2 of them failed" in result.stdout
+    error = {"finish_reason": "error", "error": "its logits are not finite"}
+    found = rows(tmp_path / "out.jsonl")
+    assert [found[1], found[3]] == [{"index": 1, "id": "x", **error}, {"index": 3, **error}]
+    assert ["error" in row for row in found] == [False, True, False, True]
+    result = generate("", lines, "out.parquet")
+    assert result.exit_code == 1
+    assert "in.jsonl:2: its logits are not finite" in result.stderr
+    assert [row.get("error") for row in read_output(tmp_path / "out.parquet")] == [row.get("error") for row in found]
+
+
+def test_rows_that_another_process_finished_meanwhile_are_kept(generate, engine, jsonl, tmp_path):
+    """The second process read the partial output before the first one continued it, and waited for its model."""
+    source, out, params = jsonl(*PROMPTS), tmp_path / "out.jsonl", SamplingParams(max_new_tokens=4)
+    second = BatchJob.open(source, out, EngineConfig(), params)
+    assert not second.finished
+    first = BatchJob.open(source, out, EngineConfig(), params)
+    engine.interrupt_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        first.run(engine(EngineConfig()))
+    kept = rows(first.partial)[1:]
+    engine.interrupt_after = None
+    running = engine(EngineConfig())
+    written = second.run(running)
+    assert len(running.done) == len(PROMPTS) - 3
+    assert [row["index"] for row in written] == list(range(len(PROMPTS)))
+    assert all(row in written for row in kept)
+
+
 LINES = st.lists(
     st.one_of(
         st.integers(1, 60).map(lambda n: json.dumps({"prompt": "p" * n, "id": n}).encode()),

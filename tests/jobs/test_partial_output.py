@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 
 import pytest
@@ -82,6 +83,24 @@ def test_other_files_are_an_error_and_unchanged(opened, left, message):
         kept.load()
     assert message in str(caught.value)
     assert kept.path.read_bytes() == left.encode(errors="surrogateescape")
+
+
+def test_file_that_another_process_removes_before_the_lock_is_made_again(opened, monkeypatch):
+    kept = opened()
+    kept.path.write_text(text_of(HEADER, *ROWS))
+    flock, calls = fcntl.flock, []
+
+    def removed_first(*args):
+        if not calls:
+            kept.path.unlink()
+        calls.append(args)
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    with kept.claim() as keep:
+        keep(ROWS[0])
+    assert len(calls) == 2
+    assert kept.path.read_text() == text_of(HEADER, ROWS[0])
 
 
 def test_folder_is_an_error(opened):

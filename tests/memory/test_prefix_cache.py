@@ -75,6 +75,16 @@ class CacheMachine(RuleBasedStateMachine):
         for page in self.owners.pop(pick % len(self.owners)).pages:
             self.pool.release(page)
 
+    @rule(tokens=PROMPTS, kept=st.integers(0, 3))
+    def forget(self, tokens: list[int], kept: int) -> None:
+        """A cached prefix from some page on, with everything that continues it."""
+        self.cache.forget(tokens, kept)
+        start = tuple(tokens[: (kept + 1) * self.size])
+        if len(start) == (kept + 1) * self.size:
+            for prefix in [prefix for prefix in self.known if prefix[: len(start)] == start]:
+                del self.known[prefix]
+                self.used.pop(prefix, None)
+
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
         """Unreferenced leaves, one at a time, least recently used first."""
