@@ -104,8 +104,7 @@ def generate(
         record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
     say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")
     record.workload["skipped"] = len(job.skipped)
-    beside = job.output.with_name(f"{job.output.name}.record.json")
-    write_atomic(beside, record.summary())
+    write_atomic(job.record_path, record.summary())
     left_out = f", {len(job.skipped)} malformed lines skipped" if job.skipped else ""
     left_out += f", {job.failed} of them failed" if job.failed else ""
     result = {
@@ -113,10 +112,10 @@ def generate(
         "rows": len(rows),
         "failed": job.failed,
         "skipped": len(job.skipped),
-        "record": str(beside),
+        "record": str(job.record_path),
         "metrics": record.metrics,
     }
-    text = f"{len(rows)} rows in {job.output}{left_out}; configuration and metrics: {beside}"
+    text = f"{len(rows)} rows in {job.output}{left_out}; configuration and metrics: {job.record_path}"
     show(text, result, as_json=as_json)
     if job.failed > max_failures:
         raise Exit(1)

@@ -114,8 +114,8 @@ class BatchJob:
         prompts = {item.line - 1: item for item in found if isinstance(item, Prompt)}
         path = _output_path(output)
         replaces = _is_there(path)
-        if replaces and Path(source).exists() and (path.samefile(source) or _holds(path, source)):
-            raise refuse("output", str(path), "is the input; name another one")
+        if any(_holds(written, source) for written in (path, _beside(path, "partial"), _beside(path, "record.json"))):
+            raise refuse("output", str(path), f"would replace the input {source}; name another one")
         settings = config.as_dict()
         contents = [[index, item.form, item.value, item.id] for index, item in prompts.items()]
         header = {
@@ -127,7 +127,7 @@ class BatchJob:
         }
         seed = config.seed if params.seed is None else params.seed
         kept = PartialRows(
-            path.with_name(f"{path.name}.partial"),
+            _beside(path, "partial"),
             header,
             lambda row: row["index"] in prompts and ("token_ids" in row or "error" in row),
             start_over="pass --overwrite",
@@ -155,6 +155,11 @@ class BatchJob:
     @property
     def partial(self) -> Path:
         return self.kept.path
+
+    @property
+    def record_path(self) -> Path:
+        """Where the record of the run belongs."""
+        return _beside(self.output, "record.json")
 
     @property
     def finished(self) -> dict[int, dict[str, Any]]:
@@ -326,8 +331,15 @@ def _is_there(output: Path) -> bool:
     return output.exists() and not (output.is_dir() and not any(output.iterdir()))
 
 
-def _holds(output: Path, source: str | Path) -> bool:
-    return output.resolve() in Path(source).resolve().parents
+def _beside(output: Path, suffix: str) -> Path:
+    return output.with_name(f"{output.name}.{suffix}")
+
+
+def _holds(written: Path, source: str | Path) -> bool:
+    """Whether writing to a path would change the input: it is the same file, by links too, or a folder of it."""
+    given = Path(source)
+    same = written.exists() and given.exists() and written.samefile(given)
+    return same or written.resolve() in (given.resolve(), *given.resolve().parents)
 
 
 def _id_type(prompts: Mapping[int, Prompt], output: Path) -> str | None:

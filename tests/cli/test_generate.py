@@ -389,7 +389,7 @@ def test_data_set_input_runs_like_jsonl(generate, saved, tmp_path):
         ("deep.parquet", "is a folder; name a .parquet file"),
         ("deep", "is a folder with other files"),
         ("notes", "already exists and is not a folder"),
-        ("saved", "is the input"),
+        ("saved", "would replace the input"),
         ("fresh", "the ids mix strings and numbers"),
     ],
 )
@@ -407,6 +407,24 @@ def test_impossible_output_is_refused_at_once(generate, engine, tmp_path, output
     assert engine.built == []
     assert (tmp_path / "notes").read_text() == "mine"
     assert len(list((tmp_path / "saved").iterdir())) == 3
+
+
+@pytest.mark.parametrize("name", ["q.jsonl.partial", "q.jsonl.record.json", "link/q.jsonl", "hard.jsonl"])
+def test_input_is_never_replaced(run, jsonl, engine, tmp_path, name):
+    """The output itself through a link, and the files next to it that a job writes and removes."""
+    source, path = jsonl(*PROMPTS), tmp_path / name
+    (tmp_path / "link").symlink_to(tmp_path)
+    if name == "hard.jsonl":
+        path.hardlink_to(source)
+        source = source.rename(tmp_path / "q.jsonl")
+    else:
+        source = source.rename(path)
+    before = source.read_bytes()
+    result = run(f"generate {path} -o {tmp_path / 'q.jsonl'} --overwrite")
+    assert result.exit_code == 2
+    assert "would replace the input" in result.stderr
+    assert source.read_bytes() == before
+    assert engine.built == []
 
 
 def test_summary_is_the_last_line_on_standard_error(generate):
