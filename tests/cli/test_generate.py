@@ -420,7 +420,7 @@ def test_input_is_never_replaced(run, jsonl, engine, tmp_path, name):
     else:
         source = source.rename(path)
     before = source.read_bytes()
-    result = run(f"generate {path} -o {tmp_path / 'q.jsonl'} --overwrite")
+    result = run("generate", path, "-o", tmp_path / "q.jsonl", "--overwrite")
     assert result.exit_code == 2
     assert "would replace the input" in result.stderr
     assert source.read_bytes() == before
