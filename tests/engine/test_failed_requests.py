@@ -16,6 +16,7 @@ from specbatch.core.step_input import Proposal, StepInput
 
 GREEDY = SamplingParams(max_new_tokens=10, ignore_eos=True)
 PREFIX = [3, 4, 5, 6, 7, 8, 9, 10, 11]
+SLOW = pytest.mark.slow
 BAD = 36
 GOOD = [[*PREFIX, 12], [5, 6], [*PREFIX, 13, 14, 15, 16, 17], [20, 21, 22, 23, 24, 25], [7]]
 
@@ -56,8 +57,9 @@ def damage(engine: Engine, bad: int) -> None:
         ("lfm2", "ngram-tree"),
     ],
 )
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize("kv_pages", [40, 200])
+@pytest.mark.parametrize(
+    ("schedule", "kv_pages"), [("v2", 40), *(pytest.param(*more, marks=SLOW) for more in [("v2", 200), ("v1", 40)])]
+)
 def test_only_the_request_itself_fails(
     targets: Targets, target: str, drafter: str, schedule: str, kv_pages: int
 ) -> None:
@@ -119,3 +121,19 @@ def test_logits_that_break_later_keep_the_tokens_before(
     assert found[2].token_ids == expected[2]
     assert f"after token {len(prompts[1]) + 3}" in str(found[1].error)
     assert [item.index for item in ended][:2] == [0, 1]
+
+
+def test_features_of_the_previous_request_are_dropped(targets: Targets) -> None:
+    """A draft head runs all buffered pairs of a slot; those after the ready ones must be finite, too."""
+    with targets.engine("llama", "eagle3", "v2") as engine:
+        expected = [(item.token_ids, item.metrics.drafted) for item in engine.generate(GOOD, GREEDY)]
+        drafter: Any = engine._worker.decode_step.drafter
+        drafter._waiting.fill_(torch.nan)
+        propose = drafter.propose
+
+        def checked(step: StepInput) -> Proposal:
+            assert drafter._waiting[step.slots].isfinite().all()
+            return propose(step)  # type: ignore[no-any-return]
+
+        drafter.propose = checked
+        assert [(item.token_ids, item.metrics.drafted) for item in engine.generate(GOOD, GREEDY)] == expected
