@@ -144,7 +144,7 @@ class StubEngine:
     def _complete(self, index: int, prompt: Any, params: SamplingParams) -> Completion:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         self.check(ids, params)
-        if ids[0] == ord("!"):
+        if ids[:5] == list(b"!fail"):
             return Completion(index, list(ids), [], "", "error", RequestMetrics(), error="its logits are not finite")
         tokens = [(ids[-1] + step) % 256 for step in range(1, params.max_new_tokens + 1)]
         drafted = self.config.speculation.drafted

@@ -250,7 +250,7 @@ def test_output_of_another_process_is_not_replaced(engine, jsonl, tmp_path):
 
 
 def test_failed_prompts_have_rows_with_their_reason(generate, engine, tmp_path):
-    lines = [PROMPTS[0], {"prompt": "! one", "id": "x"}, PROMPTS[1], {"prompt": "! two"}]
+    lines = [PROMPTS[0], {"prompt": "!fail one", "id": "x"}, PROMPTS[1], {"prompt": "!fail two"}]
     assert generate("--max-failures 2", lines, interrupt_after=3).exit_code == 130
     result = generate("--max-failures 2", lines)
     assert result.exit_code == 0
