@@ -57,12 +57,7 @@ class Watch:
     ),
 )
 def test_engine_drafts_match_reference(
-    toy: Any,
-    toy_engine: Any,
-    reference: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    schedule: str,
+    toy: Any, toy_engine: Any, reference: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], schedule: str
 ) -> None:
     """Some prompts share a prefix: the second takes its context from the pages of the first."""
     if settings.get("graphs"):

@@ -24,11 +24,7 @@ LENGTHS = (2, 3, 5, 6, 13, 21)
 
 
 def check(
-    run: Any,
-    reference: Any,
-    boundaries: tuple[int, ...] = (),
-    ids: torch.Tensor | None = None,
-    turns: int = 3,
+    run: Any, reference: Any, boundaries: tuple[int, ...] = (), ids: torch.Tensor | None = None, turns: int = 2
 ) -> None:
     """boundaries: the layers whose input features the test expects to be read."""
     randomness = random.Random(run.count)

@@ -294,8 +294,7 @@ def test_break_even_is_paired_by_repeat_and_concurrency():
 
 
 @pytest.mark.parametrize(
-    ("accept", "step", "gain"),
-    [(1.8, 15, "+20.0% (one repeat)"), (1.2, 15, "-20.0% (one repeat)"), (None, 15, "-")],
+    ("accept", "step", "gain"), [(1.8, 15, "+20.0% (one repeat)"), (1.2, 15, "-20.0% (one repeat)"), (None, 15, "-")]
 )
 def test_rows_with_drafts_show_break_even_and_gain(accept, step, gain):
     records = [timed("baseline", 1, 10), timed("v1", 1, step, accept)]

@@ -16,10 +16,7 @@ from specbatch.sweeps.run.runner import SweepOptions
 from specbatch.sweeps.run.workloads import Workload, lines_of, sha256_of
 
 TOKENIZER = types.SimpleNamespace(
-    vocab_size=50,
-    eos_ids=frozenset({3, 4}),
-    bos_id=5,
-    encode=lambda text, add_special_tokens=True: list(text.encode()),
+    vocab_size=50, eos_ids=frozenset({3, 4}), bos_id=5, encode=lambda text, add_special_tokens=True: list(text.encode())
 )
 
 
