@@ -207,7 +207,7 @@ class Graphs:
 class EngineConfig:
     """Everything an `Engine` is built from.
 
-    float8_activations applies to activations of 16 bits. Each row gets one scale per 128 columns, as a checkpoint's
+    fp8_activations applies to BF16 and FP16 activations. Each row gets one scale per 128 columns, as a checkpoint's
     `activation_scheme: dynamic` asks for.
     """
 
@@ -247,7 +247,7 @@ class EngineConfig:
     kv_dtype: str = setting(
         "auto", "Data type of the KV cache. auto: the model's dtype. fp8: FP8 (e4m3).", choices=KV_DTYPES
     )
-    float8_activations: bool = setting(
+    fp8_activations: bool = setting(
         True,
         "For FP8 weights: quantize activations to FP8 as well, and run GEMMs in FP8.",
         FLAG,

@@ -138,11 +138,11 @@ class CheckReport:
             )
         if record.caps["dtype"] == "float32" and self.count("near tie"):
             notes.append("NEAR TIES IN FLOAT32, where none are expected; --margin 0 counts them as differences.")
-        if notes and record.caps["float8_activations"] == "on":
+        if notes and record.caps["fp8_activations"] == "on":
             notes.append(
                 "Activations were quantized to FP8: where a verify, chunks or graphs change the last bit of an "
                 "activation, it can round to the next FP8 value and change logits by more than the margin. "
-                "--no-float8-activations shows which divergences remain."
+                "--no-fp8-activations shows which divergences remain."
             )
         if record.drafts and not record.metrics["drafted_tokens"]:
             notes.append("NO DRAFTS: nothing was drafted, so drafts were not tested.")

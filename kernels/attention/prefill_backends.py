@@ -103,7 +103,7 @@ def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, span
     if spans.fresh and new is not None:
         return new
     flat = cache.flatten(0, 1)
-    if cache.dtype.itemsize == 1:  # few operations know float8
+    if cache.dtype.itemsize == 1:  # few operations support FP8
         return flat.view(torch.uint8).index_select(0, spans.key_slots).view(cache.dtype).to(q.dtype)
     return flat.index_select(0, spans.key_slots)
 

@@ -108,7 +108,7 @@ class DecodeAttentionRef:
         q, k, v = split_qkv_rope_ref(qkv, heads, positions)
         if k_cache.dtype == qkv.dtype:
             write_kv_ref(k, v, k_cache, v_cache, self._slots)
-        else:  # torch copies no rows of float8
+        else:  # torch copies no rows of FP8
             k, v, keys, values = (x.to(k_cache.dtype).view(torch.uint8) for x in (k, v, k_cache, v_cache))
             write_kv_ref(k, v, keys, values, self._slots)
             k_cache, v_cache = k_cache.to(qkv.dtype), v_cache.to(qkv.dtype)

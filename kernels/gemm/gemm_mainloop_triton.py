@@ -43,7 +43,7 @@ def gemm_mainloop(
     """x @ weight.T float32 [BM, BN] from pointers to their first BK columns, [BM, BK] and [BK, BN].
 
     x_rows bool [BM]: the rows there are; the others are 0, and not read.
-    SCALED: float8 weights, whose every SIDE columns share a scale in `scale_row` [BN]; BK divides SIDE. The weights
+    SCALED: FP8 weights, whose every SIDE columns share a scale in `scale_row` [BN]; BK divides SIDE. The weights
     are exact in the type of x, and sums are scaled instead of weights: no value is rounded on the way.
     ONCE: no other program reads these weights. EARLY: the wait for the previous kernel is here, after the first loads
     of weights.

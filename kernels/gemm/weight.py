@@ -77,7 +77,7 @@ def keeps_fp8(device: torch.device) -> bool:
 
 
 def byte_chunks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bytes of float8 values, contiguous, uint8 in parts: what is needed on the way stays small beside the weights,
+    """The bytes of FP8 values, contiguous, uint8 in parts: what is needed on the way stays small beside the weights,
     and leaves no hole as large as they are in a GPU's memory."""
     import torch
 

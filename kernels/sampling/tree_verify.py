@@ -72,7 +72,7 @@ def move_accepted_kv_ref(keys: torch.Tensor, values: torch.Tensor, verified: Ver
     homes, places = (
         kv_slots(page_table, slots[:, None], at, size) for at in (lengths[:, None] + node, lengths[:, None] + source)
     )
-    bits = torch.uint8 if keys.itemsize == 1 else keys.dtype  # torch copies no rows of float8
+    bits = torch.uint8 if keys.itemsize == 1 else keys.dtype  # torch copies no rows of FP8
     for cache in (keys.view(bits), values.view(bits)):
         flat = cache.flatten(1, 2)
         flat.index_copy_(1, homes.flatten(), flat.index_select(1, places.flatten()))

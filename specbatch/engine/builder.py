@@ -100,8 +100,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
             config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
-    if not config.float8_activations and not quantizes_activations(True, dtype, device, target.config, draft.config):
-        log("float8_activations: off has no effect: this model has no FP8 GEMM on this device")
+    if not config.fp8_activations and not quantizes_activations(True, dtype, device, target.config, draft.config):
+        log("fp8_activations: off has no effect: this model has no FP8 GEMM on this device")
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
@@ -209,17 +209,17 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
-    float8 = quantizes_activations(config.float8_activations, dtype, device, target.config, draft.config)
-    for line in fp8_lines(model, draft.config, loads=(shared is None, draft.weights is not None), quantizes=float8):
+    fp8 = quantizes_activations(config.fp8_activations, dtype, device, target.config, draft.config)
+    for line in fp8_lines(model, draft.config, loads=(shared is None, draft.weights is not None), quantizes=fp8):
         log(line)
     needs_all_hidden = draft.needs_all_hidden
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
     drafter = draft.build(model, loader)
-    passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "float8": float8}
+    passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     worker = DeviceWorker(
         batch,
         PrefillStep(batch, model, forward, drafter, states=cache.states, **passes),
-        DecodeStep(model, cache, drafter, config.speculation.simulate_accept_length, float8=float8),
+        DecodeStep(model, cache, drafter, config.speculation.simulate_accept_length, fp8=fp8),
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,
         forwards=loader.forwards,
@@ -227,13 +227,13 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
         prefill_chunk=config.prefill_chunk,
         draft_lengths=config.speculation.lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
-        float8=float8,
+        fp8=fp8,
     )
     caps: dict[str, Any] = {
         "device": str(device),
         "dtype": type_name(dtype),
         "kv_dtype": type_name(cache.dtype),
-        "float8_activations": "on" if float8 else "off",
+        "fp8_activations": "on" if fp8 else "off",
         "attention_backend": cache.attention.name,
         "max_running": config.max_running,
         "max_model_len": plan.max_model_len,
@@ -259,7 +259,7 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
         worker=worker,
         draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
         draft=draft,
-        diagnose=use_fp8_activations(float8)(drafter.diagnose),
+        diagnose=use_fp8_activations(fp8)(drafter.diagnose),
         caps=caps,
     )
 

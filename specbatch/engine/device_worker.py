@@ -55,11 +55,11 @@ class DeviceWorker:
         prefill_chunk: int,
         draft_lengths: tuple[int, ...],
         recorder: Recorder | None,
-        float8: bool,
+        fp8: bool,
     ) -> None:
         """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
         prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
-        graphs of whole decode steps, None to run them eagerly; float8: see `use_fp8_activations`."""
+        graphs of whole decode steps, None to run them eagerly; fp8: see `use_fp8_activations`."""
         self.batch = batch
         self.prefill_step = prefill_step
         self.decode_step = decode_step
@@ -68,7 +68,7 @@ class DeviceWorker:
         self.forwards = forwards
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
-        self._float8 = float8
+        self._fp8 = fp8
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
@@ -138,7 +138,7 @@ class DeviceWorker:
         recordings = self.recordings()
         total = sum(len(item) for item in recordings)
         report(0, total)
-        with use_fp8_activations(self._float8):
+        with use_fp8_activations(self._fp8):
             for done, _ in enumerate(chain.from_iterable(item.capture() for item in recordings), start=1):
                 report(done, total)
         if self.batch.device.type == "cuda":

@@ -44,7 +44,7 @@ class PrefillStep:
 
     needs_all_hidden  see `DraftPlan`
     states            of the model's recurrent layers
-    float8            see `use_fp8_activations`
+    fp8            see `use_fp8_activations`
     on_logits         gets the logits [B, V] after complete prompts
     """
 
@@ -55,7 +55,7 @@ class PrefillStep:
     page_size: int
     needs_all_hidden: bool
     states: RecurrentStates | None = None
-    float8: bool = False
+    fp8: bool = False
     on_logits: Callable[[torch.Tensor], None] | None = None
 
     def __call__(self, work: PrefillWork) -> Result | None:
@@ -71,7 +71,7 @@ class PrefillStep:
     def catch_up(self, chunks: list[PromptChunk], most: int) -> None:
         """Update the draft state for tokens that steps without drafts committed, up to `most` tokens a pass."""
         for part in split_into_passes(chunks, most):
-            with use_fp8_activations(self.float8):
+            with use_fp8_activations(self.fp8):
                 metadata = PrefillMetadata(self.batch.page_table, part, self.page_size)
                 self.drafter.catch_up(self.batch, metadata)
 
@@ -90,7 +90,7 @@ class PrefillStep:
         ends = upload(ending, batch.device)
         last = metadata.last[ends]
         tokens = batch.tokens[metadata.slots, metadata.positions]
-        with use_fp8_activations(self.float8):
+        with use_fp8_activations(self.fp8):
             features = self.forward(tokens, metadata, None if self.needs_all_hidden else last)
             self.drafter.prefill(batch, metadata, features)
         if not ending:

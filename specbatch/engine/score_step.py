@@ -39,7 +39,7 @@ class ScoreStep:
 
     workspace         bytes that the logits may take: what the activations of their pass have left
     needs_all_hidden  `forward` returns the hidden states of all tokens
-    float8            see `use_fp8_activations`
+    fp8            see `use_fp8_activations`
     """
 
     batch: DeviceBatch
@@ -48,14 +48,14 @@ class ScoreStep:
     page_size: int
     workspace: int
     needs_all_hidden: bool
-    float8: bool = False
+    fp8: bool = False
 
     def __call__(self, work: ScoreWork) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """In parts, for the targets in order: float32 log-probabilities, and whether each is the greedy token."""
         device = self.batch.device
         metadata = PrefillMetadata(self.batch.page_table, work.chunks, self.page_size)
         rows = upload(work.read, device)
-        with use_fp8_activations(self.float8):
+        with use_fp8_activations(self.fp8):
             tokens = upload(work.tokens, device)
             last = self.forward(tokens, metadata, None if self.needs_all_hidden else rows).last
         return list(self._score(last[rows] if self.needs_all_hidden else last, work.targets))

@@ -37,18 +37,18 @@ class Verified(NamedTuple):
 class DecodeStep:
     """Advances every request of a step by the drafts that it accepts and one token of the target's own.
 
-    simulate: a mean accept length, for benchmarks; float8: see `use_fp8_activations`.
+    simulate: a mean accept length, for benchmarks; fp8: see `use_fp8_activations`.
     """
 
     model: Decoder
     cache: KVCache
     drafter: Drafter
     simulate: float | None = None
-    float8: bool = False
+    fp8: bool = False
 
     def __call__(self, step: StepInput) -> Result:
         """Returns int64 [B, N + 3], as `Accepted.packed`, and float32 [B, N] log-probabilities or None."""
-        with use_fp8_activations(self.float8):
+        with use_fp8_activations(self.fp8):
             proposal = self.propose(step)
             verified = self.verify(step, proposal)
             accepted = self.accept(step, proposal, verified)
@@ -80,7 +80,7 @@ class DecodeStep:
 
     def shorten(self, step: StepInput) -> None:
         """Prepare the drafter for a step that drafts fewer tokens than the previous one; see `Drafter.shorten`."""
-        with use_fp8_activations(self.float8):
+        with use_fp8_activations(self.fp8):
             self.drafter.shorten(step)
 
     def _logprobs(self, step: StepInput, verified: Verified, accepted: Accepted) -> torch.Tensor | None:

@@ -40,7 +40,7 @@ _MAKES_TOKENS = (
     "model",
     "dtype",
     "kv_dtype",
-    "float8_activations",
+    "fp8_activations",
     "state_dtype",
     "load_format",
     "tokenizer",

@@ -54,7 +54,7 @@ class ModelConfig:
     qkv_bias, o_bias, mlp_bias: which projections have biases; qk_norm: a norm per head before rope (Qwen3).
     `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
-    state them. float8: None, or for an FP8 checkpoint the modules that are not quantized (see `models.fp8`).
+    state them. fp8: None, or for an FP8 checkpoint the modules that are not quantized (see `models.fp8`).
     """
 
     module: ClassVar[str] = "specbatch.models.llama"  # its functions `layer` and `final_norm` build the model
@@ -79,7 +79,7 @@ class ModelConfig:
     bos_id: int | None = None
     dtype: str | None = None
     mtp_layers: int | None = None
-    float8: frozenset[str] | None = None
+    fp8: frozenset[str] | None = None
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
@@ -87,7 +87,7 @@ class ModelConfig:
         plain = unconverted(config)
         if plain is not None:
             read = ModelConfig.from_dict({key: value for key, value in config.items() if key != "quantization_config"})
-            return replace(read, float8=plain)
+            return replace(read, fp8=plain)
         other = _other(config)
         if other is not None:
             return other.from_dict(config)
@@ -187,10 +187,10 @@ class ModelConfig:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that a checkpoint of this model must have, including the scales of FP8
         matrices."""
-        if self.float8 is None:
+        if self.fp8 is None:
             return self.weight_shapes()
         ends = {name.removesuffix(".weight") for name in self.names}
-        return with_scales(self.weight_shapes(), self.float8 | ends)
+        return with_scales(self.weight_shapes(), self.fp8 | ends)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the weights that the family's `module` reads; matrices are [out, in]."""
@@ -202,7 +202,7 @@ class ModelConfig:
         """This config, adapted to the tensors of a file (name -> shape) where they determine a setting: a separate
         output matrix takes precedence over `tie_embeddings`."""
         tied = self.tie_embeddings and self.names.head not in found
-        return replace(self, tie_embeddings=tied, float8=None if self.float8 is None else left_plain(found))
+        return replace(self, tie_embeddings=tied, fp8=None if self.fp8 is None else left_plain(found))
 
     def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether this FP8 weight may have to be dequantized, because it becomes part of a matrix with other blocks of

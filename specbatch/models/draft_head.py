@@ -127,7 +127,7 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     if names:
         plain["architectures"] = [re.sub("Eagle3?", "", name) for name in names]
     config = ModelConfig.from_dict(plain)
-    if config.float8 is not None:
+    if config.fp8 is not None:
         raise refuse("quantization_config", "fp8", "quantized draft heads are not supported")
     if shapes is None:
         return config

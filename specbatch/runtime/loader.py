@@ -29,13 +29,13 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     count = config.parameter_count()
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += config.vocab_size * config.hidden_size
-    kept, shapes = kept_float8(config, device), config.weight_shapes()
+    kept, shapes = kept_fp8(config, device), config.weight_shapes()
     return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
 
 
-def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
+def kept_fp8(config: ModelConfig, device: torch.device) -> dict[str, int]:
     """Weights that stay FP8 in memory, and their bytes including scales."""
-    if config.float8 is None or not keeps_fp8(device):
+    if config.fp8 is None or not keeps_fp8(device):
         return {}
     shapes = config.tensor_shapes()
     return {
@@ -48,7 +48,7 @@ def kept_float8(config: ModelConfig, device: torch.device) -> dict[str, int]:
 def quantizes_activations(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
     """Do these models have FP8 GEMMs, which quantize activations, if `asked`? With float32 activations there are
     none."""
-    return asked and dtype.itemsize == 2 and any(kept_float8(model, device) for model in models)
+    return asked and dtype.itemsize == 2 and any(kept_fp8(model, device) for model in models)
 
 
 def fp8_lines(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool) -> Iterator[str]:
@@ -56,8 +56,8 @@ def fp8_lines(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], q
     the target, and the draft; quantizes: see `quantizes_activations`."""
     name, device = str(model.dtype).removeprefix("torch."), model.device
     stored = "kept" if keeps_fp8(device) else f"dequantized to {name}, as this device has no FP8 GEMM"
-    if loads[0] and model.config.float8 is not None:
-        line = f"float8 weights: {stored}"
+    if loads[0] and model.config.fp8 is not None:
+        line = f"FP8 weights: {stored}"
         if model.dequantized:
             line += (
                 f", but {len(model.dequantized)} dequantized to {name}, as their matrices are no whole number of scale "
@@ -65,10 +65,10 @@ def fp8_lines(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], q
             )
         yield line
     if loads[1] and len(draft.tensor_shapes()) > len(draft.weight_shapes()):  # scales
-        yield f"draft: float8 weights: {stored}"
-    if kept_float8(model.config, device) or kept_float8(draft, device):
+        yield f"draft: FP8 weights: {stored}"
+    if kept_fp8(model.config, device) or kept_fp8(draft, device):
         state = "on, quantized per token and 128 columns" if quantizes else f"off, they are {name}"
-        yield f"float8 activations: {state}"
+        yield f"FP8 activations: {state}"
 
 
 @dataclass(frozen=True)

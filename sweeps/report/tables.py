@@ -301,6 +301,6 @@ def _prefix_cache(record: RunRecord) -> str:
 
 def _fp8(configurations: dict[str, RunRecord]) -> dict[str, str]:
     """Whether activations were quantized to FP8; no line where they never were and all configurations agree."""
-    found = {name: record.caps.get("float8_activations", "off") for name, record in configurations.items()}
-    requested = {record.config.get("float8_activations") for record in configurations.values()}
+    found = {name: record.caps.get("fp8_activations", "off") for name, record in configurations.items()}
+    requested = {record.config.get("fp8_activations") for record in configurations.values()}
     return {"FP8 activations": _by_name(found)} if "on" in found.values() or len(requested) > 1 else {}

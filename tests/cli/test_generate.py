@@ -116,7 +116,7 @@ def test_seeds_depend_on_the_row(generate, engine, monkeypatch):
         ("--model other", "model ('smollm2-135m' there, 'other' now)"),
         ("--spec v1", "algorithm ('none' there, 'ngram' now)"),
         ("--no-chat-template", "chat_template (True there, False now)"),
-        ("--no-float8-activations", "float8_activations (True there, False now)"),
+        ("--no-fp8-activations", "fp8_activations (True there, False now)"),
         ("--kv-dtype fp8", "kv_dtype ('auto' there, 'fp8' now)"),
         ("--state-dtype bf16", "state_dtype ('fp32' there, 'bf16' now)"),
     ],

@@ -43,10 +43,10 @@ NEXT = MOE | {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 PLAIN = {key: value for key, value in DENSE.items() if key != "quantization_config"}
-KEPT = "float8 weights: kept"
-ON = "float8 activations: on, quantized per token and 128 columns"
-OFF = "float8 activations: off, they are float16"
-NO_EFFECT = "float8_activations: off has no effect: this model has no FP8 GEMM on this device"
+KEPT = "FP8 weights: kept"
+ON = "FP8 activations: on, quantized per token and 128 columns"
+OFF = "FP8 activations: off, they are float16"
+NO_EFFECT = "fp8_activations: off has no effect: this model has no FP8 GEMM on this device"
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 GRAPHS = Graphs(decode="whole", prefill="piecewise")
@@ -115,7 +115,7 @@ def test_prompts_and_decode_steps_are_quantized(
 ) -> None:
     shape, speculation = SPECULATIONS[name]
     engine = build(shape, speculation=speculation, prefill_chunk=8)
-    assert engine.caps["float8_activations"] == "on"
+    assert engine.caps["fp8_activations"] == "on"
     engine.generate(PROMPTS, PARAMS)
     assert passes == RIGHT
     passes.clear()
@@ -164,7 +164,7 @@ def test_diagnosis_uses_the_setting_of_the_run(
     monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
     monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", 1)
     monkeypatch.setattr(FeatureChain, "diagnose", lambda *_: seen.append(quantizes(torch.zeros(1).half())) or "")
-    engine = build(NEXT, speculation=Speculation("mtp", draft_tokens=2), float8_activations=on)
+    engine = build(NEXT, speculation=Speculation("mtp", draft_tokens=2), fp8_activations=on)
     engine.generate(PROMPTS, PARAMS)
     assert seen == [on]
 
@@ -173,10 +173,10 @@ def test_diagnosis_uses_the_setting_of_the_run(
     ("shape", "settings", "expected"),
     [
         (DENSE, {}, [KEPT, ON]),
-        (DENSE, {"float8_activations": False}, [KEPT, OFF]),
+        (DENSE, {"fp8_activations": False}, [KEPT, OFF]),
         (DENSE, {"dtype": "float32"}, [KEPT, OFF.replace("16", "32")]),
-        (DENSE, {"dtype": "float32", "float8_activations": False}, [NO_EFFECT, KEPT, OFF.replace("16", "32")]),
-        (PLAIN, {"float8_activations": False}, [NO_EFFECT]),
+        (DENSE, {"dtype": "float32", "fp8_activations": False}, [NO_EFFECT, KEPT, OFF.replace("16", "32")]),
+        (PLAIN, {"fp8_activations": False}, [NO_EFFECT]),
         (
             DENSE | {"head_dim": 48},
             {},
@@ -199,13 +199,13 @@ def test_the_log_and_the_record(
     lines: list[str] = []
     engine = build(shape, log=lines.append, **settings)
     assert fp8_lines(lines) == expected
-    assert engine.record().caps["float8_activations"] == ("on" if ON in expected else "off")
+    assert engine.record().caps["fp8_activations"] == ("on" if ON in expected else "off")
     engine.generate(PROMPTS, PARAMS)
     assert passes == (RIGHT if ON in expected else set() if shape is PLAIN else {(kind, False) for kind, _ in RIGHT})
 
 
 def fp8_lines(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.startswith(("float8", "draft: float8"))]
+    return [line for line in lines if line.startswith(("FP8", "fp8_activations", "draft: FP8"))]
 
 
 def test_only_the_draft_is_fp8(build: Callable[..., Engine], tmp_path: Path, passes: set[tuple[str, bool]]) -> None:
@@ -215,7 +215,7 @@ def test_only_the_draft_is_fp8(build: Callable[..., Engine], tmp_path: Path, pas
     draft = Speculation("standalone", draft=str(tmp_path / "draft"), draft_tokens=2)
     engine = build(PLAIN, log=lines.append, speculation=draft)
     assert fp8_lines(lines) == [f"draft: {KEPT}", ON]
-    assert engine.caps["float8_activations"] == "on"
+    assert engine.caps["fp8_activations"] == "on"
     engine.generate(PROMPTS, PARAMS)
     assert passes == RIGHT
 
@@ -224,17 +224,17 @@ def test_a_cpu_dequantizes_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     lines: list[str] = []
     with Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu"), log=lines.append) as engine:
-        assert engine.caps["float8_activations"] == "off"
-    assert "float8 weights: dequantized to float32, as this device has no FP8 GEMM" in lines
+        assert engine.caps["fp8_activations"] == "off"
+    assert "FP8 weights: dequantized to float32, as this device has no FP8 GEMM" in lines
 
 
 def test_other_values_are_refused() -> None:
-    with pytest.raises(SpecbatchError, match="float8_activations='on': use True or False"):
-        EngineConfig(float8_activations="on")  # type: ignore[arg-type]
+    with pytest.raises(SpecbatchError, match="fp8_activations='on': use True or False"):
+        EngineConfig(fp8_activations="on")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("float8", [True, False])
-def test_graphs_are_captured_with_the_setting(float8: bool) -> None:
+@pytest.mark.parametrize("fp8", [True, False])
+def test_graphs_are_captured_with_the_setting(fp8: bool) -> None:
     seen: list[bool] = []
 
     class Item:
@@ -246,10 +246,10 @@ def test_graphs_are_captured_with_the_setting(float8: bool) -> None:
             yield
 
     worker: Any = SimpleNamespace(
-        recordings=lambda: [Item(), Item()], batch=SimpleNamespace(device=CPU), _float8=float8, _warm_ups=list
+        recordings=lambda: [Item(), Item()], batch=SimpleNamespace(device=CPU), _fp8=fp8, _warm_ups=list
     )
     assert DeviceWorker.record_graphs(worker, lambda done, total: None) == 2
-    assert seen == [float8] * 2
+    assert seen == [fp8] * 2
     assert not fp8_activations.quantizes(torch.zeros(1).half())
 
 
@@ -270,7 +270,7 @@ def test_engines_that_share_weights_can_have_different_settings(
     """Each logs its own setting, and nothing of weights that another one has loaded."""
     lines: list[str] = []
     first = build(DENSE)
-    second = build(DENSE, log=lines.append, float8_activations=False, weights_of=first)
+    second = build(DENSE, log=lines.append, fp8_activations=False, weights_of=first)
     assert fp8_lines(lines) == [OFF]
     for engine, quantized in ((first, True), (second, False), (first, True)):
         passes.clear()
@@ -295,7 +295,7 @@ def test_logits_are_near_those_of_bfloat16_activations(build: Callable[..., Engi
     values are quantized to the other side."""
     found = {}
     for name, settings in {
-        "off": {"float8_activations": False},
+        "off": {"fp8_activations": False},
         "on": {},
         "chunks": {"prefill_chunk": 16},
         "graphs": {"graphs": GRAPHS},

@@ -21,7 +21,7 @@ from specbatch.models.draft_head import layer_config
 from specbatch.models.eagle3 import Eagle3Config
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
-FLOAT8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 DFLASH = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_target_layers": 9, "block_size": 4}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 NESTED = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
@@ -29,7 +29,7 @@ INNER = SIZES | {"model_type": "qwen3"}
 READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
     **{name: (ModelConfig.from_dict, SIZES | described) for name, described in HYBRIDS.items()},
     "llama": (ModelConfig.from_dict, SIZES | {"model_type": "llama", "rope_scaling": YARN}),
-    "qwen2": (ModelConfig.from_dict, SIZES | {"model_type": "qwen2", "quantization_config": FLOAT8}),
+    "qwen2": (ModelConfig.from_dict, SIZES | {"model_type": "qwen2", "quantization_config": FP8}),
     "qwen3.5-vl": (ModelConfig.from_dict, NESTED | {"text_config": SIZES | HYBRIDS["qwen3.5"]}),
     "dflash": (DFlashConfig.from_dict, SIZES | DFLASH | SLIDING | {"dflash_config": {"mask_token_id": 3}}),
     "dflash-speculators": (

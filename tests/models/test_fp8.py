@@ -183,7 +183,7 @@ def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str
     and its dequantized weights."""
     target = open_checkpoint(str(folder)).config
     stored, meant = load_file(folder / "model.safetensors"), {}
-    config = replace(mtp_config(target), float8=None, mixture=target.mixture and replace(target.mixture, fused=False))
+    config = replace(mtp_config(target), fp8=None, mixture=target.mixture and replace(target.mixture, fused=False))
     generator = torch.Generator().manual_seed(5)
     for name, shape in config.weight_shapes().items():
         stored[name] = meant[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5

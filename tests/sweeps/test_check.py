@@ -144,7 +144,7 @@ def test_requested_margin_makes_divergences_near_ties(check: Any, monkeypatch: p
     assert (report.count("near tie"), report.differs) == (COUNT, False)
     assert "NEAR TIES IN FLOAT32, where none are expected" in report.markdown()
     assert "quantized to FP8" not in report.markdown()
-    report.record.caps["float8_activations"] = "on"
+    report.record.caps["fp8_activations"] = "on"
     assert "Activations were quantized to FP8" in report.markdown()
     assert "quantized to FP8" not in replace(report, findings=[]).markdown()
 

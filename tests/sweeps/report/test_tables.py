@@ -158,9 +158,9 @@ def test_settings_that_differ_are_shown_by_configuration():
     records[1].config["prefix_cache"] = False
     assert "* prefix cache: baseline: on; v1: off\n" in text_of(records)
     assert "FP8 activations" not in text_of(records)
-    records[1].config["float8_activations"] = False
+    records[1].config["fp8_activations"] = False
     assert "* FP8 activations: off\n" in text_of(records)  # the effective value of both
-    records[0].caps["float8_activations"] = "on"
+    records[0].caps["fp8_activations"] = "on"
     assert "* FP8 activations: baseline: on; v1: off\n" in text_of(records)
 
 

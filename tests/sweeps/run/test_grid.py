@@ -68,7 +68,7 @@ def test_file_overrides_the_command_line(tmp_path: Path) -> None:
         ("[a", "not TOML"),
         ('[a]\nspecs = "v1"', "a: specs': use options of an engine"),
         ('[a]\npage_size = "big"', "a: page_size='big'\": this is not a value of that option"),
-        ("[a]\nfloat8_activations = 'no'", "float8_activations='no'\": use true or false"),
+        ("[a]\nfp8_activations = 'no'", "fp8_activations='no'\": use true or false"),
         ("[a]\nprefix-cache = 3", "prefix_cache=3': use true or false"),
         ("[a]\npage_size = 8\npage-size = 16", "a.page-size': is given twice"),
         ("[a]\npage_size = []", "or a list of them"),
