@@ -40,7 +40,7 @@ def page(*command: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
 
 
-def test_help_compare_and_gate_import_no_heavy_library(swept):
+def test_help_compare_gate_and_kernels_import_no_heavy_library(swept):
     (policy := swept.parent / "policy.toml").write_text("[bounds]\naccept_length = {at_least = 1}")
     commands = [[], *([name, "--help"] for name in COMMANDS), ["compare", str(swept), str(swept)]]
     commands.append(["gate", str(swept), "--policy", str(policy)])
@@ -55,6 +55,8 @@ for words in {commands!r}:
     assert result.exit_code == 0, result.output
     assert not {set(HEAVY) - {"numpy", "scipy"}!r} & set(sys.modules), words
     assert words[-1:] != ["--help"] or not {{"numpy", "scipy"}} & set(sys.modules), words
+import specbatch.kernels.attention.prefill_backends
+assert not {{"triton.language", "flashinfer", "flash_attn"}} & set(sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

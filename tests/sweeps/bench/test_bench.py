@@ -23,7 +23,7 @@ from specbatch.weights.dummy import SHAPES
 
 SMALL = {
     "--model": "toy", "--load-format": "dummy", "--device": "cpu", "--page-size": 4, "--batch": "1,3",
-    "--verify-batch": "2", "--decode-tokens": 12, "--new-tokens": 24, "--concurrency": "1,4", "--input-len": 20,
+    "--verify-batch": "2", "--decode-tokens": 12, "--new-tokens": 22, "--concurrency": "1,4", "--input-len": 20,
     "--output-len": 6, "--ttft-tokens": "5,30", "--repeats": 1, "--output": "out",
 }  # fmt: skip
 DRAFT = {"algorithm": "eagle3", "draft": "dummy", "simulate_accept_length": 2.0, "aux_layers": "3,2,1"}
@@ -67,7 +67,7 @@ def cells(text: str, section: str, column: str) -> dict[tuple[str, str], str]:
 
 
 def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
-    result = run(repeats=2)
+    result = run()
     assert result.exit_code == 0, result.output
     rows = rows_of()
     assert list(rows) == [
@@ -81,7 +81,7 @@ def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
         kind = section.partition("-")[0]
         middle, low, high = (float(row[primary[kind] + end]) for end in ("", "_min", "_max"))
         assert 0 < low <= middle <= high
-        assert (row["repeats"], row["failed"]) == ("2", "")
+        assert (row["repeats"], row["failed"]) == ("1", "")
         assert row["ratio"]
         assert bool(row["times_gemms"]) == (kind != "closed")
         if kind == "decode":
@@ -117,7 +117,7 @@ def test_requests_of_the_first_token_run_alone(run: Callable[..., Result]) -> No
 
 def test_drafts_are_compared_with_a_baseline(run: Callable[..., Result]) -> None:
     Path("peers.csv").write_text(PEERS)
-    result = run(**DRAFT, sections="decode,ttft,verify", ttft_tokens="5", new_tokens=60, peers="peers.csv")
+    result = run(**DRAFT, sections="decode,ttft,verify", ttft_tokens="5", new_tokens=48, peers="peers.csv")
     assert result.exit_code == 0, result.output
     rows, names = rows_of(), ("baseline", "v1", "v2")
     assert list(rows) == [
