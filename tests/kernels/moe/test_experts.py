@@ -320,7 +320,10 @@ def test_fp8_activations_apply_within_context_only(
     assert torch.equal(prompt_of_narrow, block(case.x))
     weights, experts = route_ref(F.linear(case.x, router), case.rule)
     expected = experts_ref(case.x, weights, experts, up, down, "swiglu", quantize=True)
-    assert (prompt - expected).double().norm() <= 2e-2 * expected.double().norm()
+    # Another order of a sum can move an activation to the next FP8 value.
+    error = (prompt - expected).double().norm()
+    assert error <= 3e-2 * expected.double().norm()
+    assert error < (prompt - plain).double().norm()
 
 
 # the whole block
