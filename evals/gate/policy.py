@@ -125,5 +125,5 @@ def _one_line(path: Path, error: ValidationError) -> SpecbatchError:
         what = f"no such rule; use some of {', '.join(_LEVELS[len(first['loc']) - 1].model_fields)}"
     elif first["type"] == "model_type":
         what = f"write a table of {', '.join(_LEVELS[len(first['loc'])].model_fields)}"
-    more = f" ({len(others)} more mistakes)" if others else ""
+    more = f" ({len(others)} more mistake{'s' if len(others) > 1 else ''})" if others else ""
     return refuse("policy", str(path), f"{where}: {what}{more}" if where else f"{what}{more}")

@@ -115,7 +115,8 @@ def generate(
         "record": str(job.record_path),
         "metrics": record.metrics,
     }
-    text = f"{len(rows)} rows in {job.output}{left_out}; configuration and metrics: {job.record_path}"
+    count = f"{len(rows)} row{'s' if len(rows) != 1 else ''}"
+    text = f"{count} in {job.output}{left_out}; configuration and metrics: {job.record_path}"
     show(text, result, as_json=as_json)
     if job.failed > max_failures:
         raise Exit(1)

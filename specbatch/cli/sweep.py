@@ -51,13 +51,14 @@ def sweep(
         Path | None, Option(help="Other questions for --dataset gsm8k and lm-eval:gsm8k.", rich_help_panel=_WORKLOAD)
     ] = None,
     input_len: Annotated[
-        str,
+        str | None,
         Option(
             metavar="N|N-M",
-            help="Tokens per random prompt, or a range; for gsp, without the shared prefix.",
+            help="Tokens per random prompt, or a range; for gsp, without the shared prefix. Default: 128 with "
+            "--dataset random or gsp.",
             rich_help_panel=_WORKLOAD,
         ),
-    ] = "128",
+    ] = None,
     output_len: Annotated[
         str | None,
         Option(
@@ -211,15 +212,18 @@ def sweep(
     from specbatch.sweeps.run.grid import by_model
     from specbatch.sweeps.run.process import run_in_process
     from specbatch.sweeps.run.runner import SweepOptions, check, fitted, run_server, run_sweep
-    from specbatch.sweeps.run.workloads import Workload
+    from specbatch.sweeps.run.workloads import RANDOM, Workload
 
     steps = whole_numbers("concurrency", concurrency)
     on_cpu = engine_kind == "specbatch" and find_device(engine.device).type == "cpu"
     lengths = CPU if on_cpu else GPU
+    chosen = dataset or default_dataset(input_len_given=input_len is not None)
+    if input_len is not None and chosen not in RANDOM:
+        raise refuse("input_len", input_len, "goes with --dataset random and gsp; leave it out")
     workload = Workload(
-        dataset or default_dataset(input_len_given=is_given(context, "input_len")),
+        chosen,
         data,
-        length("input_len", input_len),
+        Workload.input_len if input_len is None else length("input_len", input_len),
         lengths.output_len if output_len is None else length("output_len", output_len),
         lengths.prompts_per_concurrency if prompts_per_concurrency is None else prompts_per_concurrency,
         engine.seed,

@@ -301,7 +301,8 @@ def read_output(output: Path) -> list[dict[str, Any]]:
 
 def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
     """The metrics of a run in one line."""
-    line = f"{metrics['requests']} prompts, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
+    prompts = f"{metrics['requests']} prompt{'s' if metrics['requests'] != 1 else ''}"
+    line = f"{prompts}, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
     if metrics["output_throughput"] is not None:
         line += f": {metrics['output_throughput']:.0f} tok/s"
     if drafts and metrics["accept_length"] is not None:

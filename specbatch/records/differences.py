@@ -27,9 +27,11 @@ def describe_differences(old: dict[str, Any], new: dict[str, Any], names: Collec
 
 
 def conflicts(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Settings that both have with different values, each as "name value and value"."""
-    pairs = [(name, before[name], after[name]) for name in before if name in after]
-    return [f"{name} {shortened(old)} and {shortened(new)}" for name, old, new in pairs if old != new]
+    """Settings that both have with different values, each as "name value and value"; nested ones under dotted names."""
+    common = [name for name in before if name in after]
+    old, new = (flatten({name: settings[name] for name in common}) for settings in (before, after))
+    names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    return [f"{name} {shortened(old.get(name))} and {shortened(new.get(name))}" for name in names]
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -144,7 +144,7 @@ def match(before: Run, after: Run) -> Pairs:
     for key, points in both.items():
         if different := conflicts(*(_identity(point.records[0]) for point in points)):
             where = f" at {key}" if str(key) else ""
-            works = "compare runs of one model on the same prompts"
+            works = "compare runs of the same model, prompts, lengths and sampling"
             raise SpecbatchError(f"these runs differ{where}: {'; '.join(different)}; {works}")
     return Pairs(both, [key for key in old if key not in new], [key for key in new if key not in old])
 

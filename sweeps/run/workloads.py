@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LEAST_PROMPTS = 4  # of a point, so that medians mean something
 LM_EVAL = "lm-eval:"
+RANDOM = ("random", "gsp")  # datasets of random token ids
 Length = int | tuple[int, int]  # tokens, or least and most with a uniform distribution
 
 
@@ -117,7 +118,7 @@ class Workload:
 
     @property
     def is_random(self) -> bool:
-        return self.dataset in ("random", "gsp")
+        return self.dataset in RANDOM
 
     @property
     def is_grouped(self) -> bool:

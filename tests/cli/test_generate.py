@@ -76,6 +76,12 @@ def test_messages_are_rendered_or_joined(generate, tmp_path, option, text):
     assert rows(tmp_path / "out.jsonl")[0]["prompt_tokens"] == len(text)
 
 
+def test_one_prompt_is_singular(generate):
+    result = generate(lines=PROMPTS[:1])
+    assert result.stdout.startswith("1 row in ")
+    assert "generate: 1 prompt, " in result.stderr
+
+
 def test_interrupted_run_continues(generate, engine, tmp_path):
     """With another concurrency, which does not change the rows."""
     result = generate(interrupt_after=2)

@@ -45,6 +45,7 @@ REFUSED = [
     ("sweep --configs v2,v2+piecewise --prefill-graph piecewise", "prefill_graph='piecewise': v2 and v2+piecewise"),
     ("sweep --repeats 0", "repeats=0:"),
     ("sweep --input-len 0", "input_len=0:"),
+    ("sweep --dataset gsm8k --input-len 128", "input_len='128': goes with --dataset random and gsp; leave it out"),
     ("sweep --output-len -1", "output_len=-1:"),
     ("sweep --input-len 64-", "input_len='64-': use a whole number of at least 1, or a range such as 64-256"),
     ("sweep --burst some", "burst='some': use a whole number of at least 1, or all"),

@@ -129,9 +129,10 @@ def test_default_workload_on_a_cpu(run, jsonl, tmp_path, words, output_len, prom
     assert ("for a long one add --output-len 128" in result.stderr) == short
 
 
-def test_file_of_prompts(sweep, engine, jsonl, tmp_path):
+def test_file_of_prompts(run, engine, jsonl, tmp_path):
     source = jsonl(*({"question": f"{number}?"} for number in range(3)))
-    sweep("--concurrency 4 --configs v1", "--dataset", source)
+    words = ("--prompts-per-concurrency", 2, "--output", tmp_path / "out")
+    assert run("sweep", "--concurrency", 4, "--configs", "v1", "--dataset", source, *words).exit_code == 0
     work = read(tmp_path, "v1/c4/r1")["workload"]
     assert (work["prompts"], work["distinct_prompts"], work["ignore_eos"]) == (8, 3, False)
     assert engine.built[0].max_model_len is None

@@ -34,6 +34,17 @@ def test_runs_of_different_models_or_workloads_are_refused(tmp_path, change, mes
     assert "concurrency 4" in str(error.value)
 
 
+def test_nested_settings_that_differ_are_named(tmp_path):
+    old, new = (
+        make_record([metrics_of()], sampling={"temperature": 0.0, "max_new_tokens": count, "stop": []})
+        for count in (16, 128)
+    )
+    with pytest.raises(
+        SpecbatchError, match=r"differ at .*: sampling\.max_new_tokens 16 and 128; compare .* sampling$"
+    ):
+        compare(saved(tmp_path / "a", old), saved(tmp_path / "b", new))
+
+
 def test_random_weights_of_another_seed_are_another_model(tmp_path):
     a, b = (make_record([metrics_of()], config=EngineConfig(load_format="dummy", seed=seed)) for seed in (1, 2))
     with pytest.raises(SpecbatchError, match="seed of the weights 1 and 2"):

@@ -31,7 +31,7 @@ from specbatch.evals.gate.policy import load_policy
         ("[bounds]\naccept_length = {at_least = nan}", "finite"),
         ("[bounds]\naccept_length = {worsens_at_most = -0.1}", "greater than or equal to 0"),
         ('[bounds]\naccept_length = {at_least = "2"}', "valid number"),
-        ("[bounds]\na = {at_least = 1, z = 2}\nb = {y = 1}", r"\(1 more mistakes\)"),
+        ("[bounds]\na = {at_least = 1, z = 2}\nb = {y = 1}", r"\(1 more mistake\)"),
     ],
 )
 def test_mistakes_in_a_policy_are_refused_in_one_line(policy, text, message):
