@@ -11,6 +11,7 @@ from typer import Option
 from specbatch.cli.options import EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.values import is_given, names, whole_numbers
+from specbatch.errors import refuse
 from specbatch.progress import progress
 
 # Options of the engine that each point of `bench` sets itself.
@@ -40,7 +41,9 @@ def bench(
     output_len: Annotated[int, Option(help="New tokens in a closed loop.")] = 256,
     ttft_tokens: Annotated[str, Option(help="Prompt tokens of a single request.")] = "128,1024,8192",
     repeats: Annotated[int, Option(help="Rounds over the configurations, interleaved: A B C A B C.")] = 3,
-    peers: Annotated[Path | None, Option(help="CSV with results of other engines, to show next to these.")] = None,
+    peers: Annotated[
+        str | None, Option(metavar="FILE.csv", help="CSV with results of other engines, to show next to these.")
+    ] = None,
     output: Annotated[
         Path | None,
         Option(
@@ -94,7 +97,9 @@ def bench(
             if is_given(context, name)
         ),
     )
-    beside = read_peers(peers) if peers is not None else ""
+    if peers == "":
+        raise refuse("peers", peers, "name a CSV file")
+    beside = read_peers(Path(peers)) if peers is not None else ""
     base = engine.config(compares=True, prefix_cache=False)
     resumes = "*" if output is not None and any(output.glob(f"*/{PLAN}")) else None
     with fresh_folder(output, "bench", resumes=resumes) as folder, progress("bench") as report:

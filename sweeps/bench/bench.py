@@ -20,7 +20,7 @@ from specbatch.config import EngineConfig
 from specbatch.progress import Report
 from specbatch.records.sweep_plan import check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
-from specbatch.sweeps.bench.peers import PEERS, figures_of
+from specbatch.sweeps.bench.peers import PEERS, differences_from, figures_of
 from specbatch.sweeps.bench.sections import KINDS, MACHINE, BenchOptions, kind_of, plan_bench
 from specbatch.sweeps.bench.tables import MACHINE_FILE, load_sections, read_machine, write_tables
 from specbatch.sweeps.report.tables import losses_of
@@ -82,7 +82,7 @@ def run_bench(
         if log is not None and (below := losses_of(own, KINDS[kind_of(name)].view)):
             log(f"{name}: {below.log_text}")
     if peers and log is not None and not figures_of(folder, records):
-        log("peers: no figure matches this model, dtype and device and one of these points")
+        log(f"peers: no row matches: {differences_from(folder, records)}")
     return text
 
 

@@ -54,6 +54,10 @@ def _wrong(header: list[str], cells: list[str]) -> str | None:
     if len(cells) != len(header):
         return f"{len(cells)} cells under {len(header)} columns"
     row = dict(zip(header, cells, strict=True))
+    if row["section"] not in KINDS:
+        return f"section {row['section']!r}: use one of {', '.join(KINDS)}"
+    if row["column"] not in (columns := KINDS[row["section"]].peers):
+        return f"column {row['column']!r}: section {row['section']} has {', '.join(columns)}"
     kinds: dict[str, type[int] | type[float]] = {"size": int, "value": float}
     if any(row.get(column) for column in _DRAFTING):
         if not all(row.get(column) for column in _DRAFTING):
@@ -84,13 +88,50 @@ def figures_of(folder: Path, records: Mapping[str, list[RunRecord]]) -> Figures:
         named = (own for section, own in records.items() if kind_of(section) == peer["section"])
         for record in chain.from_iterable(named):
             kind, work = KINDS[peer["section"]], record.workload
-            size = work["concurrency"] if kind.size == "concurrency" else work["input_len"]
+            size = _size(peer["section"], record)
             settings = (record.config["model"], run_on([record])["dtype"], str(size), drafting_of(record))
             same = settings == (peer["model"], peer["dtype"], peer["size"], _drafting(peer))
             if same and peer["gpu"] in (record.gpu or "") and peer["column"] in kind.peers:
                 point = found.setdefault((peer["section"], size, work["configuration"]), {})
                 point[peer["column"], peer["peer"]] = peer["value"]
     return found
+
+
+def differences_from(folder: Path, records: Mapping[str, list[RunRecord]]) -> str:
+    """In what all rows of `peers.csv` differ from the points of these sections, or else what a row has to match."""
+    rows = list(csv.DictReader(io.StringIO((folder / PEERS).read_text(encoding="utf-8"), newline="")))
+    points = [(kind_of(section), record) for section, own in records.items() for record in own if not record.error]
+    kinds = {
+        "model": ({record.config["model"] for _, record in points}, {row["model"] for row in rows}),
+        "dtype": ({run_on([record])["dtype"] for _, record in points}, {row["dtype"] for row in rows}),
+        "device": (
+            {record.gpu or "cpu" for _, record in points},
+            {
+                next((gpu for _, one in points if row["gpu"] in (gpu := one.gpu or "")), row["gpu"]) or "cpu"
+                for row in rows
+            },
+        ),
+        "drafts": (
+            {drafting_of(record) or "none" for _, record in points},
+            {_drafting(row) or "none" for row in rows},
+        ),
+        "point": (
+            {f"{kind} {_size(kind, record)}" for kind, record in points},
+            {f"{row['section']} {row['size']}" for row in rows},
+        ),
+    }
+    found = [
+        f"{name} ({', '.join(sorted(theirs))} there, {', '.join(sorted(ours))} here)"
+        for name, (ours, theirs) in kinds.items()
+        if not ours & theirs
+    ]
+    return f"its rows differ in {'; '.join(found)}" if found else f"a row must match in all of {', '.join(kinds)}"
+
+
+def _size(kind: str, record: RunRecord) -> int:
+    """The number by which the table of a section is ordered."""
+    size: int = record.workload["concurrency" if KINDS[kind].size == "concurrency" else "input_len"]
+    return size
 
 
 def drafting_of(record: RunRecord) -> str:

@@ -201,7 +201,7 @@ def shown(rows: pd.DataFrame, view: View = SWEEP, size: str = "concurrency") -> 
         headings += [_BREAK_EVEN.heading, "speculation"]
     first = next(iter(view.columns))
     if compared := bool(rows.ratio.notna().any()):
-        of = "" if view.ratio == view.keys[0] else f" of {METRICS[view.ratio].title}"
+        of = "" if view == SWEEP else f" of {METRICS[view.ratio].title}"
         headings.append(f"ratio{of} to {base_of(rows.configuration)}")
     body: list[list[str]] = []
     each: list[Any] = list(rows.itertuples())

@@ -95,7 +95,9 @@ def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
     text = Path("out/summary.md").read_text()
     assert text in result.stdout
     assert "* measured: nothing: needs a CUDA device" in text
-    assert "ratio of decode tok/s to v1" in text
+    for title in ("decode tok/s to v1", "output tok/s to v1", "median TTFT to v1", "full-batch step to v2"):
+        assert f"ratio of {title} " in text
+    assert "ratio to" not in text
     assert {size for size, _ in cells(text, "First token of one request", "median TTFT (ms)")} == {"5", "30"}
     assert "replays" not in text  # a CPU has no graphs
     for name in ("summary.md", "summary.csv"):
@@ -153,7 +155,7 @@ def test_drafts_are_compared_with_a_baseline(run: Callable[..., Result]) -> None
 def test_peers_without_a_match_give_a_warning(run: Callable[..., Result]) -> None:
     Path("peers.csv").write_text("model,dtype,gpu,section,size,column,peer,value\ntoy,float32,,decode,77,step_ms,A,1\n")
     result = run(sections="decode", batch="1", peers="peers.csv")
-    assert "peers: no figure matches this" in result.stderr
+    assert "peers: no row matches: its rows differ in point (decode 77 there, decode 1 here)\n" in result.stderr
 
 
 def test_a_step_needs_enough_iterations_of_all_requests(run: Callable[..., Result]) -> None:
@@ -300,6 +302,7 @@ def test_json(run: Callable[..., Result]) -> None:
         ({"decode_graph": "whole"}, "decode_graph='whole': needs a CUDA device"),
         ({"decode_graph": "half"}, "graphs.decode='half':"),
         ({"peers": "none.csv"}, "peers='none.csv': cannot be read"),
+        ({"peers": ""}, "peers='': name a CSV file"),
         ({"peers": "wrong.csv"}, "peers='wrong.csv': needs the columns model, dtype"),
         ({"output": "full"}, "this folder is not empty"),
         ({"sections": "verify", **DRAFT}, "sections='verify': it has its own drafts"),

@@ -25,6 +25,8 @@ ROW = "toy,float32,,decode,3,step_ms,Theirs,7.25\n"
         ((HEAD + ROW + "toy,float32,,decode\n").encode(), "line 3: 4 cells under 8 columns"),
         ((HEAD + ROW.replace("7.25", "7.25,extra")).encode(), "line 2: 9 cells under 8 columns"),
         ((HEAD + ROW.replace("7.25", "fast")).encode(), "line 2: value 'fast' is not a number"),
+        ((HEAD + ROW.replace("decode", "prefill")).encode(), "line 2: section 'prefill': use one of decode, closed"),
+        ((HEAD + ROW.replace("step_ms", "speed")).encode(), "line 2: column 'speed': section decode has step_ms, dec"),
         ((HEAD + ROW.replace("7.25", "nan")).encode(), "line 2: value 'nan' is not a number"),
         ((HEAD + ROW.replace(",3,", ",x,")).encode(), "line 2: size 'x' is not a whole number"),
         ((HEAD + ROW + '"toy,float32').encode(), "is not a CSV file"),
