@@ -152,7 +152,7 @@ DISTRIBUTIONS = {
         Distribution(
             "itl",
             "ITL",
-            "Inter-token latency: the time between two arrivals of tokens, divided among the tokens of the second.",
+            "Inter-token latency: the time between two arrivals of tokens, divided among the tokens of the second arrival.",
             "gap between arrivals / tokens in the arrival, counted once per token",
             (50, 90, 95, 99),
             decimals=2,
@@ -221,7 +221,7 @@ _ALL = (
         "accept length",
         "",
         "Tokens emitted per verify, bonus token included. The first token (made by prefill), tokens trimmed after a "
-        "stop and verifies that left nothing are not counted.",
+        "stop and verifies from which no token was kept are not counted.",
         "tokens emitted by verifies / verifies",
         better="higher",
         decimals=3,
@@ -250,7 +250,7 @@ _ALL = (
         decimals=3,
         is_time=False,
     ),
-    _count("verify_steps", "verifies", "Verifies that left at least one token.", unit=""),
+    _count("verify_steps", "verifies", "Verifies from which at least one token was kept.", unit=""),
     _count("drafted_tokens", "drafted tokens", "Drafts that count in the accept rate."),
     _count("accepted_tokens", "accepted tokens", "Drafts that were accepted."),
     _count("retractions", "retractions", "Times that a request gave its KV pages back and was recomputed.", unit=""),
@@ -282,8 +282,9 @@ _ALL = (
         "device_idle_share",
         "device idle",
         "%",
-        "Share of the time that the device waits between iterations that follow each other without a prefill. Where "
-        "the device had run out of work, the launch call counts as busy. Not measured without a CUDA device.",
+        "Share of the time that the device waits between iterations that follow each other without a prefill. If the "
+        "device was already idle, the time of the launch call is not counted as idle. Not measured without a CUDA "
+        "device.",
         "gaps / (gaps + iterations)",
         better="lower",
         scale=100,
@@ -294,8 +295,8 @@ _ALL = (
         "launch lead",
         "ms",
         "How far the host is ahead of the device: from the end of a launch until the result of the iteration before "
-        "it. 0 for a late launch, where that result was already there. Iterations after a prefill have none. Not "
-        "measured where nothing overlaps (v1).",
+        "it. 0 if the previous result had already arrived (a late launch). Not defined after a prefill. Not measured "
+        "where nothing overlaps (v1).",
         "mean over iterations of (previous result - end of launch)",
         scale=1e3,
         decimals=2,
@@ -324,7 +325,7 @@ _ALL = (
         "graph_coverage",
         "graph coverage",
         "%",
-        "Share of the iterations and prompt passes that were replayed from CUDA graphs, of those for which graphs were "
+        "Share of the iterations and prefill passes that were replayed from CUDA graphs, of those for which graphs were "
         "requested.",
         "replays / (replays + eager fallbacks)",
         better="higher",
@@ -345,9 +346,15 @@ _ALL = (
     ),
     _count("decode_replays", "decode replays", "Iterations that were replayed from a CUDA graph.", "count", ""),
     _count(
-        "target_prefill_replays", "prefill replays", "Prompt passes of the target replayed from graphs.", "count", ""
+        "target_prefill_replays", "prefill replays", "Prefill passes of the target replayed from graphs.", "count", ""
     ),
-    _count("draft_prefill_replays", "draft prefill replays", "The same of the draft model.", "count", ""),
+    _count(
+        "draft_prefill_replays",
+        "draft prefill replays",
+        "Prefill passes of the draft model replayed from graphs.",
+        "count",
+        "",
+    ),
     _count("graph_fallbacks", "fallbacks", "Passes that ran eagerly though graphs were requested.", "count", ""),
     _count("graph_padding", "padded", "Rows that were added to reach the size of a graph.", "sum over replays", ""),
     _count(
@@ -369,7 +376,7 @@ _ALL = (
         "decode_throughput",
         "decode tok/s",
         "tok/s",
-        "Tokens per second of a full batch, prompts and the end of the run left out.",
+        "Tokens per second of a full batch, excluding prefill and the tail of the run.",
         "concurrency x accept length / full-batch step",
         better="higher",
         decimals=0,
@@ -401,9 +408,9 @@ _ALL = (
     ),
     Metric(
         "sheet_share",
-        "of data sheet",
+        "share of data-sheet bandwidth",
         "%",
-        "`bench`: that bandwidth over the data sheet's.",
+        "`bench`: share of the data-sheet bandwidth that the step reaches.",
         "bandwidth of the step / bandwidth of the data sheet",
         better="higher",
         scale=100,
@@ -412,9 +419,9 @@ _ALL = (
     ),
     Metric(
         "read_share",
-        "of read",
+        "share of measured read bandwidth",
         "%",
-        "`bench`: that bandwidth over the read bandwidth measured in the same run.",
+        "`bench`: share of the read bandwidth measured in the same run that the step reaches.",
         "bandwidth of the step / read bandwidth",
         better="higher",
         scale=100,
@@ -505,11 +512,11 @@ RELATIVE: dict[str, Metric] = {
 }
 # Columns of the acceptance table: title -> definition.
 ACCEPTANCE: dict[str, str] = {
-    "verifies": "Verifies that left at least one token. Formula: sum over requests.",
+    "verifies": "Verifies from which at least one token was kept. Formula: sum over requests.",
     "reached draft 1, 2, ... (%)": "Share of the verifies that drafted at least j tokens in which draft j and all "
     "drafts before it were accepted.",
     "accepted where tried (%)": "Share of the verifies that accepted all drafts before draft j in which draft j was "
-    "accepted, too. The shares reached of equally long drafts are the running products of these.",
+    'accepted, too. For drafts of equal length, "reached" is the cumulative product of these.',
     "emitted 1, 2, ... tokens (%)": "Share of the verifies that emitted that many tokens, bonus token included.",
     "accept length by context": "Accept length of the verifies after 2^k to 2^(k+1) - 1 tokens of prompt and output.",
 }
