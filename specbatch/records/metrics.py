@@ -152,7 +152,8 @@ DISTRIBUTIONS = {
         Distribution(
             "itl",
             "ITL",
-            "Inter-token latency: the time between two arrivals of tokens, divided among the tokens of the second arrival.",
+            "Inter-token latency: the time between two arrivals of tokens, divided among the tokens of the second "
+            "arrival.",
             "gap between arrivals / tokens in the arrival, counted once per token",
             (50, 90, 95, 99),
             decimals=2,
@@ -325,8 +326,8 @@ _ALL = (
         "graph_coverage",
         "graph coverage",
         "%",
-        "Share of the iterations and prefill passes that were replayed from CUDA graphs, of those for which graphs were "
-        "requested.",
+        "Share of the iterations and prefill passes that were replayed from CUDA graphs, of those for which graphs "
+        "were requested.",
         "replays / (replays + eager fallbacks)",
         better="higher",
         scale=100,
