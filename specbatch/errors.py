@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -33,6 +33,15 @@ def at_least(setting: str, value: object, least: int) -> None:
     """Refuse a `setting` that is not an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise refuse(setting, value, f"use a whole number of at least {least}")
+
+
+def each_once(setting: str, values: Sequence[object]) -> None:
+    """Refuse a `setting` without values, and one with the same value twice."""
+    if not values:
+        raise refuse(setting, "", "name at least one")
+    for value in values:
+        if values.count(value) > 1:
+            raise refuse(setting, ",".join(map(str, values)), f"{value} is given twice")
 
 
 @contextmanager

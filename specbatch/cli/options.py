@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -138,7 +139,9 @@ class EngineOptions(SimpleNamespace):
         changes: dict[str, Any] = {}
         for name, value in settings.items():
             if name not in ENGINE_OPTIONS:
-                raise refuse("configs", f"{where}: {name}", f"use options of an engine: {', '.join(ENGINE_OPTIONS)}")
+                near = get_close_matches(name, ENGINE_OPTIONS)
+                listed = [known.replace("_", "-") for known in dict.fromkeys([*near, *ENGINE_OPTIONS])]
+                raise refuse("configs", f"{where}: {name}", f"use options of an engine: {', '.join(listed)}")
             kind = ENGINE_OPTIONS[name].type
             kinds = get_args(kind) or (kind,)
             changes[name] = str(value) if str in kinds and type(value) is int else value
@@ -153,14 +156,14 @@ class EngineOptions(SimpleNamespace):
             raise refuse("spec", self.spec, f"use one of {', '.join(SPECS)}")
         if self.spec == "off":
             return Speculation()
+        parsed = {"draft_tokens": self._draft_tokens(), "aux_layers": self._aux_layers()}
         if self.spec is None and self.algorithm is None and self.draft is None:
             for name in _ONLY_WITH_DRAFTS:
                 if getattr(self, name) != ENGINE_OPTIONS[name].default:
                     raise refuse(name, getattr(self, name), "nothing is drafted; add --algorithm, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
         settings = {name: getattr(self, name) for name in ("draft", *_ONLY_WITH_DRAFTS)}
-        settings |= {"draft_tokens": self._draft_tokens(), "aux_layers": self._aux_layers()}
-        return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings)
+        return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings | parsed)
 
     def config(
         self, *, concurrency: int | None = None, prefix_cache: bool = True, compares: bool = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Speculation
-from specbatch.errors import refuse
+from specbatch.errors import each_once, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
         if name not in CONFIGURATIONS:
             works = f"use some of {', '.join(CONFIGURATIONS)}, or the path of a file (.toml, .yaml, .yml)"
             raise refuse("configs", name, works)
-    if not listed or len(set(listed)) < len(listed):
-        raise refuse("configs", ",".join(listed), "name at least one, and each only once")
+    each_once("configs", listed)
     if base.graphs.prefill == "piecewise" and {"v2", "v2+piecewise"} <= set(listed):
         works = "v2 and v2+piecewise would be the same; leave it out, or one of them"
         raise refuse("prefill_graph", "piecewise", works)

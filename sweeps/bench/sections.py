@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Speculation
-from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.errors import SpecbatchError, at_least, each_once, refuse
 from specbatch.jobs.configurations import CONFIGURATIONS
 from specbatch.memory.page_pool import pages_for, reach_of
+from specbatch.records.summarize import MIN_FULL_STEPS
 from specbatch.sweeps.report.tables import BASELINE, View
 from specbatch.sweeps.run.runner import Log, SweepOptions
 from specbatch.sweeps.run.workloads import Workload
@@ -108,11 +109,14 @@ class BenchOptions:
                     raise refuse(setting, name, f"use some of {', '.join(allowed)}")
         for setting in ("sections", "configs", "batch", "verify_batch", "concurrency", "ttft_tokens"):
             values = getattr(self, setting)
-            if values is not None and (not values or len(set(values)) < len(values)):
-                raise refuse(setting, ",".join(map(str, values)), "name at least one, each once")
+            if values is not None:
+                each_once(setting, values)
         for setting in ("batch", "verify_batch", "concurrency", "ttft_tokens"):
             for number in getattr(self, setting):
                 at_least(setting, number, 1)
+        if {"decode", "verify"} & set(self.sections) and 1 <= self.new_tokens <= MIN_FULL_STEPS:
+            works = f"a step time needs {MIN_FULL_STEPS} steps of a full batch; use at least {MIN_FULL_STEPS + 1}"
+            raise refuse("new_tokens", self.new_tokens, works)
         for setting in ("decode_tokens", "new_tokens", "input_len", "output_len", "repeats"):
             at_least(setting, getattr(self, setting), 1)
 
@@ -155,7 +159,10 @@ def plan_bench(base: EngineConfig, options: BenchOptions, log: Log | None = None
     that the user gave and that the model cannot hold.
     """
     from specbatch.engine.builder import prepare
+    from specbatch.runtime.device import find_device
 
+    if MACHINE in options.sections and "sections" in options.given and find_device(base.device).type != "cuda":
+        raise refuse("sections", MACHINE, "needs a CUDA device; leave it out")
     compared = _compared(base, options, log)
     names = dict.fromkeys(name for names in compared.values() for name in names)
     prepared = {name: prepare(_configured(base, name), lambda line: None) for name in names}

@@ -118,7 +118,10 @@ def _heading(machine: dict[str, Any], records: list[RunRecord]) -> str:
     if machine:
         metrics = [metric for key in ("read_bytes_s", "gemm_flop_s") if machine.get((metric := METRICS[key]).key)]
         speeds = (f"{item.title} {item.text(item.scale * machine[item.key])} {item.unit}" for item in metrics)
-        lines["measured"] = ", ".join(speeds) or f"nothing: {machine.get('error', 'needs a CUDA device')}"
+        if metrics:
+            lines["measured"] = ", ".join(speeds)
+        else:
+            lines["machine"] = f"not measured, {machine.get('error', 'needs a CUDA device')}"
     records = sorted(records, key=lambda record: bool(record.caps))  # a failed point has none
     for name, record in {record.workload["configuration"]: record for record in records}.items():
         lines[name] = "; ".join(filter(None, (described(record), caps_text(record, _CAPS))))

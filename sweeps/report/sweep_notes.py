@@ -27,8 +27,10 @@ def sweep_notes(
     the metrics of the table."""
     found = [Note(MEDIANS)]
     for record in records:
-        found += _failure(record) if record.error else _of_record(record, shown)
+        found += _failure(record) if record.error else _of_record(record)
     finished = [record for record in records if not record.error]
+    if "step_s" in shown:
+        found += _short_runs(finished)
     found += [*_shared(finished), *_simulated(records), *_tokens(finished)]
     for (concurrency, name), repeats in points.items():
         for line in draft_length_lines((record.counters for record in repeats), repeats[0].caps):
@@ -63,15 +65,24 @@ def _failure(record: RunRecord) -> Iterator[Note]:
     yield Note(f"{_where(record)}: {record.error}", "FAILED")
 
 
-def _of_record(record: RunRecord, shown: Collection[str]) -> Iterator[Note]:
+def _short_runs(records: list[RunRecord]) -> Iterator[Note]:
+    """Points with too few steps at full batch, equal repeats in one note."""
+    found: dict[tuple[str, int, float], list[str]] = {}
+    for record in records:
+        steps, work = record.metrics.get("full_batch_steps"), record.workload
+        if steps is not None and record.metrics.get("step_s") is None:
+            found.setdefault((work["configuration"], work["concurrency"], steps), []).append(str(work["repeat"]))
+    for (name, concurrency, steps), repeats in found.items():
+        where = f"{name} at concurrency {concurrency}, repeat{'s' if len(repeats) > 1 else ''} {', '.join(repeats)}"
+        text = f"{where}: {steps:.0f} steps ran all {concurrency} requests, and {MIN_FULL_STEPS} are needed"
+        yield Note(text, "NOT MEASURED", "use longer answers or a larger prefill chunk")
+
+
+def _of_record(record: RunRecord) -> Iterator[Note]:
     work, where = record.workload, _where(record)
     if record.metrics["requests"] != work["prompts"]:
         finished = f"{record.metrics['requests']} of {work['prompts']} prompts finished"
         yield Note(f"{where}: {finished}.", "INCOMPLETE")
-    steps = record.metrics.get("full_batch_steps")
-    if "step_s" in shown and steps is not None and record.metrics.get("step_s") is None:
-        text = f"{where}: {steps:.0f} steps ran all {work['concurrency']} requests, and {MIN_FULL_STEPS} are needed"
-        yield Note(text, "NOT MEASURED", "use longer answers or a larger prefill chunk")
     if record.metrics.get("retractions"):
         yield Note(f"{where}: {record.metrics['retractions']} requests waited for KV pages.", "RETRACTED")
     if record.drafts and not record.metrics.get("drafted_tokens"):

@@ -50,7 +50,9 @@ def read_grid(path: Path) -> dict[str, Settings]:
     """The settings of each configuration of a file: keys with underscores, lists expanded."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise refuse("configs", str(path), f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
         raise refuse("configs", str(path), f"cannot be read ({error})") from error
     tables = _parse(path, text)
     if not isinstance(tables, Mapping) or not tables:

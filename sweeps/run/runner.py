@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.errors import SpecbatchError, at_least, each_once, refuse
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.page_pool import held_at_once
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
@@ -58,9 +58,7 @@ class SweepOptions:
         for number in self.concurrency:
             if number < 1:
                 raise refuse("concurrency", number, "use whole numbers of at least 1, for example 1,8,32,128")
-        if not self.concurrency or len(set(self.concurrency)) < len(self.concurrency):
-            listed = ",".join(map(str, self.concurrency))
-            raise refuse("concurrency", listed, "name at least one, and each only once")
+        each_once("concurrency", self.concurrency)
         at_least("repeats", self.repeats, 1)
         most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
         if most > count and not self.workload.is_open:
@@ -142,8 +140,11 @@ def run_points(
     """
     plan = plan_of(configs, options)
     check_plan(folder, plan)
-    left = [point for point in points(configs, options) if not _is_measured(point, folder)]
+    every = list(points(configs, options))
+    left = [point for point in every if not _is_measured(point, folder)]
     if not left:
+        if log is not None:
+            log(f"{f'{options.section}: ' if options.section else ''}all {len(every)} points are finished")
         return
     with load() as engines:
         for point, record in _run(configs, engines, options, left, log, _counter(options, left, report), failed):

@@ -102,7 +102,8 @@ def test_same_command_continues(sweep, engine, tmp_path):
     assert len(list(tmp_path.glob("out/*/c1/r*/record.json"))) == 6
     assert (tmp_path / "out/baseline/c1/r1/kept").exists()
     engine.order.clear()
-    assert sweep(command).exit_code == 0  # nothing is left
+    result = sweep(command)
+    assert (result.exit_code, "all 6 points are finished\n" in result.stderr) == (0, True)
     assert engine.order == []
     other = sweep(command, "--seed", 3)
     assert (other.exit_code, "seed (0 there, 3 now)" in other.stderr) == (2, True)

@@ -94,7 +94,7 @@ def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
     assert verify == 1
     text = Path("out/summary.md").read_text()
     assert text in result.stdout
-    assert "* measured: nothing: needs a CUDA device" in text
+    assert "* machine: not measured, needs a CUDA device" in text
     for title in ("decode tok/s to v1", "output tok/s to v1", "median TTFT to v1", "full-batch step to v2"):
         assert f"ratio of {title} " in text
     assert "ratio to" not in text
@@ -159,10 +159,11 @@ def test_peers_without_a_match_give_a_warning(run: Callable[..., Result]) -> Non
 
 
 def test_a_step_needs_enough_iterations_of_all_requests(run: Callable[..., Result]) -> None:
-    result = run(sections="decode", configs="v1", batch="3", new_tokens=10)
+    result = run(sections="decode", configs="v1", batch="3", new_tokens=21, prefill_chunk=12, repeats=2)
     assert result.exit_code == 0
     assert rows_of()["decode", "3", "v1"]["step_ms"] == ""
-    note = "NOT MEASURED: v1 at concurrency 3, repeat 1: 9 steps ran all 3 requests, and 20 are needed"
+    note = "NOT MEASURED: v1 at concurrency 3, repeats 1, 2: 19 steps ran all 3 requests, and 20 are needed"
+    assert result.stdout.count("NOT MEASURED") == 1
     assert note in result.stdout
 
 
@@ -224,16 +225,18 @@ def test_an_interrupted_bench_continues(run: Callable[..., Result], monkeypatch:
         return measure(*words)
 
     monkeypatch.setattr(runner, "_measure", stop)
-    result = run(sections="machine,decode,ttft", ttft_tokens="5")
+    result = run(sections="decode,ttft", ttft_tokens="5")
     assert result.exit_code == 130
     assert "interrupted; kept 1 finished points and their tables in out" in result.stderr
     assert list(rows_of()) == [("decode", "1", "v1")]
     assert "UNFINISHED: 3 points" in Path("out/summary.md").read_text()
-    result = run(sections="machine,decode,ttft", ttft_tokens="5")
+    result = run(sections="decode,ttft", ttft_tokens="5")
     assert result.exit_code == 0, result.output
     assert calls[2:] == [1, 3, 3, 1, 1]
+    result = run(sections="decode,ttft", ttft_tokens="5")
+    assert "decode: all 4 points are finished\nttft-5: all 2 points are finished\n" in result.stderr
     assert run(sections="decode", batch="1").exit_code == 2  # another plan
-    assert run(sections="machine,decode,ttft", ttft_tokens="5", repeats=2).exit_code == 2
+    assert run(sections="decode,ttft", ttft_tokens="5", repeats=2).exit_code == 2
 
 
 def test_gemm_time_that_is_not_measured_has_a_reason(
@@ -264,7 +267,7 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(
     found = {"read_bytes_s": 4.0e12, "gemm_flop_s": 7.0e14}
     monkeypatch.setattr("specbatch.sweeps.machine.limits.measure_machine", lambda device: found)
     monkeypatch.setattr(limits, "data_sheet_bandwidth", lambda gpu: 4.8e12)
-    result = run(sections="machine,decode", batch="1", configs="v2")
+    result = run(batch="1", configs="v2")  # a CPU has a machine section only by default
     assert "* measured: read bandwidth 4.00 TB/s, bf16 GEMM 700 TFLOP/s" in result.stdout
     row = rows_of()["decode", "1", "v2"]
     floor, step, read, sheet = (float(row[key]) for key in ("floor_ms", "step_ms", "read_percent", "sheet_percent"))
@@ -275,14 +278,14 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(
 
 def test_a_cpu_has_no_machine_section(run: Callable[..., Result]) -> None:
     result = run(sections="machine")
-    assert result.exit_code == 0
-    assert "* measured: nothing: needs a CUDA device" in result.stdout
+    assert result.exit_code == 2
+    assert result.stderr == "error: sections='machine': needs a CUDA device; leave it out\n"
 
 
-def test_json(run: Callable[..., Result]) -> None:
+def test_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     words = ("--sections", "ttft", "--ttft-tokens", "4", "--repeats", "1", "--json")
     model = ("--model", "toy", "--load-format", "dummy", "--device", "cpu")
-    run(sections="machine")  # in its folder
     result = CliRunner().invoke(app, ["bench", *model, *words])
     assert [row["configuration"] for row in json.loads(result.stdout.splitlines()[-1])["rows"]] == ["v1", "v2"]
 
@@ -291,12 +294,13 @@ def test_json(run: Callable[..., Result]) -> None:
     ("change", "message"),
     [
         ({"sections": "decode,prefill"}, "sections='prefill': use some of machine, decode, closed, ttft, verify"),
-        ({"sections": "decode,decode"}, "sections='decode,decode': name at least one, each once"),
+        ({"sections": "decode,decode"}, "sections='decode,decode': decode is given twice"),
         ({"configs": "v3"}, "configs='v3': use some of baseline, v1, v2, v2+piecewise"),
         ({"configs": "baseline"}, "configs='baseline': nothing drafts without"),
         ({"batch": "0"}, "batch=0:"),
         ({"batch": "1,x"}, "batch='1,x':"),
         ({"new_tokens": 0}, "new_tokens=0:"),
+        ({"new_tokens": 20}, "new_tokens=20: a step time needs 20 steps of a full batch; use at least 21"),
         ({"repeats": 0}, "repeats=0:"),
         ({"configs": "v2+piecewise", "sections": "closed"}, "prefill_graph='piecewise': needs a CUDA device"),
         ({"decode_graph": "whole"}, "decode_graph='whole': needs a CUDA device"),

@@ -42,9 +42,9 @@ def test_one_long_request_always_fits() -> None:
     assert all(16 * (config.kv_pages or 0) >= 2008 for config in configs.values())
 
 
-@pytest.mark.parametrize("changes", [{"page_size": 1024}, {"page_size": 16}])
+@pytest.mark.parametrize("changes", [{"page_size": 1024}, {"page_size": 64}])
 def test_a_pool_is_never_smaller_than_an_engine_takes(changes: dict[str, int]) -> None:
-    configs = configs_of(replace(TOY, **changes), sections=("decode",), batch=(1,), decode_tokens=8, new_tokens=4)
+    configs = configs_of(replace(TOY, **changes), sections=("decode",), batch=(1,), decode_tokens=8, new_tokens=21)
     assert {config.kv_pages for config in configs.values()} == {2}
 
 
