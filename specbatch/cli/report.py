@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from specbatch.cli.options import Json
 from specbatch.cli.output import show
+from specbatch.errors import refuse
 
 
 def report(
@@ -26,8 +27,20 @@ def report(
 
     report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
     """
+    from specbatch.records.sweep_plan import PLAN
+    from specbatch.sweeps.bench.sections import KINDS, kind_of
+    from specbatch.sweeps.bench.tables import write_tables
     from specbatch.sweeps.report.report import write_report
 
+    sections = sorted(path.parent for path in folder.glob(f"*/{PLAN}"))
+    if sections and all(kind_of(section.name) in KINDS for section in sections):  # of a bench
+        if output is not None:
+            raise refuse("output", str(output), "the tables of a bench are written to its folder; leave it out")
+        write_tables(folder)
+        paths = [folder / "summary.md", folder / "summary.csv"]
+        lines = "\n".join(map(str, [*paths, "for a page of one section name its folder:", *sections]))
+        show(lines, {"report": str(paths[0]), "files": [str(path) for path in paths]}, as_json=as_json)
+        return
     paths = write_report(folder, output)
     lines = "\n".join(map(str, paths))
     show(lines, {"report": str(paths[-1]), "files": [str(path) for path in paths]}, as_json=as_json)

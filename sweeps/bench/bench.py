@@ -17,8 +17,9 @@ from typing import Any
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
+from specbatch.errors import refuse
 from specbatch.progress import Report
-from specbatch.records.sweep_plan import check_plan, plan_of
+from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
 from specbatch.sweeps.bench.peers import PEERS, differences_from, figures_of
 from specbatch.sweeps.bench.sections import KINDS, MACHINE, BenchOptions, kind_of, plan_bench
@@ -44,6 +45,11 @@ def run_bench(
     the finished points are written first. Refused: see `plan_bench`.
     """
     sections = plan_bench(base, options, log)
+    there = sorted(path.parent.name for path in folder.glob(f"*/{PLAN}"))
+    now = sorted(section.name for section in sections)
+    if not set(there) <= set(now):
+        works = f"is of a bench with other sections ({', '.join(there)} there, {', '.join(now)} now); name a new folder"
+        raise refuse("output", str(folder), works)
     for section in sections:
         check_plan(folder / section.name, plan_of(section.configs, section.options))
     machine = read_machine(folder) or (_measure_machine(base) if MACHINE in options.sections else {})

@@ -235,7 +235,11 @@ def test_an_interrupted_bench_continues(run: Callable[..., Result], monkeypatch:
     assert calls[2:] == [1, 3, 3, 1, 1]
     result = run(sections="decode,ttft", ttft_tokens="5")
     assert "decode: all 4 points are finished\nttft-5: all 2 points are finished\n" in result.stderr
-    assert run(sections="decode", batch="1").exit_code == 2  # another plan
+    result = run(sections="decode")
+    assert result.exit_code == 2
+    assert "output='out': is of a bench with other sections (decode, ttft-5 there, decode now)" in result.stderr
+    report = CliRunner().invoke(app, ["report", "out"])
+    assert report.stdout.splitlines()[:2] == ["out/summary.md", "out/summary.csv"]
     assert run(sections="decode,ttft", ttft_tokens="5", repeats=2).exit_code == 2
 
 
