@@ -53,7 +53,8 @@ class Speculation:
     )
     schedule: str = setting(
         "v2",
-        "v1: wait for each result before planning the next iteration. v2: read results one iteration late.",
+        "v1: wait for each result before planning the next iteration. v2: overlap scheduling, "
+        "launches the next step before reading the last result.",
         choices=SCHEDULES,
     )
     draft: str | None = setting(
@@ -64,7 +65,7 @@ class Speculation:
     )
     draft_tokens: int | Literal["auto"] | None = setting(
         None,
-        "Tokens drafted per verify step, not counting the root, so that a verify step has one row more. Default: the "
+        "Draft tokens per step, excluding the last committed token (root). Default: the "
         "algorithm's usual number; for dflash, the draft's block size - 1. SGLang counts the root: 4 there is 3 here. "
         "auto: 0 up to the default or --draft-steps, chosen from measured step times and acceptance.",
     )
@@ -83,9 +84,9 @@ class Speculation:
         number(lambda theta: theta > 0, "use a positive number, such as 10000.0"),
     )
     ngram_min: int = setting(
-        2, "Shortest suffix that ngram looks up.", whole(1, 16, "use a whole number of at least 1 and at most 16")
+        2, "Shortest n-gram to match.", whole(1, 16, "use a whole number of at least 1 and at most 16")
     )
-    ngram_max: int = setting(4, "Longest suffix that ngram looks up, and the first one tried.", whole(1))
+    ngram_max: int = setting(4, "Longest n-gram to match; tried first.", whole(1))
     simulate_accept_length: float | None = setting(
         None,
         "Benchmarks only: draw the number of tokens per verify step at random, with this mean, instead of comparing "

@@ -28,7 +28,7 @@ class CheckOptions:
         "Largest gap between the baseline's logits that counts as a near tie. Default: 0.1; 0.001 in float32.",
         number(lambda gap: gap >= 0, "use 0 or a positive number of logits"),
     )
-    concurrency: int = setting(8, "Keep at most this many requests unfinished.", whole(1))
+    concurrency: int = setting(8, "Maximum number of requests in flight.", whole(1))
     chat_template: bool = setting(True, "Render messages with the model's chat template.")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Splits the output of the qkv GEMM into query, key and value heads, normalizes and rotates them (RoPE)."""
+"""Torch references: split the output of the qkv GEMM into heads, apply q/k RMSNorm and RoPE, write K and V."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tile configurations of `verify_attention`, and how many programs share the old keys of a tile."""
+"""Tile sizes and KV splits of the `verify_attention` kernel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Triton kernel of `decode_attention`: from the output of the qkv GEMM to the input of the output projection, in one
-launch.
+"""Triton kernel of `decode_attention`: q/k RMSNorm, RoPE, KV write and paged attention of a verify in one launch.
+
+It reads the output of the qkv GEMM and writes the input of the output projection.
 
 q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the old keys split among programs
 (flash-decoding: Dao et al., 2023), with the query heads of a KV head packed into one tile. The last split of each tile

@@ -1,4 +1,4 @@
-"""The sequences of a verify and how many of their drafts are accepted."""
+"""Arguments of kernels that run after a verify: page table, slots, KV lengths and number of accepted drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Best-first expansion of a draft tree, level by level, and pruning to its best nodes.
+"""Operations on draft trees: expand one level by the most likely paths, and prune to the best nodes.
 
 Candidates of a sequence are numbered in the order in which they were found, from 1: number 0 is the root. Among equals
 the older one comes first. A parent is never less likely than its child and older, so it comes first too.

@@ -1,5 +1,7 @@
-"""FP8 quantization of activations, with a scale for every row and 128 columns, for GEMMs with FP8 weights: what
-`activation_scheme: dynamic` in a checkpoint's config means (DeepSeek-V3, section 3.3)."""
+"""FP8 quantization of activations, with one scale per row and 128 columns, for GEMMs with FP8 weights.
+
+This is `activation_scheme: dynamic` in a checkpoint's config (DeepSeek-V3, section 3.3).
+"""
 
 from __future__ import annotations
 

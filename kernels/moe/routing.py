@@ -19,7 +19,7 @@ class Routing:
     `groups` of equal size, of which only the `top_groups` with the greatest sum of their best two take part.
     normalise: divide the weights by their sum; they are multiplied by `scale` in the end.
 
-    Behind the routed experts come `shared` ones, to which every token goes, with weight 1 or, if `gated`, the sigmoid
+    After the routed experts come `shared` ones, to which every token goes, with weight 1 or, if `gated`, the sigmoid
     of one more logit after those of the experts.
     """
 

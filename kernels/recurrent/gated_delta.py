@@ -91,7 +91,7 @@ def delta_prefill_ref(
             chunk = slice(first, min(first + CHUNK, end))
             sees = torch.ones(chunk.stop - first, chunk.stop - first, dtype=torch.bool, device=qkv.device).tril()
             o[:, chunk], u = _together(q[:, chunk], k[:, chunk], v[:, chunk], g[:, chunk], beta[:, chunk], s, sees)
-            s = _behind(s, k[:, chunk], u, g[:, chunk])
+            s = _state_after(s, k[:, chunk], u, g[:, chunk])
         state[row] = s
     return gated_rms_norm_ref(o.transpose(0, 1).to(qkv.dtype), z, heads)
 
@@ -117,7 +117,7 @@ def delta_verify_ref(
     order = order.where(there, 0)
     old = (item[rows, order].float() for item in pending)
     old_k, old_u, old_g = (x.where(there.view(*there.shape, *[1] * (x.ndim - 2)), 0).transpose(1, 2) for x in old)
-    s = _behind(state[replay.rows].float(), old_k.repeat_interleave(heads.values // heads.keys, 1), old_u, old_g)
+    s = _state_after(state[replay.rows].float(), old_k.repeat_interleave(heads.values // heads.keys, 1), old_u, old_g)
     o, u = _together(q, k, v, g, beta, s, replay.sees(count)[:, None])
     real = replay.rows != 0
     kept = replay.rows[real]
@@ -168,7 +168,7 @@ def _together(
     return fade * (q @ s) + (q @ k.transpose(-1, -2) * decay) @ u, u
 
 
-def _behind(s: torch.Tensor, k: torch.Tensor, u: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+def _state_after(s: torch.Tensor, k: torch.Tensor, u: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """The state after a path of n rows on s: k, u [.., n, dim], g [.., n]."""
     total = g.cumsum(-1)
     later = (total[..., -1:] - total).exp()[..., None]

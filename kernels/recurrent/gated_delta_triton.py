@@ -266,7 +266,7 @@ def _norm(
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A line is one head of one token. Behind a verify it keeps that head's decay, and among the first also its key."""
+    """A line is one head of one token. After a verify it keeps that head's decay, and among the first also its key."""
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     real = line < lines
     token, head = (line // VALUES).to(tl.int64), line % VALUES

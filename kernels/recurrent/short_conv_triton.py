@@ -1,5 +1,7 @@
-"""Triton kernels of `short_conv`, one launch each. A program has all taps of its channels, so that no other program
-reads the window that it writes."""
+"""Triton kernels of the causal short convolution, for prefill and verify, one launch each.
+
+A program has all taps of its channels, so that no other program reads the window that it writes.
+"""
 
 from __future__ import annotations
 

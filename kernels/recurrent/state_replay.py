@@ -1,4 +1,4 @@
-"""State replay: how the states of recurrent layers follow accepted drafts without copies.
+"""State replay: recurrent states advance by the accepted tokens of a verify without checkpoints or copies.
 
 An attention layer forgets rejected drafts by its length. A recurrent state cannot: it must be the state after the last
 accepted token. So a verify leaves the state as it was before and keeps the small inputs of its rows, and the next

@@ -1,4 +1,4 @@
-"""The drafts of a verify, the rows that it advances, and the commit of tokens in torch."""
+"""Inputs of acceptance (`Proposal`, `BatchRows`) and the torch reference that commits accepted tokens to the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The end of a decode step in Triton: accept drafts and commit tokens; chains and trees, greedy and sampled."""
+"""Last operation of a decode step in Triton: accepts drafts and commits tokens.
+
+It chooses the kernels for chains or trees, greedy or sampled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels that accept drafts and commit tokens: argmax, comparison and new lengths in two launches.
+"""Triton kernels for argmax and for accepting and committing a chain, in two launches, and for the inputs of a verify.
 
 The references are `torch.argmax`, `acceptance.accept_ref` and `accept.commit_ref`.
 """

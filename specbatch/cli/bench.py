@@ -33,10 +33,12 @@ def bench(
         ),
     ] = None,
     batch: Annotated[str, Option(help="Batch sizes of a decode step.")] = "1,32,128",
-    verify_batch: Annotated[str, Option(help="Batch sizes of a verify step of 16 rows.")] = "1,32",
-    decode_tokens: Annotated[int, Option(help="Prompt tokens before a decode or verify step.")] = 512,
+    verify_batch: Annotated[
+        str, Option(help="Batch sizes of the verify step (15 draft tokens + root per request).")
+    ] = "1,32",
+    decode_tokens: Annotated[int, Option(help="Context length at which decode and verify steps are measured.")] = 512,
     new_tokens: Annotated[int, Option(help="Tokens that a decode or verify step is averaged over.")] = 288,
-    concurrency: Annotated[str, Option(help="Numbers of unfinished requests in a closed loop.")] = "1,8,32,128",
+    concurrency: Annotated[str, Option(help="Maximum numbers of requests in flight in a closed loop.")] = "1,8,32,128",
     input_len: Annotated[int, Option(help="Prompt tokens in a closed loop.")] = 1024,
     output_len: Annotated[int, Option(help="New tokens in a closed loop.")] = 256,
     ttft_tokens: Annotated[str, Option(help="Prompt tokens of a single request.")] = "128,1024,8192",
@@ -68,7 +70,7 @@ def bench(
     Default sizes that are too long for the model are skipped; sizes you give that are too long are an error.
 
     Each section is a sweep in a folder of its own, which report and compare read. A step time is the mean of the
-    iterations that ran all requests. To continue an interrupted bench, run the same command with its folder as --out.
+    iterations at full batch. To continue an interrupted bench, run the same command with its folder as --out.
 
     Exit status 1 if a point failed; a note shows the reason, and the same command runs it again.
     """

@@ -1,5 +1,4 @@
-"""Command-line options derived from the fields of dataclasses of settings (`specbatch.settings`): those of an engine,
-from `EngineConfig` and its parts, and some of single commands.
+"""Command-line options generated from settings dataclasses such as `EngineConfig` (`specbatch.settings`).
 
 Name, type, default, choices and help text of an option are those of its field. `_OVERRIDES` lists the exceptions:
 options that are written differently on a command line, and those whose default depends on the command or the device.
@@ -23,7 +22,7 @@ from specbatch.errors import at_least, refuse
 
 SPECS = ("off", "v1", "v2")
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
-Concurrency = Annotated[int | None, Option(help="Keep at most this many requests unfinished; also sets --max-running.")]
+Concurrency = Annotated[int | None, Option(help="Maximum number of requests in flight; also sets --max-running.")]
 Output = Annotated[
     Path | None, Option("--output", "--out", help="New folder for the results. Default: out/COMMAND-TIME.")
 ]
@@ -82,7 +81,7 @@ def _derived() -> dict[str, DerivedOption]:
         str | None,
         None,
         "off: no speculation, even if --algorithm or --draft is given. v1: wait for each result before planning the "
-        "next iteration. v2: read results one iteration late. "
+        "next iteration. v2: overlap scheduling, launches the next step before reading the last result. "
         "Default: v2 if --algorithm or --draft is given, else off.",
         _SPECULATION,
         "|".join(SPECS),

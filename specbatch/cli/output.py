@@ -1,4 +1,4 @@
-"""What commands share: opening an engine, creating the output folder, printing tables and JSON."""
+"""Helpers of commands: open an engine, create the output folder, print tables and JSON."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def sweep(
     context: typer.Context,
     engine: EngineOptions,
     concurrency: Annotated[
-        str, Option(help="Numbers of requests kept unfinished, separated by commas.", rich_help_panel=_LOAD)
+        str, Option(help="Maximum numbers of requests in flight, separated by commas.", rich_help_panel=_LOAD)
     ] = "1,8,32,128",
     configs: Annotated[
         str,
@@ -98,7 +98,7 @@ def sweep(
     request_rate: Annotated[
         float,
         Option(
-            help="Requests per second with random arrivals. inf: a request starts when another one ends.",
+            help="Requests per second with random arrivals. inf: closed loop at --concurrency.",
             rich_help_panel=_LOAD,
         ),
     ] = math.inf,
@@ -180,7 +180,7 @@ def sweep(
     v2+piecewise also uses piecewise CUDA graphs for prefill. For gsp the prefix cache is on, and emptied before each
     point.
 
-    In a file of configurations each table defines one; its keys are options of this command. A list gives one
+    Each table of a --configs file is one configuration; its keys are options of this command. A list gives one
     configuration per value:
 
     \\[baseline]

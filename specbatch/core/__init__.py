@@ -1,1 +1,1 @@
-"""What one step of the engine reads and writes."""
+"""Data structures of an engine step: requests, device batch, attention metadata, acceptance counts."""

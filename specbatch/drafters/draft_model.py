@@ -1,5 +1,4 @@
-"""STANDALONE drafting: a smaller model with the same vocabulary drafts a chain token by token or a tree level by
-level."""
+"""STANDALONE drafting: a smaller model with the same vocabulary drafts a chain or a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting with a head on the target's features: chains and trees of EAGLE, EAGLE-3 and MTP.
+"""EAGLE, EAGLE-3 and MTP drafting: a head on the target's hidden states drafts a chain or a tree.
 
 The pair (f_i, t_{i+1}) of a feature and the next token has its key and value at position i of the head's own KV cache,
 which has the target's page numbers. Which pairs are complete after a verify depends on the accepted tokens, so the

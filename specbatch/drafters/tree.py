@@ -1,4 +1,4 @@
-"""Best-first expansion of draft trees, as in EAGLE-2.
+"""Draft trees as in EAGLE-2: a loop over levels, which calls the drafter and `kernels.drafting.tree_draft`.
 
 Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees". The drafter computes logits,
 and this module selects the nodes. In every step each of `topk` beams gets its `topk` most likely children. The beams

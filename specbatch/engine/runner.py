@@ -1,4 +1,4 @@
-"""Launches what the scheduler plans and books the results: prefill, decode, handle."""
+"""Runner: executes the scheduler's plans (prefill and decode launches) and handles their results on the host."""
 
 from __future__ import annotations
 

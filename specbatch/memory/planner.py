@@ -44,7 +44,7 @@ class MemoryPlan:
 
     def lines(self) -> Iterator[str]:
         """The plan as lines of the log."""
-        yield f"memory: {size_text(self.available)} may be used"
+        yield f"memory budget: {size_text(self.available)}"
         yield f"  weights    {size_text(self.weights)}"
         if self.draft_weights:
             yield f"  draft      {size_text(self.draft_weights)}"

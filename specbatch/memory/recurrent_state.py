@@ -1,4 +1,4 @@
-"""States of recurrent layers: tensors of a fixed size per device row, independent of the sequence length."""
+"""Recurrent state pool: states of fixed size per device row, and slots for states that the prefix cache keeps."""
 
 from __future__ import annotations
 

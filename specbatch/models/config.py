@@ -1,4 +1,4 @@
-"""Model configuration: sizes and switches of the dense Llama, Qwen2 and Qwen3 families, read from a config.json.
+"""`ModelConfig`: sizes and options of a model from config.json (Llama, Qwen2, Qwen3; dispatches to other families).
 
 Published configs use two spellings of the same settings (transformers 4 and 5). `ModelConfig.from_dict` reads both and
 also dispatches to the configs of the other families. It refuses values it does not know instead of using a default.

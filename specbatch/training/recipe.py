@@ -35,7 +35,7 @@ class Recipe:
         "Peak learning rate; large models need less, such as 1e-4.",
         number(lambda rate: 0 < rate < 1, "use a number above 0 and below 1"),
     )
-    held_out: int = setting(32, "Answers that are not trained on, but used to measure the head.", whole(1))
+    held_out: int = setting(32, "Number of answers held out for evaluation.", whole(1))
     seed: int = setting(0, "", whole(0))
     unroll: int | None = setting(None, "eagle3, mtp: length of the draft chains in training. Default: 5.", whole(1, 16))
     vocab: int | None = setting(

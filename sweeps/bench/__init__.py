@@ -1,1 +1,1 @@
-"""The engine against the limits of its device."""
+"""`specbatch bench`: decode and verify steps, closed loops and TTFT, compared with the limits of the device."""

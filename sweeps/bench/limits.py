@@ -1,4 +1,4 @@
-"""What the device allows: metrics of records that compare a step, or a first token, with bandwidth and GEMMs."""
+"""Metrics of `bench` that compare a measured step or TTFT with memory bandwidth and GEMM time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of a device, measured in the run that is compared with them: read bandwidth and GEMM rate."""
+"""Microbenchmarks of a device: memory read bandwidth and GEMM rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does speculation pay? The gain by steps, accept length / break-even - 1, with an interval over repeats."""
+"""Break-even and gain of speculation: accept length / break-even - 1, with a confidence interval over repeats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Gain:
 
     def __str__(self) -> str:
         if self.measures_step:
-            return f"pays above {self.needed:.2f}"
+            return f"break-even {self.needed:.2f}"
         if self.interval is None:
             return f"{self.share:+.1%} (one repeat)"
         if not self.is_shown:

@@ -1,6 +1,6 @@
 """Style of plots, and their conversion to SVG and PNG.
 
-Configurations are told apart by colour and by marker, the same in all plots and all reports. The colours are those of
+Configurations differ in colour and marker, which are the same in all plots and all reports. The colours are those of
 Okabe and Ito (jfly.uni-koeln.de/color), which the common kinds of colour blindness can tell apart, as far as they are
 seen on white and on near black; a figure in one colour and a marker stays readable in print. Text and axes of an SVG
 have the colour of the page around it, dark on light or light on dark; a PNG has a white ground.

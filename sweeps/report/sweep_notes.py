@@ -74,7 +74,7 @@ def _short_runs(records: list[RunRecord]) -> Iterator[Note]:
             found.setdefault((work["configuration"], work["concurrency"], steps), []).append(str(work["repeat"]))
     for (name, concurrency, steps), repeats in found.items():
         where = f"{name} at concurrency {concurrency}, repeat{'s' if len(repeats) > 1 else ''} {', '.join(repeats)}"
-        text = f"{where}: {steps:.0f} steps ran all {concurrency} requests, and {MIN_FULL_STEPS} are needed"
+        text = f"{where}: only {steps:.0f} full-batch steps; {MIN_FULL_STEPS} are needed"
         yield Note(text, "NOT MEASURED", "use longer answers or a larger prefill chunk")
 
 

@@ -60,7 +60,7 @@ def read_grid(path: Path) -> dict[str, Settings]:
     found: dict[str, Settings] = {}
     for name, table in tables.items():
         if not isinstance(name, str) or not name.isprintable() or set(name) & {*"/|"} or name[:1] in ("", "."):
-            works = "the name is also that of a folder and of a table row: use one without / and |"
+            works = "a configuration name must be printable, must not contain / or | and must not start with a dot"
             raise refuse("configs", f"{path}: {name}", works)
         if not isinstance(table, Mapping):
             raise refuse("configs", f"{path}: {name}", "write a table of options")

@@ -107,7 +107,12 @@ def test_numbers_in_refusals_work() -> None:
 
 def test_printed_plan() -> None:
     text = "\n".join(plan().lines())
-    for part in ("500.0 MiB may be used", "weights    100.0 MiB", "draft      20.0 MiB", "256.0 MiB: 256 pages of 16"):
+    for part in (
+        "memory budget: 500.0 MiB",
+        "weights    100.0 MiB",
+        "draft      20.0 MiB",
+        "256.0 MiB: 256 pages of 16",
+    ):
         assert part in text
     assert "retracted" not in text
     text = "\n".join(plan(free=600 * MIB, draft_weights=0).lines())

@@ -162,7 +162,7 @@ def test_a_step_needs_enough_iterations_of_all_requests(run: Callable[..., Resul
     result = run(sections="decode", configs="v1", batch="3", new_tokens=21, prefill_chunk=12, repeats=2)
     assert result.exit_code == 0
     assert rows_of()["decode", "3", "v1"]["step_ms"] == ""
-    note = "NOT MEASURED: v1 at concurrency 3, repeats 1, 2: 19 steps ran all 3 requests, and 20 are needed"
+    note = "NOT MEASURED: v1 at concurrency 3, repeats 1, 2: only 19 full-batch steps; 20 are needed"
     assert result.stdout.count("NOT MEASURED") == 1
     assert note in result.stdout
 

@@ -42,5 +42,5 @@ def test_gain_needs_both_numbers() -> None:
 def test_simulated_without_acceptance_only_the_break_even_counts() -> None:
     gain = gain_of([(1.0, 1.5)], simulated=1.0)
     assert gain is not None
-    assert str(gain) == "pays above 1.50"
+    assert str(gain) == "break-even 1.50"
     assert not gain.loses()

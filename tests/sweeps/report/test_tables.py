@@ -114,7 +114,7 @@ def test_a_view_compares_full_batches():
 def test_a_step_without_enough_iterations_is_a_note_where_it_is_shown():
     records = [full_batch("v1", None, steps=19)]
     view = View(("step_s",), "step_s", None)
-    note = "NOT MEASURED: v1 at concurrency 4, repeat 1: 19 steps ran all 4 requests, and 20 are needed"
+    note = "NOT MEASURED: v1 at concurrency 4, repeat 1: only 19 full-batch steps; 20 are needed"
     assert any(str(item).startswith(note) for item in notes(records, table(records, view), view=view))
     assert note not in markdown(records, table(records))
 
@@ -322,7 +322,7 @@ def test_simulated_acceptance_is_compared_with_break_even():
     records = [timed("baseline", 1, 10), simulated(timed("v1", 1, 15, 1.2), 1.2)]
     assert "-20.0% (one repeat)" in text_of(records)
     probe = [timed("baseline", 1, 10), simulated(timed("v1", 1, 15, 1.0), 1.0)]
-    assert "pays above 1.50" in text_of(probe)
+    assert "break-even 1.50" in text_of(probe)
     assert losses_of(probe) is None
 
 
