@@ -155,14 +155,15 @@ class EngineOptions(SimpleNamespace):
             raise refuse("spec", self.spec, f"use one of {', '.join(SPECS)}")
         if self.spec == "off":
             return Speculation()
-        parsed = {"draft_tokens": self._draft_tokens(), "aux_layers": self._aux_layers()}
+        draft_tokens = self._draft_tokens()
         if self.spec is None and self.algorithm is None and self.draft is None:
             for name in _ONLY_WITH_DRAFTS:
                 if getattr(self, name) != ENGINE_OPTIONS[name].default:
                     raise refuse(name, getattr(self, name), "nothing is drafted; add --algorithm, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
         settings = {name: getattr(self, name) for name in ("draft", *_ONLY_WITH_DRAFTS)}
-        return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings | parsed)
+        settings |= {"draft_tokens": draft_tokens, "aux_layers": self._aux_layers()}
+        return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings)
 
     def config(
         self, *, concurrency: int | None = None, prefix_cache: bool = True, compares: bool = False
