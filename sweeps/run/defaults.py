@@ -22,7 +22,7 @@ class Lengths:
 
 
 GPU = Lengths(128, 4)
-CPU = Lengths(48, 1)  # concurrency 1,8,32,128 of the bundled model takes a few minutes on two cores
+CPU = Lengths(32, 1)  # concurrency 1,8,32,128 of the bundled model takes less than ten minutes on two cores
 LONG_RUN = f"--output-len {GPU.output_len} --prompts-per-concurrency {GPU.prompts_per_concurrency} --repeats 3"
 
 

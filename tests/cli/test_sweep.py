@@ -117,7 +117,7 @@ def test_json_rows(sweep):
 
 @pytest.mark.parametrize(
     ("words", "output_len", "prompts", "short"),
-    [((), 48, 5, True), (("--output-len", 7, "--prompts-per-concurrency", 3), 7, 15, False)],
+    [((), 32, 5, True), (("--output-len", 7, "--prompts-per-concurrency", 3), 7, 15, False)],
 )
 def test_default_workload_on_a_cpu(run, jsonl, tmp_path, words, output_len, prompts, short):
     questions = jsonl({"question": "2 + 2?", "answer": "4"})
